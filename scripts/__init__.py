@@ -1,0 +1,2 @@
+if __name__ != "whatwhere.scripts":
+    raise ImportError(f"import this package as `whatwhere.scripts` (after `pip install -e .`), not as `{__name__}`")
