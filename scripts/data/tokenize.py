@@ -1,0 +1,218 @@
+"""Tokenizers (bytes, a byte-level BPE trained here, or any existing one), token streams, and bytes per token.
+
+Bits per byte compare models with different tokenizers only if the bytes are those of the text that was predicted.
+`bytes_per_token` gives them for every entry of the vocabulary, so that they can be summed over any piece of a stream.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+try:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+except ImportError as error:
+    raise ImportError('the tokenizers need `tokenizers`: pip install "whatwhere[train]"') from error
+
+# One token ends a document and begins the next one, as in GPT-2: a model that is asked to start from nothing gets the
+# token after which every document of its training text started.
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|padding|>"
+
+_BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
+
+
+def build_tokenizer(
+    kind: str = "bytes",
+    *,
+    vocab_size: int | None = None,
+    texts: Iterable[str] | None = None,
+    model_max_length: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> PreTrainedTokenizerBase:
+    """Builds a tokenizer that has an end-of-text and a padding token.
+
+    Args:
+        kind: `bytes` (token b is byte b, plus two special tokens), `bpe` (a byte-level BPE trained on `texts`), or the
+            folder or Hub id of an existing tokenizer.
+        vocab_size: the size of the `bpe` vocabulary, special tokens included; at least 258. Other kinds refuse it.
+        texts: the documents on which `bpe` is trained: the training split, never the others.
+        model_max_length: the length at which the tokenizer warns; by default never.
+        cache_dir: where a trained `bpe` is kept, under a hash of its texts and size, for the next run; by default it
+            is trained every time. Training is deterministic either way.
+    """
+    if vocab_size is not None and kind != "bpe":
+        raise ValueError(
+            f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' has a vocabulary size to choose."
+        )
+    if kind in ("bytes", "bpe"):
+        if kind == "bytes":
+            backend = _byte_tokenizer()
+        else:
+            backend = _cached_bpe(vocab_size, texts, cache_dir)
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=PADDING,
+            clean_up_tokenization_spaces=False,
+            padding_side="left",
+        )
+    else:
+        tokenizer = _existing_tokenizer(kind)
+        if tokenizer.eos_token is None:
+            raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+    if model_max_length is not None:
+        tokenizer.model_max_length = model_max_length
+    return tokenizer
+
+
+def tokenize_documents(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], batch: int = 64
+) -> Iterator[list[int]]:
+    """Yields the token ids of each document, followed by the end-of-text token.
+
+    A document that contains the text of a special token is encoded as that text, not as the token.
+    """
+
+    def encode(documents: list[str]) -> Iterator[list[int]]:
+        encoded = tokenizer(
+            documents,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        for ids in encoded["input_ids"]:
+            yield [*ids, tokenizer.eos_token_id]
+
+    documents: list[str] = []
+    for text in texts:
+        documents.append(text)
+        if len(documents) == batch:
+            yield from encode(documents)
+            documents = []
+    if documents:
+        yield from encode(documents)
+
+
+def evaluation_stream(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the documents as one contiguous stream, and the bytes that each of its tokens stands for.
+
+    Returns:
+        token ids, int64 (N), each document followed by the end-of-text token; and bytes, int64 (N), 0 for that token.
+        The bytes sum to the UTF-8 length of the texts (see `bytes_per_token` for the exception).
+    """
+    ids = [token for document in tokenize_documents(tokenizer, texts) for token in document]
+    stream = torch.tensor(ids, dtype=torch.int64)
+    return stream, bytes_per_token(tokenizer)[stream]
+
+
+def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Returns how many bytes of text each token stands for, int64 (vocabulary); special tokens stand for none.
+
+    Byte-level tokenizers (ours, GPT-2's, Llama 3's) are counted exactly. SentencePiece-style ones (Llama 2's) put a space
+    before each document, which is counted as one byte. Others, which do not keep the text, are refused.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    description = repr(backend.decoder) + repr(backend.pre_tokenizer) if backend is not None else ""
+    byte_level = "ByteLevel" in description
+    tokens = tokenizer.get_vocab()
+    if not byte_level and not any(token.startswith("▁") for token in tokens):
+        raise ValueError(
+            f"bits per byte cannot be computed with {type(tokenizer).__name__} {tokenizer.name_or_path!r}: its tokens do "
+            "not say how many bytes they stand for. Allowed: byte-level and SentencePiece-style tokenizers."
+        )
+    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    counts = torch.zeros(max(tokens.values()) + 1, dtype=torch.int64)
+    for token, index in tokens.items():
+        if token in tokenizer.all_special_tokens or (token in added and added[token].special):
+            continue
+        if token in added:
+            counts[index] = len(token.encode())
+        elif byte_level:
+            # One character of a byte-level token stands for one byte.
+            counts[index] = len(token)
+        else:
+            counts[index] = 1 if _BYTE_FALLBACK.match(token) else len(token.replace("▁", " ").encode())
+    return counts
+
+
+def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    # A bare pair of GPT-2 files says nothing about its class, so `AutoTokenizer` cannot choose one.
+    folder = Path(path)
+    if (folder / "merges.txt").exists() and not any(folder.glob("*config.json")):
+        return GPT2TokenizerFast.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer={path!r} is not valid: it must be 'bytes', 'bpe', or a folder or Hub id from which a tokenizer "
+            f"loads. ({error})"
+        ) from error
+
+
+def _byte_characters() -> list[str]:
+    """The character by which byte-level tokenizers write each byte: itself if printable, else one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    characters = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        characters.setdefault(byte, chr(0x100 + len(characters) - len(printable)))
+    return [characters[byte] for byte in range(256)]
+
+
+def _byte_tokenizer() -> Tokenizer:
+    # A byte-level BPE without merges: its 256 tokens are the bytes, in order.
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (END_OF_TEXT, PADDING)])
+    return tokenizer
+
+
+def _cached_bpe(
+    vocab_size: int | None, texts: Iterable[str] | None, cache_dir: str | os.PathLike[str] | None
+) -> Tokenizer:
+    if vocab_size is None or vocab_size < 258:
+        raise ValueError(
+            f"vocab_size={vocab_size!r} is not valid: tokenizer='bpe' needs an integer of at least 258 (256 bytes and "
+            "two special tokens)."
+        )
+    if texts is None:
+        raise ValueError("texts=None is not valid: tokenizer='bpe' is trained on texts.")
+    if cache_dir is None:
+        return _train_bpe(vocab_size, texts)
+    texts = list(texts)
+    digest = hashlib.sha256(str(vocab_size).encode())
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    file = Path(cache_dir) / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Written under another name first: a process that reads at the same time finds a whole file or none.
+        draft = file.with_suffix(f".{os.getpid()}.tmp")
+        _train_bpe(vocab_size, texts).save(str(draft))
+        draft.replace(file)
+    return Tokenizer.from_file(str(file))
+
+
+def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return tokenizer
