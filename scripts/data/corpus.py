@@ -124,7 +124,8 @@ def _load_hub(
             if name == "test":
                 continue
             raise ValueError(
-                f"splits[{name!r}]={theirs!r} is not valid: {dataset!r} has the splits {', '.join(map(repr, available))}."
+                f"splits[{name!r}]={theirs!r} is not valid: {dataset!r} has the splits "
+                f"{', '.join(map(repr, available))}."
             )
         rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming)
         start, stop = int(match["start"] or 0), int(match["stop"]) if match["stop"] else None

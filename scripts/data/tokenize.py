@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 try:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -50,10 +50,7 @@ def build_tokenizer(
             f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' has a vocabulary size to choose."
         )
     if kind in ("bytes", "bpe"):
-        if kind == "bytes":
-            backend = _byte_tokenizer()
-        else:
-            backend = _cached_bpe(vocab_size, texts, cache_dir)
+        backend = _byte_tokenizer() if kind == "bytes" else _cached_bpe(vocab_size, texts, cache_dir)
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
             tokenizer_object=backend,
             bos_token=END_OF_TEXT,
@@ -118,8 +115,8 @@ def evaluation_stream(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Returns how many bytes of text each token stands for, int64 (vocabulary); special tokens stand for none.
 
-    Byte-level tokenizers (ours, GPT-2's, Llama 3's) are counted exactly. SentencePiece-style ones (Llama 2's) put a space
-    before each document, which is counted as one byte. Others, which do not keep the text, are refused.
+    Byte-level tokenizers (ours, GPT-2's, Llama 3's) are counted exactly. SentencePiece-style ones (Llama 2's) put a
+    space before each document, which is counted as one byte. Others, which do not keep the text, are refused.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     description = repr(backend.decoder) + repr(backend.pre_tokenizer) if backend is not None else ""
@@ -127,8 +124,8 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     tokens = tokenizer.get_vocab()
     if not byte_level and not any(token.startswith("▁") for token in tokens):
         raise ValueError(
-            f"bits per byte cannot be computed with {type(tokenizer).__name__} {tokenizer.name_or_path!r}: its tokens do "
-            "not say how many bytes they stand for. Allowed: byte-level and SentencePiece-style tokenizers."
+            f"bits per byte cannot be computed with {type(tokenizer).__name__} {tokenizer.name_or_path!r}: its tokens "
+            "do not say how many bytes they stand for. Allowed: byte-level and SentencePiece-style tokenizers."
         )
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     counts = torch.zeros(max(tokens.values()) + 1, dtype=torch.int64)
@@ -149,7 +146,7 @@ def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
     # A bare pair of GPT-2 files says nothing about its class, so `AutoTokenizer` cannot choose one.
     folder = Path(path)
     if (folder / "merges.txt").exists() and not any(folder.glob("*config.json")):
-        return GPT2TokenizerFast.from_pretrained(path)
+        return GPT2Tokenizer.from_pretrained(path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
