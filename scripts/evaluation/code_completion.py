@@ -1,0 +1,121 @@
+"""An lm-eval task that needs no download: which of four lines continues a piece of code?
+
+The questions come from the test split of the running Python's standard library (`whatwhere.scripts.data.corpus`): no
+model trained on the train split has seen these files. The context is the 12 lines before; the three wrong choices are
+lines of the same file with the same indentation. On a laptop (two minutes for a model of `make demo`):
+
+    python -m whatwhere.scripts.evaluation.code_completion --output tasks
+    HF_HUB_OFFLINE=1 lm_eval --model hf --model_args pretrained=demo/pope,trust_remote_code=True \
+        --tasks whatwhere_code_completion --include_path tasks --device cpu --output_path demo/pope/lm_eval
+
+On a GPU, the same with `--device cuda --batch_size 64`, and as many questions as `--questions` says.
+"""
+
+import argparse
+import json
+import pathlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+
+TASK = "whatwhere_code_completion"
+CONTEXT_LINES = 12
+CHOICES = 4
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _is_candidate(line: str) -> bool:
+    """Lines that say something: not blank, not only punctuation, not so long that they fill a short context."""
+    return 12 <= len(line.strip()) <= 80 and line.strip()[0] not in "#\"'" and any(c.isalpha() for c in line)
+
+
+def questions(texts: Sequence[str], count: int, *, seed: int = 0) -> list[dict[str, Any]]:
+    """Draws questions from documents; the same texts, count and seed give the same questions.
+
+    Args:
+        texts: held-out documents.
+        count: how many questions.
+        seed: of the choice of documents, lines and order of the choices.
+
+    Returns:
+        Dictionaries with `context` (12 lines without the last line end), `choices` (4 different lines) and `answer`
+        (the index of the line that follows the context).
+
+    Raises:
+        ValueError: the documents do not hold that many questions.
+    """
+    generator = random.Random(seed)
+    documents = [text.splitlines() for text in texts]
+    places = [
+        (document, line)
+        for document, lines in enumerate(documents)
+        for line in range(CONTEXT_LINES, len(lines))
+        if _is_candidate(lines[line]) and lines[line - 1].strip()
+    ]
+    generator.shuffle(places)
+    found: list[dict[str, Any]] = []
+    for document, line in places:
+        if len(found) == count:
+            break
+        lines, right = documents[document], documents[document][line]
+        # A line that stands in the context could be ruled out, or be a right continuation itself.
+        context = lines[line - CONTEXT_LINES : line]
+        others = {other for other in lines if _is_candidate(other) and _indentation(other) == _indentation(right)}
+        others -= {right, *context}
+        if right in context or len(others) < CHOICES - 1:
+            continue
+        choices = [right, *generator.sample(sorted(others), CHOICES - 1)]
+        generator.shuffle(choices)
+        found.append({"context": "\n".join(context), "choices": choices, "answer": choices.index(right)})
+    if len(found) < count:
+        raise ValueError(f"questions={count!r}: the held-out documents hold only {len(found)}.")
+    return found
+
+
+def write_task(output: str | pathlib.Path, texts: Sequence[str], count: int = 200, *, seed: int = 0) -> pathlib.Path:
+    """Writes the questions and the task's YAML file into a folder for `lm_eval --include_path`, and returns the YAML.
+
+    Args:
+        output: the folder; made if it does not exist.
+        texts: held-out documents.
+        count: how many questions.
+        seed: of the draw.
+    """
+    output = pathlib.Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    data = output / f"{TASK}.jsonl"
+    data.write_text("".join(json.dumps(q) + "\n" for q in questions(texts, count, seed=seed)), encoding="utf-8")
+    template = pathlib.Path(__file__).with_name("tasks") / f"{TASK}.yaml"
+    where = {"data_files": {"test": str(data.resolve())}}
+    task = output / f"{TASK}.yaml"
+    # JSON is YAML.
+    task.write_text(template.read_text(encoding="utf-8") + f"dataset_kwargs: {json.dumps(where)}\n", encoding="utf-8")
+    return task
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    from ..data.corpus import load_text
+
+    parser = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.evaluation.code_completion", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--output", type=pathlib.Path, required=True, help="folder for the task")
+    parser.add_argument("--questions", type=int, default=200, help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    options = parser.parse_args(arguments)
+    try:
+        task = write_task(options.output, load_text()["test"]["text"], options.questions, seed=options.seed)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+    print(
+        f"{options.questions} questions: {task.with_suffix('.jsonl')}; run lm_eval with --include_path {options.output}"
+    )
+
+
+if __name__ == "__main__":
+    main()
