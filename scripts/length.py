@@ -1,4 +1,4 @@
-"""Length extrapolation: bits per byte of checkpoints at 1, 2, 4, 8 and 10 times their trained length, on the same tokens.
+"""Length extrapolation: bits per byte of checkpoints at 1, 2, 4, 8 and 10 times their trained length, on one text.
 
 On a laptop (two minutes; the checkpoints are those of `make demo`):
 
@@ -14,10 +14,10 @@ of `--data` is tokenised once per checkpoint and cut into windows of each length
 every window length, so exactly the same tokens are scored at every length (see `whatwhere.scripts.evaluation.length`).
 A length that an encoding cannot reach is reported as such.
 
-The trained length is `config.max_position_embeddings` unless `--trained-length` says otherwise. Lengths are multiples of
-it. Output (`--output`, by default the checkpoint's own folder if there is one checkpoint, else `length/`): `length.json`
-with every number, its standard error over windows, tokens, windows, date, versions and command; `length.png` and
-`length.svg`.
+The trained length is `config.max_position_embeddings` unless `--trained-length` says otherwise. Lengths are multiples
+of it. Output (`--output`, by default the checkpoint's own folder if there is one checkpoint, else `length/`):
+`length.json` with every number, its standard error over windows, tokens, windows, date, versions and command;
+`length.png` and `length.svg`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ DEFAULT_MULTIPLES = (1.0, 2.0, 4.0, 8.0, 10.0)
 
 
 def parse_multiples(text: str) -> list[float]:
-    """Returns the ascending multiples in a comma-separated list; raises ValueError for anything but positive numbers."""
+    """Returns the ascending multiples in a comma-separated list; raises ValueError for all but positive numbers."""
     try:
         multiples = sorted({float(part) for part in text.split(",")})
     except ValueError:
@@ -195,7 +195,7 @@ def save(output: pathlib.Path, checkpoints: list[dict[str, Any]], *, data: dict[
         data: what was scored: `name`, `split` and how it was chosen.
         origin: from `provenance`.
     """
-    write_json(output / "length.json", {"schema": 1, "data": data, "checkpoints": checkpoints, **origin})
+    write_json(output / "length.json", {"data": data, "checkpoints": checkpoints, **origin})
     length_evaluation.draw(checkpoints, output / "length")
 
 
@@ -242,9 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     print(length_evaluation.table(entries))
-    print(
-        f"Bits per byte ± standard error over windows. Written: {options.output / 'length.json'}, length.png, length.svg"
-    )
+    print(f"Bits per byte ± standard error over windows. In {options.output}: length.json, length.png, length.svg")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""The model card of a checkpoint folder: README.md, made from the configuration and the results files beside it.
+
+    python -m whatwhere.scripts.evaluation.card demo/pope
+
+`results.json` (training), `length.json` with `length.png` (length extrapolation) and `lm_eval.json` are used if they are
+there; without them the card says that nothing was measured. No number is typed by hand, and running it again without
+new results writes the same bytes. A README.md that is already there is replaced. The text is in
+`whatwhere.model_card`, which travels with every checkpoint.
+"""
+
+import argparse
+import pathlib
+
+import transformers
+
+from ...model_card import model_card, read_results
+
+
+def write_card(folder: str | pathlib.Path) -> pathlib.Path:
+    """Writes README.md into a checkpoint folder and returns its path.
+
+    Raises:
+        ValueError: the folder holds no checkpoint of this package, or a results file is broken.
+    """
+    folder = pathlib.Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"folder={str(folder)!r} is not a model folder: it has no config.json.")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if not hasattr(config, "position_encoding"):
+        raise ValueError(
+            f"folder={str(folder)!r} holds a model of type {config.model_type!r}, which is not one of ours."
+        )
+    results = read_results(folder)
+    card = model_card(
+        config,
+        results=results,
+        name=folder.resolve().name,
+        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
+        figure="length.png" if "length" in (results or {}) and (folder / "length.png").is_file() else None,
+    )
+    path = folder / "README.md"
+    card.save(path)
+    return path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.evaluation.card", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a checkpoint folder")
+    options = parser.parse_args(arguments)
+    try:
+        for folder in options.folders:
+            print(write_card(folder))
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
