@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-
 # One dictionary per forward pass, the same for all layers:
 #   "query_positions"  int64 (1 or B, Q), the position of each query token
 #   "key_positions"    int64 (1 or B, K), the position of each key token, cached ones included; present only if an
@@ -183,9 +182,7 @@ class PositionEncoding(nn.Module):
         """Changes queries (B, H, Q, D) and all keys (B, G, K, D), the cached ones included. The width may change."""
         return query, key
 
-    def bias(
-        self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float
-    ) -> torch.Tensor:
+    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
         """Returns what is added to the logits, float32, broadcastable to (B, H, Q, K). The readable specification.
 
         Args:

@@ -1,2 +1,2 @@
 if __name__ != "whatwhere.scripts":
-    raise ImportError(f"import this package as `whatwhere.scripts` (after `pip install -e .`), not as `{__name__}`")
+    raise ImportError(f"import this as `whatwhere.scripts` (after `pip install -e .`), not as `{__name__}`")

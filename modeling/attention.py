@@ -1,0 +1,229 @@
+"""Attention implementations: the eager reference, the choice and refusal of an implementation, mask registration.
+
+Axes: B batch, H query heads, G key heads (H % G == 0), Q query length, K key length, D head dim.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from .attention_blockwise import blockwise_attention
+from .position_encoding import PositionContext
+from .position_encodings import supported_implementations
+
+
+def repeat_heads(states: torch.Tensor, groups: int) -> torch.Tensor:
+    """Repeats key heads for the query heads that share them: (B, G, K, D) to (B, G * groups, K, D)."""
+    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    position_context: PositionContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with all weights in memory: the readable specification, and the one that returns weights.
+
+    Args:
+        module: the attention layer; `module.position_encoding` gives the biases.
+        query: (B, H, Q, D). key: (B, G, K, D). value: (B, G, K, Dv).
+        attention_mask: additive float mask (B, 1, Q, K), or boolean with True for visible, or None for causal.
+        scaling: the factor on q.k.
+        dropout: the probability of dropping an attention weight.
+        position_context: what the model computed once for all layers.
+
+    Returns:
+        The output (B, Q, H, Dv) and the weights (B, H, Q, K), in the dtype of `query`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    logits = torch.matmul(query, repeat_heads(key, groups).transpose(2, 3)) * scaling
+    encoding = module.position_encoding
+    if encoding.biases:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if attention_mask is None:
+        attention_mask = causal_mask(query.shape[2], key.shape[2], query.device)
+    if attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, torch.finfo(logits.dtype).min)
+    else:
+        logits = logits + attention_mask
+    if encoding.biases:
+        logits = logits + encoding.bias(logits, query, position_context, scaling)
+    weights = nn.functional.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
+    output = torch.matmul(weights, repeat_heads(value, groups))
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def causal_mask(query_length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    """Returns a boolean (Q, K) mask, True where visible; queries are aligned to the end of the keys."""
+    return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril(key_length - query_length)
+
+
+def blockwise_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    position_context: PositionContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention in blocks of queries, with memory O(Q * block): see `attention_blockwise`. Returns no weights."""
+    terms = module.position_encoding.block_terms(position_context, scaling)
+    output = blockwise_attention(query, key, value, mask=attention_mask, scaling=scaling, terms=terms, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _pad_value(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    # PyTorch leaves its fused path when values are narrower than keys.
+    return value if key.shape[-1] == value.shape[-1] else nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
+
+
+def sdpa_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    position_context: PositionContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' `sdpa`; a bias that needs no content logits is materialised into the mask (B, H, Q, K)."""
+    encoding = module.position_encoding
+    if encoding.biases:
+        if attention_mask is None:
+            attention_mask = causal_mask(query.shape[2], key.shape[2], query.device)[None, None]
+        bias = encoding.bias(_no_logits(query, key), query, position_context, scaling).to(query.dtype)
+        if attention_mask.dtype == torch.bool:
+            attention_mask = torch.where(attention_mask, bias, torch.finfo(query.dtype).min)
+        else:
+            attention_mask = attention_mask + bias
+    output, _ = stock_sdpa_attention_forward(
+        module, query, key, _pad_value(key, value), attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return output[..., : value.shape[-1]], None
+
+
+def flex_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float,
+    position_context: PositionContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Transformers' `flex_attention`; a bias is materialised (B, H, Q, K) and added by its score function."""
+    encoding = module.position_encoding
+    if encoding.biases:
+        if "position_bias" not in inspect.signature(stock_flex_attention_forward).parameters:
+            raise ValueError(
+                "attn_implementation='flex_attention' needs a newer transformers for an encoding with a bias; "
+                "allowed here: 'blockwise', 'sdpa', 'eager'."
+            )
+        bias = encoding.bias(_no_logits(query, key), query, position_context, scaling).to(query.dtype)
+        # Broadcast dimensions would be read out of bounds.
+        kwargs["position_bias"] = bias.expand(query.shape[0], query.shape[1], -1, -1).contiguous()
+    output, weights = stock_flex_attention_forward(
+        module, query, key, _pad_value(key, value), attention_mask, scaling=scaling, **kwargs
+    )
+    return output[..., : value.shape[-1]], weights
+
+
+def _no_logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    # Only encodings whose bias ignores the content logits list a stock implementation; they read its shape.
+    return query.new_empty(0).expand(query.shape[0], query.shape[1], query.shape[2], 0)
+
+
+def blockwise_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask that `blockwise_attention` reads; never (Q, K) large when every key slot is filled.
+
+    Returns:
+        None for plain causal attention, int32 (B, K) with the document of every slot and -1 for padding, or, with a
+        static cache, a boolean (B, 1, Q, K) mask.
+    """
+    filled = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0 and not use_vmap
+    if not filled:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+    packed = mask_function is not causal_mask_function
+    if attention_mask is None and not packed:
+        return None
+    segments = torch.zeros(batch_size, kv_length, dtype=torch.int32, device=device)
+    if packed and kv_length > 1:
+        # Documents are contiguous: a slot that does not see its neighbour begins a new one.
+        slots = torch.arange(kv_length, device=device)
+        batch = torch.arange(batch_size, device=device)[:, None]
+        same = mask_function(batch, torch.zeros_like(batch), slots[None, 1:], slots[None, :-1])
+        segments[:, 1:] = (~same.expand(batch_size, -1)).cumsum(-1)
+    if attention_mask is not None:
+        segments = segments.masked_fill(~attention_mask[:, :kv_length].bool(), -1)
+    return segments
+
+
+ALL_ATTENTION_FUNCTIONS = AttentionInterface()
+# Local entries: two copies of this file in one process (the package and a checkpoint) keep their own.
+ALL_ATTENTION_FUNCTIONS["blockwise"] = blockwise_attention_forward
+ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+ALL_ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward
+# Transformers looks masks up globally; without an entry padding would be ignored.
+AttentionMaskInterface.register("blockwise", blockwise_mask)
+
+
+def choose_implementation(config: Any, requested: str | None) -> str:
+    """Returns the attention implementation of a model.
+
+    Raises:
+        ValueError: `requested` does not serve the position encoding.
+    """
+    supported = supported_implementations(config)
+    if requested is None:
+        return supported[0]
+    family = requested.removeprefix("paged|")
+    if "flash" in family:
+        family = "flash_attention"
+    # Paged attention keeps keys as they were when they entered the cache, and knows no bias.
+    if family not in supported or (requested.startswith("paged|") and "flash_attention" not in supported):
+        raise ValueError(
+            f"attn_implementation={requested!r} does not serve position_encoding={config.position_encoding!r}. "
+            f"Allowed: {', '.join(map(repr, supported))}."
+        )
+    return requested

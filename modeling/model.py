@@ -1,0 +1,258 @@
+"""What the models of both families share: attention, the preparation of a forward pass, saving, and refusals.
+
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+
+from .attention import choose_implementation
+from .model_card import model_card
+from .position_encoding import PositionContext, PositionEncoding, SharedPositionEncoding
+from .position_encodings import check, reach, supported_implementations
+
+logger = logging.get_logger(__name__)
+
+
+class WhatWherePreTrainedModel(PreTrainedModel):
+    """Base of both families' `PreTrainedModel`s.
+
+    The attention implementation is chosen by the position encoding: `supported_implementations(config)` lists those that
+    serve it, the default first.
+    """
+
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
+        # A field may have been assigned since the configuration was built.
+        config.position_encoding_parameters = check(config)
+        if config.rotates:
+            if getattr(config, "rope_parameters", None) is None:
+                config.rope_parameters = {}
+                config.convert_rope_params_to_dict()
+        elif hasattr(config, "rope_parameters"):
+            del config.rope_parameters
+        super().__init__(config, *inputs, **kwargs)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        chosen = choose_implementation(self.config, requested_attention)
+        if requested_attention is None and chosen != "sdpa":
+            logger.info(
+                "attn_implementation=%r: the fast one for position_encoding=%r.", chosen, self.config.position_encoding
+            )
+        return chosen if chosen == "blockwise" else super().get_correct_attn_implementation(chosen, is_init_check)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, (PositionEncoding, SharedPositionEncoding)):
+            module.reset()
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Saves weights, configuration, the code that loads them, and a model card if the folder has none.
+
+        The folder loads by `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` without the package.
+        See `PreTrainedModel.save_pretrained` for the arguments.
+        """
+        family = type(self).__module__.rpartition(".")[2]
+        prefix = type(self.config).__name__.removesuffix("Config")
+        self.config.auto_map = {
+            "AutoConfig": f"{family.replace('modeling', 'configuration', 1)}.{prefix}Config",
+            "AutoModel": f"{family}.{prefix}Model",
+            "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
+            "AutoModelForSequenceClassification": f"{family}.{prefix}ForSequenceClassification",
+        }
+        super().save_pretrained(save_directory, *args, **kwargs)
+        card = os.path.join(save_directory, "README.md")
+        if kwargs.get("is_main_process", True) and os.path.isdir(save_directory) and not os.path.exists(card):
+            model_card(self.config).save(card)
+
+
+class WhatWhereGenerationMixin:
+    """Refuses by name the generation modes that an encoding can not serve."""
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Continuous batching; see `transformers.generation.ContinuousMixin`.
+
+        Raises:
+            ValueError: the encoding changes cached keys or adds to the logits, which paged attention can not do.
+        """
+        self.refuse_continuous_batching()
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """See `generate_batch`."""
+        self.refuse_continuous_batching()
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def refuse_continuous_batching(self) -> None:
+        """Raises ValueError if paged attention can not serve the encoding."""
+        config = self.config  # type: ignore[attr-defined]
+        if "flash_attention" not in supported_implementations(config):
+            allowed = [name for name in ("none", "absolute", "sinusoidal", "rope")]
+            raise ValueError(
+                f"Continuous batching does not serve position_encoding={config.position_encoding!r}: paged attention "
+                f"knows no bias and no rotation of cached keys. Use generate(). Allowed: {allowed}."
+            )
+
+
+def attend(
+    module: nn.Module,
+    interface: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    position_context: PositionContext,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One layer's attention, from projected states to merged heads.
+
+    Args:
+        module: the attention layer, with `position_encoding`, `scaling` and `layer_idx`.
+        interface: the attention function.
+        query: (B, H, Q, D). key, value: (B, G, Q, D), of the new tokens.
+        attention_mask: what the implementation's mask function made.
+        past_key_values: the cache, updated here.
+        position_context: what the model computed once for all layers.
+        dropout: the probability of dropping an attention weight.
+
+    Returns:
+        The output (B, Q, H * D), and the weights (B, H, Q, K) from an implementation that has them.
+    """
+    if kwargs.get("cache") is not None and "flash_attention" not in supported_implementations(module.config):
+        raise ValueError(
+            f"A paged cache does not serve position_encoding={module.config.position_encoding!r}. Use generate()."
+        )
+    encoding = module.position_encoding
+    query, key = encoding.rotate(query, key, position_context)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    query, key = encoding.rotate_cached(query, key, position_context)
+    output, weights = interface(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=module.scaling,
+        position_context=position_context,
+        **kwargs,
+    )
+    return output.reshape(*output.shape[:2], -1).contiguous(), weights
+
+
+def prepare_forward(
+    model: Any,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    past_key_values: Cache | None,
+    use_cache: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, PositionContext, Cache | None]:
+    """Returns position ids, the attention mask, the position context and the cache of one forward pass.
+
+    Args:
+        model: the base model, with `config` and `position_encoding`.
+        inputs_embeds: (B, Q, E).
+        attention_mask: (B, past + Q) with 0 for padding, or a 4D mask (B, 1 or H, Q, K), or None.
+        position_ids: int64 (1 or B, Q), or None for consecutive positions after the cached ones.
+        past_key_values: the cache, or None.
+        use_cache: whether to make a cache if there is none.
+
+    Raises:
+        ValueError: a mask of the wrong shape, or a sequence longer than the encoding reaches.
+    """
+    config = model.config
+    batch, length = inputs_embeds.shape[:2]
+    if use_cache and past_key_values is None:
+        past_key_values = DynamicCache(config=config)
+    past_length: Any = past_key_values.get_seq_length() if past_key_values is not None else 0
+    if isinstance(past_length, torch.Tensor):
+        # A static cache returns its live counter, which every layer's update changes.
+        past_length = past_length.clone().to(inputs_embeds.device)
+    if position_ids is None:
+        position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
+    _check_mask(attention_mask, batch, length, past_length)
+    _check_reach(config, position_ids)
+    key_length = past_key_values.get_mask_sizes(length, 0)[0] if past_key_values is not None else length
+    context = model.position_encoding(inputs_embeds, position_ids, attention_mask, past_length, key_length)
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        position_ids=position_ids,
+    )
+    return position_ids, mask, context, past_key_values
+
+
+def _check_mask(attention_mask: Any, batch: int, length: int, past_length: Any) -> None:
+    if not isinstance(attention_mask, torch.Tensor):
+        return
+    shape = tuple(attention_mask.shape)
+    if attention_mask.ndim == 2:
+        if isinstance(past_length, int) and shape != (batch, past_length + length):
+            raise ValueError(
+                f"attention_mask has the shape {shape}; allowed: (batch, past + new tokens) = "
+                f"({batch}, {past_length + length}), or a 4D mask."
+            )
+    elif attention_mask.ndim != 4 or shape[2] != length or shape[0] not in (1, batch):
+        raise ValueError(
+            f"attention_mask has the shape {shape}; allowed: 2D (batch, past + new tokens), or 4D "
+            f"(batch, 1 or heads, {length}, keys)."
+        )
+
+
+def _check_reach(config: Any, position_ids: torch.Tensor) -> None:
+    limit = reach(config)
+    if limit is None or torch.compiler.is_compiling() or position_ids.device.type == "meta":
+        return
+    length = int(position_ids.max()) + 1
+    if length > limit:
+        unlimited = "alibi, cope, none, pope, rope, sinusoidal"
+        raise ValueError(
+            f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} reaches "
+            f"({limit} tokens). Shorten it, or use an encoding without a limit: {unlimited}."
+        )
+
+
+def causal_lm_output(
+    model: Any,
+    outputs: BaseModelOutputWithPast,
+    labels: torch.Tensor | None,
+    logits_to_keep: int | torch.Tensor,
+    **kwargs: Any,
+) -> CausalLMOutputWithPast:
+    """Applies `model.lm_head` to the kept hidden states (B, Q, E), and the loss if there are labels (B, Q)."""
+    kept = (
+        slice(-logits_to_keep if logits_to_keep else None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    )
+    logits = model.lm_head(outputs.last_hidden_state[:, kept])
+    loss = None
+    if labels is not None:
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **kwargs)
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=logits,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )

@@ -1,0 +1,234 @@
+"""Llama-style models (RMSNorm, SwiGLU, grouped heads) with a choice of position encoding.
+
+Weight names and shapes equal those of `transformers.LlamaForCausalLM`.
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from .configuration_whatwhere_llama import WhatWhereLlamaConfig
+from .model import WhatWhereGenerationMixin, WhatWherePreTrainedModel, attend, causal_lm_output, prepare_forward
+from .position_encoding import PositionContext
+from .position_encodings import PositionEncodings, SharedPositionEncodings, embedding
+
+
+class WhatWhereLlamaAttention(nn.Module):
+    """Grouped-head self-attention; everything about positions is in `position_encoding`."""
+
+    def __init__(self, config: WhatWhereLlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=bias)
+        self.position_encoding = PositionEncodings(config, layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_context: PositionContext,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        output, weights = attend(
+            self,
+            ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
+            query,
+            key,
+            value,
+            attention_mask,
+            past_key_values,
+            position_context,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+        return self.o_proj(output), weights
+
+
+class WhatWhereLlamaDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm block: attention, then SwiGLU."""
+
+    def __init__(self, config: WhatWhereLlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = WhatWhereLlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class WhatWhereLlamaPreTrainedModel(WhatWherePreTrainedModel):
+    """Weights, loading and saving of the Llama-style family."""
+
+    config: WhatWhereLlamaConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["WhatWhereLlamaDecoderLayer"]
+    _can_record_outputs = {"hidden_states": WhatWhereLlamaDecoderLayer, "attentions": WhatWhereLlamaAttention}
+
+
+class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: WhatWhereLlamaConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_positions = embedding(config)
+        self.layers = nn.ModuleList([WhatWhereLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.position_encoding = SharedPositionEncodings(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Runs the decoder.
+
+        Args:
+            input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
+            attention_mask: (B, past + Q) with 0 for padding, or 4D (B, 1, Q, K).
+            position_ids: int64 (B, Q); resetting positions separate packed documents.
+            past_key_values: the cache.
+            inputs_embeds: (B, Q, E).
+            use_cache: whether to return a cache.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
+                than the encoding reaches.
+        """
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        position_ids, mask, context, past_key_values = prepare_forward(
+            self, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
+        )
+        hidden_states = inputs_embeds
+        if self.embed_positions is not None:
+            hidden_states = self.embed_positions(hidden_states, position_ids)
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                position_context=context,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+class WhatWhereLlamaForCausalLM(WhatWhereGenerationMixin, WhatWhereLlamaPreTrainedModel, GenerationMixin):
+    """The decoder with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: WhatWhereLlamaConfig) -> None:
+        super().__init__(config)
+        self.model = WhatWhereLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Runs the decoder and the head; see `WhatWhereLlamaModel.forward`.
+
+        Args:
+            labels: int64 (B, Q), -100 where ignored; shifted inside the model.
+            logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
+            kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
+
+        Returns:
+            `loss` (scalar, if labels were given) and `logits` (B, kept, V).
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return causal_lm_output(self, outputs, labels, logits_to_keep, **kwargs)
+
+
+class WhatWhereLlamaForSequenceClassification(GenericForSequenceClassification, WhatWhereLlamaPreTrainedModel):
+    """The decoder with a classification head on the last token that is not padding."""
+
+    def __init__(self, config: WhatWhereLlamaConfig) -> None:
+        # The generic constructor asks AutoModel, which does not know classes loaded from a checkpoint.
+        WhatWhereLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = WhatWhereLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+WhatWhereLlamaConfig.register_for_auto_class()
+WhatWhereLlamaModel.register_for_auto_class("AutoModel")
+WhatWhereLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+WhatWhereLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+
+__all__ = [
+    "WhatWhereLlamaForCausalLM",
+    "WhatWhereLlamaForSequenceClassification",
+    "WhatWhereLlamaModel",
+    "WhatWhereLlamaPreTrainedModel",
+]

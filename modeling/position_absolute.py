@@ -1,0 +1,41 @@
+"""Learned absolute positions: one embedding per position, added to the token embeddings (GPT-2)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .position_encoding import PositionEncoding
+
+
+class AbsoluteEmbedding(nn.Embedding):
+    """The table; its weight has the shape (max_position_embeddings, hidden_size), as GPT-2's `wpe`."""
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Adds position embeddings.
+
+        Args:
+            hidden: token embeddings (B, Q, E).
+            position_ids: int64 (1 or B, Q), smaller than max_position_embeddings.
+
+        Returns:
+            (B, Q, E), dtype of `hidden`.
+        """
+        return hidden + super().forward(position_ids).to(hidden.device)
+
+
+class AbsolutePositionEncoding(PositionEncoding):
+    """Learned absolute position embedding (Gehring et al. 2017; GPT-2). Reaches `max_position_embeddings` tokens."""
+
+    name = "absolute"
+    paper = "Radford et al. 2019 (GPT-2)"
+    summary = "one learned vector per position, added to the embeddings"
+    stock_implementations = ("sdpa", "flex_attention", "flash_attention")
+
+    @classmethod
+    def embedding(cls, config: Any, parameters: Any) -> nn.Module:
+        return AbsoluteEmbedding(config.max_position_embeddings, config.hidden_size)
+
+    @classmethod
+    def reach(cls, config: Any, parameters: Any) -> int:
+        return config.max_position_embeddings

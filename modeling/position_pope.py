@@ -1,0 +1,169 @@
+"""PoPE, Polar Coordinate Positional Embedding (2509.10534): content sets magnitudes, position sets phases.
+
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, R rotated channels, P = D - R plain
+channels.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .position_encoding import Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+
+
+@dataclasses.dataclass(frozen=True)
+class PoPEParameters(Parameters):
+    """Parameters of `pope`.
+
+    Attributes:
+        theta: the base of the frequencies theta_c = theta^(-(c - 1) / R), c = 1..R; > 1.
+        use_delta: learn a phase shift per query head and frequency (Eq. 5).
+        delta_init: `"zeros"` (for length extrapolation) or `"uniform"` on [-2 pi, 0] (best in-distribution).
+        magnitude: `"softplus"` (Eq. 3), or the ablations `"relu"` and `"identity"` (raw signed features).
+        partial_rotary_factor: the share of channels that is polar, in (0, 1]; the others give a plain signed dot product.
+    """
+
+    theta: float = 10000.0
+    use_delta: bool = True
+    delta_init: Literal["zeros", "uniform"] = "zeros"
+    magnitude: Literal["softplus", "relu", "identity"] = "softplus"
+    partial_rotary_factor: float = 1.0
+
+    def validate(self, config: Any) -> None:
+        if not self.theta > 1:
+            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be greater than 1.")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(
+                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} must be in (0, 1]."
+            )
+        if rotated_channels(config, self) < 1:
+            raise ValueError(
+                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} leaves no rotated "
+                "channel in a head."
+            )
+
+
+def rotated_channels(config: Any, parameters: PoPEParameters) -> int:
+    """Returns R, the number of polar channels of a head."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(head_dim * parameters.partial_rotary_factor)
+
+
+def pope_frequencies(channels: int, theta: float, device: torch.device | None = None) -> torch.Tensor:
+    """Returns theta_c = theta^(-(c - 1) / R) for c = 1..R: float32 (R,), radians per token.
+
+    The paper prints the exponent without its minus sign; all public code has it.
+    """
+    return theta ** (-torch.arange(channels, device=device, dtype=torch.float32) / channels)
+
+
+class _BoundedPhase(torch.autograd.Function):
+    """Clamps to [-2 pi, 0]. Outside, the gradient passes only where a descent step would lead back inside."""
+
+    @staticmethod
+    def forward(ctx: Any, delta: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(delta)
+        return delta.clamp(-2 * math.pi, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (delta,) = ctx.saved_tensors
+        (grad,) = grads
+        outward = ((delta > 0) & (grad < 0)) | ((delta < -2 * math.pi) & (grad > 0))
+        return grad.masked_fill(outward, 0)
+
+
+class PolarTables(SharedPositionEncoding):
+    """Cosines and sines of all query and key positions, once per forward pass."""
+
+    def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, ...]:
+        """Returns cos and sin of the queries, then of the keys: float32 (1 or B, 1, Q or K, R)."""
+        query_positions, key_positions = context["query_positions"], context["key_positions"]
+        frequencies = pope_frequencies(
+            rotated_channels(self.config, self.parameters_), self.parameters_.theta, query_positions.device
+        )
+        with torch.autocast(query_positions.device.type, enabled=False):
+            key_phases = key_positions[:, None, :, None].float() * frequencies
+            key_tables = key_phases.cos(), key_phases.sin()
+            if query_positions is key_positions:
+                return *key_tables, *key_tables
+            query_phases = query_positions[:, None, :, None].float() * frequencies
+            return query_phases.cos(), query_phases.sin(), *key_tables
+
+
+class PoPE(PositionEncoding):
+    """Polar Coordinate Positional Embedding (Gopalakrishnan et al. 2025, arXiv 2509.10534, Eq. 3 to 7).
+
+    The logit of a query at position t and a key at position s is
+
+        sum_c mu(q)_c mu(k)_c cos((s - t) theta_c + delta_c) * scaling
+
+    with magnitudes mu = softplus, one frequency per channel, and a learned delta per query head and frequency, bounded to
+    [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D) (the paper is silent).
+    The cache holds the unrotated magnitudes, D numbers a key; delta sits on the query's phase, so that heads which share a
+    key share its cache. After rotation queries and keys are D + R wide.
+
+    The position of a cached key is derived from the attention mask, assuming that cached tokens were consecutive.
+    """
+
+    name = "pope"
+    paper = "Gopalakrishnan et al. 2025 (2509.10534)"
+    summary = "content sets magnitudes, position sets phases"
+    parameters_class = PoPEParameters
+    shared_class = PolarTables
+    needs_key_positions = True
+
+    def __init__(self, config: Any, parameters: PoPEParameters, layer_idx: int) -> None:
+        super().__init__(config, parameters, layer_idx)
+        self.rotated = rotated_channels(config, parameters)
+        # (H, R), radians
+        self.delta = (
+            nn.Parameter(torch.empty(config.num_attention_heads, self.rotated)) if parameters.use_delta else None
+        )
+
+    def reset(self) -> None:
+        if self.delta is None:
+            return
+        if self.parameters_.delta_init == "zeros":
+            init.zeros_(self.delta)
+        else:
+            init.uniform_(self.delta, -2 * math.pi, 0)
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replaces the first R channels by their magnitudes (Eq. 3)."""
+        return self._magnitude(query), self._magnitude(key)
+
+    def _magnitude(self, features: torch.Tensor) -> torch.Tensor:
+        kind = self.parameters_.magnitude
+        if kind == "identity":
+            return features
+        polar, plain = features[..., : self.rotated], features[..., self.rotated :]
+        polar = torch.relu(polar) if kind == "relu" else nn.functional.softplus(polar.float()).to(features.dtype)
+        return torch.cat((polar, plain), dim=-1) if plain.shape[-1] else polar
+
+    def rotate_cached(
+        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns queries (B, H, Q, D + R) and keys (B, G, K, D + R): real parts, imaginary parts, plain channels."""
+        query_cos, query_sin, key_cos, key_sin = context[self.name]
+        if self.delta is not None:
+            # The key's phase is s theta + delta (Eq. 7); on the query that is t theta - delta.
+            head = context.get("head_offset", 0)
+            delta = _BoundedPhase.apply(self.delta[head : head + query.shape[1]].float())[:, None, :]
+            delta_cos, delta_sin = delta.cos(), delta.sin()
+            query_cos, query_sin = (
+                query_cos * delta_cos + query_sin * delta_sin,
+                query_sin * delta_cos - query_cos * delta_sin,
+            )
+        return self._turn(query, query_cos, query_sin), self._turn(key, key_cos, key_sin)
+
+    def _turn(self, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        polar = features[..., : self.rotated]
+        cos, sin = cos.to(features.dtype), sin.to(features.dtype)
+        return torch.cat((polar * cos, polar * sin, features[..., self.rotated :]), dim=-1)

@@ -1,0 +1,64 @@
+"""Fixed sinusoidal absolute positions, added to the token embeddings (Vaswani et al. 2017, section 3.5)."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from .position_encoding import Parameters, PositionEncoding
+
+
+@dataclasses.dataclass(frozen=True)
+class SinusoidalParameters(Parameters):
+    """Parameters of `sinusoidal`.
+
+    Attributes:
+        theta: the base of the wavelengths, > 1.
+    """
+
+    theta: float = 10000.0
+
+    def validate(self, config: Any) -> None:
+        if not self.theta > 1:
+            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be greater than 1.")
+        if config.hidden_size % 2:
+            raise ValueError(f"hidden_size={config.hidden_size!r} must be even for position_encoding='sinusoidal'.")
+
+
+class SinusoidalEmbedding(nn.Module):
+    """Computes the sines from the positions at every call: no buffer, hence no limit on length."""
+
+    def __init__(self, theta: float) -> None:
+        super().__init__()
+        self.theta = theta
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Adds sin(t / theta^(2c/E)) to the even channels 2c and the cosine to the odd ones.
+
+        Args:
+            hidden: token embeddings (B, Q, E), E even.
+            position_ids: int64 (1 or B, Q).
+
+        Returns:
+            (B, Q, E), dtype of `hidden`; phases in float32.
+        """
+        width = hidden.shape[-1]
+        channels = torch.arange(0, width, 2, device=hidden.device, dtype=torch.float32)
+        phases = position_ids[..., None].float() * self.theta ** (-channels / width)
+        table = torch.stack((phases.sin(), phases.cos()), dim=-1).flatten(-2)
+        return hidden + table.to(hidden.dtype)
+
+
+class SinusoidalPositionEncoding(PositionEncoding):
+    """Sinusoidal absolute position encoding. No limit on length."""
+
+    name = "sinusoidal"
+    paper = "Vaswani et al. 2017 (1706.03762)"
+    summary = "fixed sines and cosines of the position, added to the embeddings"
+    parameters_class = SinusoidalParameters
+    stock_implementations = ("sdpa", "flex_attention", "flash_attention")
+
+    @classmethod
+    def embedding(cls, config: Any, parameters: Any) -> nn.Module:
+        return SinusoidalEmbedding(parameters.theta)
