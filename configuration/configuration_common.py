@@ -1,4 +1,4 @@
-"""What the configurations of both families share: the position encoding's fields, and the refusal of misspelt fields."""
+"""What both configurations share: the position encoding's fields, and the refusal of misspelt fields."""
 
 import dataclasses
 import difflib
@@ -40,9 +40,9 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_f
 def _registry() -> Any:
     """Returns the module `position_encodings` of this copy of the code, or None.
 
-    The list of encodings lives beside the models, above the configurations; this is the one look upward. In a checkpoint
-    all files are siblings, and a process that has loaded only the configuration does not have the list yet: the model's
-    constructor makes the same check again.
+    The list of encodings lives beside the models, above the configurations; this is the one look upward. In a
+    checkpoint all files are siblings, and a process that has loaded only the configuration does not have the list
+    yet: the model's constructor makes the same check again.
     """
     package = __name__.rpartition(".")[0]
     if package == "whatwhere.configuration":

@@ -12,8 +12,8 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
     """Configuration of a Llama-style model (RMSNorm, SwiGLU, grouped heads) with a choice of position encoding.
 
     Fields are those of `transformers.LlamaConfig`, plus `position_encoding` (default `"rope"`) and
-    `position_encoding_parameters`. `rope_parameters` is Transformers' own field; only encodings that contain `rope` take
-    it.
+    `position_encoding_parameters`. `rope_parameters` is Transformers' own field; only encodings that contain `rope`
+    take it.
 
     Raises:
         ValueError: see `WhatWhereConfig`; also head counts that do not divide each other.
@@ -77,7 +77,8 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
         groups = self.num_key_value_heads or self.num_attention_heads
         if groups < 1 or self.num_attention_heads % groups != 0:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads!r} must be a multiple of num_key_value_heads={groups!r}."
+                f"num_attention_heads={self.num_attention_heads!r} must be a multiple of "
+                f"num_key_value_heads={groups!r}."
             )
 
 

@@ -25,8 +25,8 @@ logger = logging.get_logger(__name__)
 class WhatWherePreTrainedModel(PreTrainedModel):
     """Base of both families' `PreTrainedModel`s.
 
-    The attention implementation is chosen by the position encoding: `supported_implementations(config)` lists those that
-    serve it, the default first.
+    The attention implementation is chosen by the position encoding: `supported_implementations(config)` lists those
+    that serve it, the default first.
     """
 
     supports_gradient_checkpointing = True
@@ -103,10 +103,10 @@ class WhatWhereGenerationMixin:
         """Raises ValueError if paged attention can not serve the encoding."""
         config = self.config  # type: ignore[attr-defined]
         if "flash_attention" not in supported_implementations(config):
-            allowed = [name for name in ("none", "absolute", "sinusoidal", "rope")]
             raise ValueError(
                 f"Continuous batching does not serve position_encoding={config.position_encoding!r}: paged attention "
-                f"knows no bias and no rotation of cached keys. Use generate(). Allowed: {allowed}."
+                "knows no bias and no rotation of cached keys. Use generate(). Allowed: "
+                "'none', 'absolute', 'sinusoidal', 'rope'."
             )
 
 

@@ -5,9 +5,9 @@ Axes: B batch, H query heads, G key heads (H % G == 0), Q query length, K key le
 A model calls the hooks in this order, and never asks which encoding it has:
 
 1. `embedding(config, parameters)`: a module that adds positions to the hidden states (absolute, sinusoidal).
-2. `SharedPositionEncoding.forward`: what all layers need once per forward (tables of cosines, a table shared by layers).
-3. In every attention layer: `rotate` before the cache, `rotate_cached` after it, then the attention function, which asks
-   for `bias` (eager: the readable specification) or `block_term` (blockwise: the same, block by block).
+2. `SharedPositionEncoding.forward`: what all layers need once per forward (cosines, a table shared by layers).
+3. In every attention layer: `rotate` before the cache, `rotate_cached` after it, then the attention function, which
+   asks for `bias` (eager: the readable specification) or `block_term` (blockwise: the same, block by block).
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ class SharedPositionEncoding(nn.Module):
         self.parameters_ = parameters
 
     def reset(self) -> None:
-        """Fills parameters and buffers with `transformers.initialization` (loading builds models on the meta device)."""
+        """Fills parameters and buffers with `transformers.initialization` (loading builds on the meta device)."""
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> Any:
         """Returns what the layers of this encoding find under its name in the context."""
@@ -168,7 +168,7 @@ class PositionEncoding(nn.Module):
         return None
 
     def reset(self) -> None:
-        """Fills parameters and buffers with `transformers.initialization` (loading builds models on the meta device)."""
+        """Fills parameters and buffers with `transformers.initialization` (loading builds on the meta device)."""
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext

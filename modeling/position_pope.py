@@ -24,7 +24,7 @@ class PoPEParameters(Parameters):
         use_delta: learn a phase shift per query head and frequency (Eq. 5).
         delta_init: `"zeros"` (for length extrapolation) or `"uniform"` on [-2 pi, 0] (best in-distribution).
         magnitude: `"softplus"` (Eq. 3), or the ablations `"relu"` and `"identity"` (raw signed features).
-        partial_rotary_factor: the share of channels that is polar, in (0, 1]; the others give a plain signed dot product.
+        partial_rotary_factor: the share of channels that is polar, in (0, 1]; the others give a plain signed product.
     """
 
     theta: float = 10000.0
@@ -38,12 +38,13 @@ class PoPEParameters(Parameters):
             raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be greater than 1.")
         if not 0 < self.partial_rotary_factor <= 1:
             raise ValueError(
-                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} must be in (0, 1]."
+                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} must be in "
+                "(0, 1]."
             )
         if rotated_channels(config, self) < 1:
             raise ValueError(
-                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} leaves no rotated "
-                "channel in a head."
+                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} leaves no "
+                "rotated channel in a head."
             )
 
 
@@ -102,10 +103,10 @@ class PoPE(PositionEncoding):
 
         sum_c mu(q)_c mu(k)_c cos((s - t) theta_c + delta_c) * scaling
 
-    with magnitudes mu = softplus, one frequency per channel, and a learned delta per query head and frequency, bounded to
-    [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D) (the paper is silent).
-    The cache holds the unrotated magnitudes, D numbers a key; delta sits on the query's phase, so that heads which share a
-    key share its cache. After rotation queries and keys are D + R wide.
+    with magnitudes mu = softplus, one frequency per channel, and a learned delta per query head and frequency, bounded
+    to [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D) (the paper is silent).
+    The cache holds the unrotated magnitudes, D numbers a key; delta sits on the query's phase, so that heads which
+    share a key share its cache. After rotation queries and keys are D + R wide.
 
     The position of a cached key is derived from the attention mask, assuming that cached tokens were consecutive.
     """
