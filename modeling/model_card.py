@@ -12,7 +12,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-
 RESULT_FILES = ("results.json", "length.json", "lm_eval.json")
 LIBRARY = "whatwhere"
 
@@ -54,9 +53,9 @@ def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> d
         if not isinstance(content, dict):
             raise ValueError(f"{name} in {str(folder)!r} must hold a JSON object.")
         stated = content.get("weights_sha256")
-        if weights is None and stated is None:
-            found[path.stem] = content
-        elif stated is not None and stated == (weights or weights_fingerprint(folder)):
+        if (weights is None and stated is None) or (
+            stated is not None and stated == (weights or weights_fingerprint(folder))
+        ):
             found[path.stem] = content
     return found or None
 
@@ -265,7 +264,8 @@ def _training_section(training: dict[str, Any]) -> str:
         return "## Training\n\nNo training run is recorded for these weights."
     data = training.get("data", {})
     text = f"Data: {_data_name(data)}.\n\n" if data.get("source") else ""
-    return f"## Training\n\n{text}The recipe, with every default filled in:\n\n```json\n{json.dumps(recipe, indent=2)}\n```"
+    text += "The recipe, with every default filled in:"
+    return f"## Training\n\n{text}\n\n```json\n{json.dumps(recipe, indent=2)}\n```"
 
 
 def _results_section(results: dict[str, Any], figure: str | None) -> str:

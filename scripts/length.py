@@ -33,7 +33,6 @@ import transformers
 from .evaluation import length as length_evaluation
 from .evaluation.results import provenance, write_json
 
-
 DEFAULT_MULTIPLES = (1.0, 2.0, 4.0, 8.0, 10.0)
 
 

@@ -18,7 +18,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-
 TASK = "whatwhere_code_completion"
 CONTEXT_LINES = 12
 CHOICES = 4

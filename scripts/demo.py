@@ -1,0 +1,201 @@
+"""The main job, whole, on a laptop: at most 8 minutes on 2 CPU cores, no download.
+
+    python -m whatwhere.scripts.demo
+
+1. Trains a small Llama-style model three times, with `rope`, `pope` and `cope`: same recipe, same seed, on the source
+   code of the running Python's standard library.
+2. Measures bits per byte of held-out code at 1, 2, 4, 8 and 10 times the trained length, on the same tokens.
+3. Runs an lm-eval task on one of them, offline, by lm-eval's own command line.
+4. Writes a model card beside each checkpoint.
+5. Loads one of them in a process without this package, with `trust_remote_code`, and continues a prompt.
+
+In `--output` (default `demo/`): a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the lm-eval
+task, and `demo.json` with the seconds of every stage. Run it again to go on after an interruption: a finished training
+run is reused if its recipe is the same. On a GPU it is the same command, and larger runs are a matter of the recipe:
+
+    python -m whatwhere.scripts.demo --steps 5000 --output demo_long
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..model_card import weights_fingerprint
+from . import length as length_script
+from .evaluation import code_completion
+from .evaluation import length as length_evaluation
+from .evaluation.card import write_card
+from .evaluation.results import collect_lm_eval, provenance, versions, write_json
+
+ENCODINGS = ("rope", "pope", "cope")
+# The checkpoint that lm-eval scores and that is loaded without the package.
+CHOSEN = "pope"
+PROMPT = "import os\n\n\ndef main("
+
+# Runs in a process of its own. The first lines make the package, and Triton, impossible to import there.
+CONTINUE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("whatwhere", "triton"):
+            raise ModuleNotFoundError(f"{name} is hidden from this process", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, prompt, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+inputs = tokenizer(prompt, return_tensors="pt")
+torch.manual_seed(0)
+output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, top_k=20, temperature=0.7)
+assert not any(name.partition(".")[0] == "whatwhere" for name in sys.modules), "the package was imported"
+print(tokenizer.decode(output[0], skip_special_tokens=True))
+"""
+
+
+@contextlib.contextmanager
+def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Prints the name of a stage and its wall time, and adds the time to `seconds`."""
+    print(f"\n=== {name}", flush=True)
+    start = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - start, 1)
+    print(f"=== {name}: {seconds[name]:.1f} s", flush=True)
+
+
+def train(encoding: str, folder: pathlib.Path, overrides: list[str]) -> None:
+    """Trains one encoding into a folder, unless a finished run of the same recipe is there."""
+    from .training.recipe import load_recipe
+
+    recipe = load_recipe(f"demo_{encoding}", overrides)
+    try:
+        finished = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        finished = {}
+    if finished.get("recipe") == json.loads(json.dumps(recipe.resolved())):
+        print(f"{folder}: a finished run of the same recipe is reused")
+        return
+    settings = [argument for override in overrides for argument in ("--set", override)]
+    run("whatwhere.scripts.train", f"demo_{encoding}", "--output", str(folder), *settings)
+
+
+def run(module: str, *arguments: str, log: pathlib.Path | None = None, offline: bool = False) -> None:
+    """Runs a module in a process of its own; its output goes to `log` if there is one.
+
+    Raises:
+        RuntimeError: it failed; the message ends with the last lines of the log.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if offline else {})}
+    if log is None:
+        code = subprocess.run(command, env=environment, check=False).returncode
+    else:
+        with log.open("w", encoding="utf-8") as stream:
+            code = subprocess.run(command, env=environment, check=False, stdout=stream, stderr=stream).returncode
+    if code:
+        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:]) if log else ""
+        raise RuntimeError(f"{module} ended with status {code}.\n{tail}".rstrip())
+
+
+def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], **options: Any) -> None:
+    """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's own part beside it."""
+    entries = length_script.evaluate([str(folder) for folder in folders], length_script.load_test_texts(), **options)
+    data = {"source": "stdlib", "split": "test"}
+    origin = provenance("whatwhere.scripts.demo", arguments)
+    length_script.save(output, entries, data=data, origin=origin)
+    for folder, entry in zip(folders, entries):
+        own = {"weights_sha256": weights_fingerprint(folder), **origin}
+        length_script.save(folder, [entry], data=data, origin=own)
+    print(length_evaluation.table(entries))
+    print(f"Bits per byte ± standard error over windows. Figure: {output / 'length.png'}")
+
+
+def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> None:
+    """Scores a checkpoint on the code completion task by lm-eval's command line; writes `lm_eval.json` beside it."""
+    tasks = output / "tasks"
+    code_completion.write_task(tasks, length_script.load_test_texts(), count)
+    with tempfile.TemporaryDirectory() as scores:
+        options = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
+        options += ["--tasks", code_completion.TASK, "--include_path", str(tasks), "--batch_size", "16"]
+        run("lm_eval", *options, "--output_path", scores, log=output / "lm_eval.log", offline=True)
+        content = collect_lm_eval(scores, command=" ".join(["HF_HUB_OFFLINE=1", "lm_eval", *options]))
+    write_json(folder / "lm_eval.json", {"weights_sha256": weights_fingerprint(folder), **content})
+    for task, result in content["tasks"].items():
+        for metric, score in result["metrics"].items():
+            error = f" ± {score['standard_error']:.3f}" if score["standard_error"] is not None else ""
+            print(f"{task}, {result['samples']} questions, {metric}: {score['value']:.3f}{error} (chance: 0.25)")
+
+
+def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> str:
+    """Returns what a checkpoint makes of a prompt in a clean process: remote code, no package, no network.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    with tempfile.TemporaryDirectory() as modules:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
+        command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt, str(new_tokens)]
+        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.demo", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
+    parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipes, as in train"
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="tokens to score at every length (default: 16 of the longest windows)"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=100, help="questions of the lm-eval task (default %(default)s)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=120, help="length of the continuation (default %(default)s)")
+    options = parser.parse_args(arguments)
+    overrides = [*options.set, *([f"training.steps={options.steps}"] if options.steps is not None else [])]
+
+    folders = {encoding: options.output / encoding for encoding in ENCODINGS}
+    seconds: dict[str, float] = {}
+    begin = time.perf_counter()
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        for encoding, folder in folders.items():
+            with stage(f"train {encoding}", seconds):
+                train(encoding, folder, overrides)
+        with stage("length extrapolation", seconds):
+            own = sys.argv[1:] if arguments is None else arguments
+            measure_lengths(list(folders.values()), options.output, own, tokens=options.tokens)
+        with stage(f"lm-eval {CHOSEN}", seconds):
+            run_lm_eval(folders[CHOSEN], options.output, count=options.questions)
+        with stage("model cards", seconds):
+            for folder in folders.values():
+                print(write_card(folder))
+        with stage(f"{CHOSEN} in a clean process", seconds):
+            print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
+    except (ValueError, OSError, RuntimeError) as error:
+        parser.exit(2, f"error: {error}\n")
+    total = round(time.perf_counter() - begin, 1)
+    write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
+    print(f"\nAll of it took {total:.0f} s. Results: {options.output}")
+
+
+if __name__ == "__main__":
+    main()
