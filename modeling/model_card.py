@@ -157,11 +157,12 @@ def _eval_results(results: dict[str, Any]) -> list[EvalResult]:
     if training.get("metrics"):
         data = training["data"]
         for metric, score in training["metrics"].items():
-            found.append(_language_modelling(data, metric, score["value"], training.get("length")))
+            found.append(_language_modelling(data, metric, score["value"], "final evaluation"))
     for cell in _cells(results.get("length")):
         if cell["reached"]:
             data = results["length"]["data"]
-            found.append(_language_modelling(data, "bits_per_byte", cell["bits_per_byte"], cell["length"]))
+            where = f"at {cell['length']} tokens"
+            found.append(_language_modelling(data, "bits_per_byte", cell["bits_per_byte"], where))
     for task, scores in results.get("lm_eval", {}).get("tasks", {}).items():
         for metric, score in scores["metrics"].items():
             found.append(
@@ -176,18 +177,17 @@ def _eval_results(results: dict[str, Any]) -> list[EvalResult]:
                     metric_value=_value(score["value"]),
                 )
             )
-    # The same quantity may stand in two files.
-    return [result for index, result in enumerate(found) if result not in found[:index]]
+    return found
 
 
-def _language_modelling(data: dict[str, Any], metric: str, value: float, length: int | None) -> EvalResult:
+def _language_modelling(data: dict[str, Any], metric: str, value: float, where: str) -> EvalResult:
     return EvalResult(
         task_type="text-generation",
         dataset_type=data.get("dataset") or data["source"],
         dataset_name=_data_name(data),
         dataset_split=data["split"],
         metric_type=metric,
-        metric_name=metric.replace("_", " ") + (f" at {length} tokens" if length else ""),
+        metric_name=f"{metric.replace('_', ' ')}, {where}",
         metric_value=_value(value),
     )
 
@@ -218,14 +218,21 @@ def _command(origin: dict[str, Any]) -> str:
 
 
 def _description(config: Any, training: dict[str, Any]) -> str:
+    sizes = {
+        "parameters": training.get("parameters"),
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "attention heads": config.num_attention_heads,
+        "vocabulary": config.vocab_size,
+        "configured length": config.max_position_embeddings,
+    }
+    rows = [["", ""], *([key, f"{value:,}"] for key, value in sizes.items() if value)]
     base = training.get("base_model")
-    size = f" with {training['parameters']:,} parameters" if training.get("parameters") else ""
     return (
-        f"A `{config.model_type}` language model{size} and the position encoding `{config.position_encoding}`: "
-        f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} attention "
-        f"heads, a vocabulary of {config.vocab_size} tokens."
-        + (f" Fine-tuned from `{base}`." if base else "")
-        + f" Made with `{LIBRARY}`; the code that it needs is in this repository."
+        f"A language model of the family `{config.model_type}`, position encoding `{config.position_encoding}`. "
+        + (f"Fine-tuned from `{base}`. " if base else "")
+        + f"Made with `{LIBRARY}`; the code that it needs is in this repository.\n\n"
+        + _table(rows)
     )
 
 
@@ -314,7 +321,7 @@ def _error(value: float | None) -> str:
 def _limits_section(config: Any) -> str:
     return (
         "## Limits\n\n"
-        f"The configuration states a length of {config.max_position_embeddings} tokens. Whether the model is useful "
-        "beyond it, and at anything that is not in the results above, has not been shown. It was not tuned to follow "
-        "instructions or to be safe, and repeats what its training text holds."
+        f"The configuration states a length of {config.max_position_embeddings:,} tokens. Nothing is known about the "
+        "model beyond the results above, at that length or a longer one. It was not tuned to follow instructions or to "
+        "be safe, and can repeat what its training text holds."
     )

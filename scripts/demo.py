@@ -9,9 +9,10 @@
 4. Writes a model card beside each checkpoint.
 5. Loads one of them in a process without this package, with `trust_remote_code`, and continues a prompt.
 
-In `--output` (default `demo/`): a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the lm-eval
-task, and `demo.json` with the seconds of every stage. Run it again to go on after an interruption: a finished training
-run is reused if its recipe is the same. On a GPU it is the same command, and larger runs are a matter of the recipe:
+In `--output` (default `demo/`): a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the
+lm-eval task, and `demo.json` with the seconds of every stage. Run it again to go on after an interruption: a finished
+training run is reused if its recipe is the same. On a GPU it is the same command, and larger runs are a matter of the
+recipe:
 
     python -m whatwhere.scripts.demo --steps 5000 --output demo_long
 """
@@ -115,8 +116,7 @@ def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments
     origin = provenance("whatwhere.scripts.demo", arguments)
     length_script.save(output, entries, data=data, origin=origin)
     for folder, entry in zip(folders, entries):
-        own = {"weights_sha256": weights_fingerprint(folder), **origin}
-        length_script.save(folder, [entry], data=data, origin=own)
+        length_script.save(folder, [entry], data=data, origin=origin)
     print(length_evaluation.table(entries))
     print(f"Bits per byte ± standard error over windows. Figure: {output / 'length.png'}")
 
@@ -162,12 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipes, as in train"
     )
-    parser.add_argument(
-        "--tokens", type=int, help="tokens to score at every length (default: 16 of the longest windows)"
-    )
-    parser.add_argument(
-        "--questions", type=int, default=100, help="questions of the lm-eval task (default %(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, help="tokens to score (default: 16 of the longest windows)")
+    parser.add_argument("--questions", type=int, default=100, help="of the lm-eval task (default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=120, help="length of the continuation (default %(default)s)")
     options = parser.parse_args(arguments)
     overrides = [*options.set, *([f"training.steps={options.steps}"] if options.steps is not None else [])]

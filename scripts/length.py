@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import transformers
 
+from ..model_card import weights_fingerprint
 from .evaluation import length as length_evaluation
 from .evaluation.results import provenance, write_json
 
@@ -49,19 +50,15 @@ def parse_multiples(text: str) -> list[float]:
     return multiples
 
 
-def load_checkpoint(checkpoint: str, *, trust_remote_code: bool = False, **kwargs: Any) -> tuple[Any, Any]:
-    """Returns model and tokenizer of a folder or Hub id; raises ValueError with the reason if they cannot be loaded."""
+def load_config(checkpoint: str, *, trust_remote_code: bool = False) -> Any:
+    """Returns the configuration of a folder or Hub id; raises ValueError with the reason if it cannot be read."""
     folder = pathlib.Path(checkpoint)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ValueError(f"checkpoint={checkpoint!r} is not a model folder: it has no config.json.")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint, trust_remote_code=trust_remote_code, **kwargs
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
-    return model, tokenizer
 
 
 def load_test_texts(
@@ -125,18 +122,14 @@ def evaluate(
     """
     from .data.tokenize import evaluation_stream
 
+    if trained_length is not None and trained_length < 1:
+        raise ValueError(f"trained-length={trained_length!r} is not valid: it must be at least 1.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Every configuration is read before the first model runs: mistakes should not wait for minutes.
     trained = {}
     for checkpoint in checkpoints:
-        if trained_length is not None:
-            trained[checkpoint] = trained_length
-            continue
-        try:
-            config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
-        trained[checkpoint] = trained_length_of(config)
+        config = load_config(checkpoint, trust_remote_code=trust_remote_code)
+        trained[checkpoint] = trained_length or trained_length_of(config)
     lengths = {
         checkpoint: [_whole(multiple, trained[checkpoint]) for multiple in multiples] for checkpoint in checkpoints
     }
@@ -144,12 +137,13 @@ def evaluate(
 
     entries = []
     for checkpoint in checkpoints:
-        model, tokenizer = load_checkpoint(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint,
             trust_remote_code=trust_remote_code,
             dtype=getattr(torch, dtype),
-            **({"attn_implementation": attn_implementation} if attn_implementation else {}),
+            attn_implementation=attn_implementation,
         )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         token_ids, byte_counts = evaluation_stream(tokenizer, texts)
         count = length_evaluation.usable_tokens(tokens, len(token_ids), windows)
         token_ids, byte_counts = token_ids[: count + 1], byte_counts[: count + 1]
@@ -188,12 +182,16 @@ def _whole(multiple: float, trained: int) -> int:
 def save(output: pathlib.Path, checkpoints: list[dict[str, Any]], *, data: dict[str, Any], origin: dict) -> None:
     """Writes `length.json`, `length.png` and `length.svg` into a folder.
 
+    In the folder of the one checkpoint that was measured, `length.json` also states the weights' fingerprint.
+
     Args:
         output: the folder; made if it does not exist.
         checkpoints: from `evaluate`.
         data: what was scored: `name`, `split` and how it was chosen.
         origin: from `provenance`.
     """
+    if (output / "config.json").is_file():
+        origin = {"weights_sha256": weights_fingerprint(output), **origin}
     write_json(output / "length.json", {"data": data, "checkpoints": checkpoints, **origin})
     length_evaluation.draw(checkpoints, output / "length")
 
@@ -238,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         data = {"source": options.data, "dataset": options.dataset, "files": options.test_files, "split": "test"}
         save(options.output, entries, data=data, origin=provenance("whatwhere.scripts.length", arguments))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         parser.exit(2, f"error: {error}\n")
     print(length_evaluation.table(entries))
     print(f"Bits per byte ± standard error over windows. In {options.output}: length.json, length.png, length.svg")
