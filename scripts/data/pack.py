@@ -1,0 +1,146 @@
+"""Blocks of a fixed length for training, cut from documents that are joined by the end-of-text token."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+try:
+    import datasets
+except ImportError as error:
+    raise ImportError('packing needs `datasets`: pip install "whatwhere[train]"') from error
+
+from .tokenize import tokenize_documents
+
+IGNORED = -100
+
+
+def iterate_blocks(
+    documents: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields blocks of exactly `sequence_length` tokens; what is left at the end is dropped.
+
+    Args:
+        documents: rows with a `text`.
+        tokenizer: see `build_tokenizer`.
+        sequence_length: the tokens in a block.
+        pack: `concat` gives `input_ids` only: attention crosses documents. `documents` gives `position_ids` too, which
+            start at 0 with each document and each block: Transformers derives from them a mask that keeps documents
+            apart.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    for ids in tokenize_documents(tokenizer, (row["text"] for row in documents)):
+        tokens += ids
+        positions += range(len(ids))
+        whole = len(tokens) - len(tokens) % sequence_length
+        for start in range(0, whole, sequence_length):
+            block = {"input_ids": np.array(tokens[start : start + sequence_length], dtype=np.int32)}
+            if pack == "documents":
+                position_ids = np.array(positions[start : start + sequence_length], dtype=np.int32)
+                # A document that began in an earlier block starts again at 0: its beginning can not be seen.
+                position_ids[np.cumsum(position_ids == 0) == 0] -= position_ids[0]
+                block["position_ids"] = position_ids
+            yield block
+        del tokens[:whole], positions[:whole]
+
+
+def make_blocks(
+    documents: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    pack: str = "concat",
+    limit: int | None = None,
+) -> datasets.Dataset:
+    """Returns the blocks of a split, in memory; `limit` takes only the first ones.
+
+    Raises:
+        ValueError: the split is shorter than one block.
+    """
+    blocks = list(islice(iterate_blocks(documents, tokenizer, sequence_length, pack), limit))
+    if not blocks:
+        raise ValueError(f"sequence_length={sequence_length!r} is not valid: a split of the corpus holds fewer tokens.")
+    columns = {name: [block[name] for block in blocks] for name in blocks[0]}
+    return datasets.Dataset.from_dict(columns).with_format("torch")
+
+
+class ShuffledBatches:
+    """The global batch of every training step: a function of the seed and the step alone.
+
+    Each epoch visits every block once, in its own order. The order depends neither on the number of processes nor on
+    accumulation, so that any split of the same global batch trains the same model, and a resumed run continues exactly.
+    """
+
+    def __init__(self, blocks: datasets.Dataset, batch_size: int, seed: int) -> None:
+        self.blocks, self.batch_size, self.seed = blocks, batch_size, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def __call__(self, step: int) -> dict[str, torch.Tensor]:
+        """Returns the rows of step `step`, counted from 0."""
+        first = step * self.batch_size
+        return self.blocks[[self._index(place) for place in range(first, first + self.batch_size)]]
+
+    def _index(self, place: int) -> int:
+        epoch, offset = divmod(place, len(self.blocks))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
+        return int(self._order[offset])
+
+
+class StreamedBatches:
+    """The global batch of every training step, read from a stream; documents are shuffled in a buffer.
+
+    Steps are asked for in order. A resumed run reads the stream again from its start up to where it was: exact, at the
+    price of reading. Every process reads the whole stream and keeps its share.
+    """
+
+    def __init__(
+        self,
+        documents: datasets.IterableDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sequence_length: int,
+        pack: str,
+        batch_size: int,
+        seed: int,
+        shuffle_buffer: int,
+    ) -> None:
+        self.batch_size, self._step = batch_size, 0
+        shuffled = documents.shuffle(seed=seed, buffer_size=shuffle_buffer) if shuffle_buffer > 1 else documents
+        self._blocks = self._iterate(shuffled, tokenizer, sequence_length, pack)
+
+    @staticmethod
+    def _iterate(
+        documents: datasets.IterableDataset, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str
+    ) -> Iterator[dict[str, np.ndarray]]:
+        epoch, found = 0, True
+        while found:
+            found = False
+            documents.set_epoch(epoch)
+            for block in iterate_blocks(documents, tokenizer, sequence_length, pack):
+                found = True
+                yield block
+            epoch += 1
+        raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream holds fewer tokens.")
+
+    def __call__(self, step: int) -> dict[str, torch.Tensor]:
+        """Returns the rows of step `step`, counted from 0; steps before it are skipped."""
+        if step < self._step:
+            raise ValueError(f"step={step!r} is not valid: the stream is already at step {self._step}.")
+        for _ in islice(self._blocks, (step - self._step) * self.batch_size):
+            pass
+        self._step = step + 1
+        blocks = list(islice(self._blocks, self.batch_size))
+        return {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
+
+
+def add_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adds `labels` (the model shifts them): the tokens, without a packed document's first, which nothing precedes."""
+    labels = batch["input_ids"]
+    if "position_ids" in batch:
+        labels = labels.masked_fill(batch["position_ids"] == 0, IGNORED)
+    return {**batch, "labels": labels}

@@ -1,0 +1,71 @@
+"""Trains a model from a recipe, evaluates it, and saves it with its tokenizer, results and card.
+
+On a laptop, without a download (a small RoPE model on the source code of Python's standard library, about a minute):
+
+    python -m whatwhere.scripts.train demo_rope
+
+On one or more GPUs:
+
+    accelerate launch -m whatwhere.scripts.train code_cope --output runs/code_cope
+
+On several CPU processes (`accelerate launch --cpu` starts only one):
+
+    torchrun --nproc_per_node 2 -m whatwhere.scripts.train demo_rope
+
+RECIPE is a YAML file or the name of a shipped one; `whatwhere.scripts.training.recipe` has the keys. Any key can be set
+on the command line: `--set training.steps=2000 --set model.position_encoding=alibi`.
+
+Ctrl-C or SIGTERM writes a checkpoint before the run stops. `--resume` goes on from the newest checkpoint, exactly: the
+weights and metrics are those of a run that was never interrupted.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+
+import yaml
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
+    result.add_argument("--output", metavar="DIR", help="where the run goes; default runs/<the recipe's name>")
+    result.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    # Here, so that --help needs none of these libraries.
+    from .training.loop import Interrupted, TrainingError, train
+    from .training.recipe import load_recipe
+
+    output = None
+    try:
+        recipe = load_recipe(options.recipe, options.set)
+        output = options.output or os.path.join("runs", recipe.name)
+        results = train(recipe, output, resume=options.resume, data_dir=options.data_dir, arguments=arguments)
+    except (ValueError, TrainingError) as error:
+        sys.exit(f"error: {error}")
+    except (Interrupted, KeyboardInterrupt) as stop:
+        data_dir = ["--data-dir", options.data_dir] if options.data_dir else []
+        command = [os.path.join(str(output), "recipe.yaml"), "--output", str(output), "--resume", *data_dir]
+        print(f"{stop or 'interrupted'}. Go on with:\n", file=sys.stderr)
+        print(f"    python -m whatwhere.scripts.train {shlex.join(command)}", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "number", 2))
+    if results:
+        print(yaml.safe_dump({"output": str(output), "metrics": results["metrics"]}, sort_keys=False), end="")
+
+
+if __name__ == "__main__":
+    main()

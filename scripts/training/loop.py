@@ -1,0 +1,452 @@
+"""The training loop, on accelerate: from a recipe to a folder with the trained model.
+
+A finished folder holds the model and its tokenizer at the top (`from_pretrained(folder)` loads it), `README.md` (the
+card), `recipe.yaml` (every key resolved), `metrics.jsonl`, `results.json` and `checkpoints/`.
+
+A run is a function of its recipe, its corpus and the number of processes. Interrupted and resumed, it gives the same
+metrics and the same weights, bit for bit, as if it had not been interrupted (on one kind of machine, and as far as the
+device's operations are deterministic).
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import yaml
+from tqdm.auto import tqdm
+
+from whatwhere.model_card import weights_fingerprint
+
+from ..data.corpus import load_text
+from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, make_blocks
+from ..data.tokenize import build_tokenizer, bytes_per_token
+from ..evaluation.card import write_card
+from ..evaluation.results import provenance, write_json
+from .model import build_config, build_model, build_optimizer
+from .recipe import Recipe, differences
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+except ImportError as error:
+    raise ImportError('training needs `accelerate`: pip install "whatwhere[train]"') from error
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot start or go on, with the reason."""
+
+
+class Interrupted(Exception):
+    """A run that was asked to stop, and has written a checkpoint."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} received: stopped after step {step}, with a checkpoint")
+        self.number = number
+
+
+def train(
+    recipe: Recipe,
+    output: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    data_dir: str | os.PathLike[str] | None = None,
+    arguments: list[str] | None = None,
+) -> dict[str, Any]:
+    """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
+
+    Args:
+        recipe: see `load_recipe`.
+        output: a folder that does not exist or is empty, or with `resume` that of the interrupted run.
+        resume: go on from the newest checkpoint.
+        data_dir: the folder of `data.source: local`.
+        arguments: the command line, for the records; by default that of this process.
+
+    Raises:
+        TrainingError: the folder is not usable, the run to resume is another one, or the loss is not finite.
+        Interrupted: SIGINT or SIGTERM arrived.
+        ValueError: the recipe's model or data are not valid.
+    """
+    output = Path(output)
+    check_output(output, recipe, resume=resume)
+    build_config(recipe)
+    run = Run(recipe, output, data_dir)
+    if resume:
+        run.load_newest_checkpoint()
+    run.train()
+    return run.finish(arguments)
+
+
+def check_output(output: Path, recipe: Recipe, *, resume: bool) -> None:
+    """Refuses a folder that cannot be written, that holds something else, or that holds a run of another recipe."""
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise TrainingError(f"output={str(output)!r} cannot be written: {error.strerror}.") from error
+    if not resume:
+        if output.exists() and any(output.iterdir()):
+            raise TrainingError(f"output={str(output)!r} is not empty. Choose another folder, or go on with --resume.")
+        return
+    try:
+        old = yaml.safe_load((output / "recipe.yaml").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainingError(f"output={str(output)!r} holds no run to resume: it has no recipe.yaml.") from error
+    if changed := differences(old, recipe.resolved()):
+        raise TrainingError(
+            f"output={str(output)!r} holds a run of another recipe, which cannot be resumed with this one. Different "
+            f"(before → now): {'; '.join(changed)}."
+        )
+    if (output / "results.json").exists():
+        raise TrainingError(f"output={str(output)!r} holds a finished run: there is nothing to resume.")
+
+
+class Run:
+    """One training run: everything that it needs, and where it is."""
+
+    def __init__(self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None) -> None:
+        self.recipe, self.output = recipe, output
+        self.step, self.seconds = 0, 0.0
+        training = recipe.training
+        self.accelerator = Accelerator(
+            mixed_precision=training.mixed_precision, log_with=training.trackers or None, project_dir=str(output)
+        )
+        processes = self.accelerator.num_processes
+        if training.batch_size % (processes * (training.micro_batch_size or 1)):
+            raise TrainingError(
+                f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of "
+                f"training.micro_batch_size={training.micro_batch_size!r} times the number of processes, {processes}."
+            )
+        self.micro_batch_size = training.micro_batch_size or training.batch_size // processes
+        self._prepare_data(data_dir)
+        set_seed(recipe.seed)
+        model = build_model(recipe, build_config(recipe, self.tokenizer))
+        optimizer, self.scheduler = build_optimizer(model, training)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.accelerator.register_for_checkpointing(self.scheduler)
+        if self.accelerator.is_main_process:
+            output.mkdir(parents=True, exist_ok=True)
+            text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
+            (output / "recipe.yaml").write_text(text, encoding="utf-8")
+        if training.trackers:
+            self.accelerator.init_trackers(recipe.name, config={"recipe": json.dumps(recipe.resolved())})
+
+    def _prepare_data(self, data_dir: str | os.PathLike[str] | None) -> None:
+        data, training, evaluation = self.recipe.data, self.recipe.training, self.recipe.evaluation
+        corpus = load_text(
+            data.source,
+            data_dir=data_dir,
+            dataset=data.dataset,
+            dataset_config=data.dataset_config,
+            splits=data.splits,
+            text_field=data.text_field,
+            streaming=data.streaming,
+        )
+        texts = corpus["train"]["text"] if data.tokenizer == "bpe" else None
+        self.tokenizer = build_tokenizer(data.tokenizer, vocab_size=data.vocab_size, texts=texts)
+        self.bytes_per_token = bytes_per_token(self.tokenizer)
+        length, pack = data.sequence_length, data.pack
+        limit = (
+            max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
+        )
+        self.held_out: dict[str, Any] = {
+            split: make_blocks(corpus[split], self.tokenizer, sequence_length=length, pack=pack, limit=limit)
+            for split in ("validation", "test")
+            if split in corpus
+        }
+        # Says whether a resumed run reads the same text. A stream is not known before it was read.
+        self.text_sha256: str | None = None
+        self.batches: ShuffledBatches | StreamedBatches
+        if data.streaming:
+            self.batches = StreamedBatches(
+                corpus["train"],
+                self.tokenizer,
+                sequence_length=length,
+                pack=pack,
+                batch_size=training.batch_size,
+                seed=self.recipe.seed,
+                shuffle_buffer=data.shuffle_buffer,
+            )
+        else:
+            blocks = make_blocks(corpus["train"], self.tokenizer, sequence_length=length, pack=pack)
+            self.batches = ShuffledBatches(blocks, training.batch_size, self.recipe.seed)
+            digest = hashlib.sha256()
+            for part in blocks.with_format("numpy").iter(batch_size=1024):
+                digest.update(part["input_ids"].tobytes())
+            self.text_sha256 = digest.hexdigest()
+
+    def train(self) -> None:
+        """Trains from the present step to the last one.
+
+        Raises:
+            TrainingError: the loss is not finite.
+            Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
+        """
+        training, every = self.recipe.training, self.recipe.evaluation.every
+        tokens_per_step = training.batch_size * self.recipe.data.sequence_length
+        # On a terminal only: a log file gets one line an evaluation.
+        hidden = None if self.accelerator.is_main_process else True
+        bar = tqdm(total=training.steps, initial=self.step, desc=self.recipe.name, unit="step", disable=hidden)
+        started, marked, marked_step = time.monotonic() - self.seconds, time.monotonic(), self.step
+        with bar, _signals() as received:
+            while self.step < training.steps:
+                loss, norm = self.train_step(self.batches(self.step))
+                self.step += 1
+                last = self.step == training.steps
+                bar.update()
+                if last or self.step % training.log_every == 0:
+                    values = {"loss": loss.item(), "gradient_norm": norm.item()}
+                    self._require_finite(values)
+                    now = time.monotonic()
+                    self.log(
+                        {
+                            **values,
+                            "learning_rate": self.scheduler.get_last_lr()[0],
+                            "tokens": self.step * tokens_per_step,
+                            "tokens_per_second": (self.step - marked_step) * tokens_per_step / (now - marked),
+                        }
+                    )
+                    marked, marked_step = now, self.step
+                    bar.set_postfix(loss=f"{values['loss']:.3f}")
+                if every and (last or self.step % every == 0):
+                    scores = self.evaluate("validation", self.recipe.evaluation.blocks)
+                    self.log({f"validation_{name}": value for name, value in scores.items()})
+                    if self.accelerator.is_main_process:
+                        report = ", ".join(f"{name} {scores[name]:.4f}" for name in ("bits_per_byte", "perplexity"))
+                        bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
+                    marked, marked_step = time.monotonic(), self.step
+                stop = self._agree(received)
+                self.seconds = time.monotonic() - started
+                due = training.checkpoint_every and self.step % training.checkpoint_every == 0
+                if due or last or stop:
+                    self._require_finite({"loss": loss.item(), "gradient_norm": norm.item()})
+                    self.save_checkpoint()
+                if stop and not last:
+                    raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
+
+    def _agree(self, received: list[int]) -> bool:
+        """Returns whether any process was asked to stop: all of them must leave the loop at the same step."""
+        if self.accelerator.num_processes == 1:
+            return bool(received)
+        if received:
+            self.accelerator.set_trigger()
+        return self.accelerator.check_trigger()
+
+    def _require_finite(self, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"{name}={value!r} at step {self.step}: training has diverged. Nothing was saved after the "
+                    "last checkpoint. Lower training.learning_rate, or lengthen training.warmup_steps."
+                )
+
+    def train_step(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes one step on a global batch; returns its mean loss and the norm of its gradient before clipping."""
+        self.model.train()
+        batch = add_labels(batch)
+        # The whole batch is normalised by its own number of predictions, however it is divided.
+        predictions = int((batch["labels"][:, 1:] != IGNORED).sum())
+        rows = list(range(self.recipe.training.batch_size))
+        with self.accelerator.split_between_processes(rows) as mine:
+            parts = [mine[i : i + self.micro_batch_size] for i in range(0, len(mine), self.micro_batch_size)]
+        total = torch.zeros((), device=self.accelerator.device)
+        for part in parts:
+            # Gradients are exchanged once, in the last backward pass.
+            last = part is parts[-1]
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                inputs = {name: rows[part].to(self.accelerator.device) for name, rows in batch.items()}
+                loss = self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
+                total += loss.detach()
+                # Data-parallel training averages gradients over processes; each has its share of the sum here.
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+        limit = self.recipe.training.clip_norm
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return self.accelerator.reduce(total, reduction="sum"), norm
+
+    @torch.no_grad()
+    def evaluate(self, split: str, limit: int | None = None) -> dict[str, float]:
+        """Scores `limit` blocks of a held-out split, spread evenly over it; by default all.
+
+        Returns:
+            `bits_per_byte`: all nats, end-of-text tokens included, over ln 2 times the bytes of the predicted text;
+            `perplexity` per token, `loss` (nats per token) and `tokens`, the number of predictions.
+        """
+        # Without its data-parallel wrapper, which would wait for processes that have no block left.
+        model = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        blocks = self.held_out[split]
+        count = min(limit or len(blocks), len(blocks))
+        chosen = [i * len(blocks) // count for i in range(count)]
+        size = self.micro_batch_size * self.accelerator.num_processes
+        sums = torch.zeros(3, dtype=torch.float64)
+        for start in range(0, count, size):
+            with self.accelerator.split_between_processes(chosen[start : start + size]) as mine:
+                if not mine:
+                    continue
+                batch = add_labels(blocks[mine])
+                inputs = {name: rows.to(self.accelerator.device) for name, rows in batch.items()}
+                # `num_items_in_batch=1` turns the mean into the sum.
+                nats = model(**inputs, num_items_in_batch=1, use_cache=False).loss
+                labels = batch["labels"][:, 1:]
+                labels = labels[labels != IGNORED]
+                sums += torch.tensor([nats.item(), labels.numel(), self.bytes_per_token[labels].sum().item()])
+        nats, tokens, size_in_bytes = self.accelerator.reduce(
+            sums.to(self.accelerator.device), reduction="sum"
+        ).tolist()
+        return {
+            "bits_per_byte": nats / (math.log(2) * size_in_bytes),
+            "perplexity": math.exp(nats / tokens),
+            "loss": nats / tokens,
+            "tokens": int(tokens),
+        }
+
+    def log(self, values: dict[str, float]) -> None:
+        """Appends a line to `metrics.jsonl` and tells the trackers."""
+        if self.accelerator.is_main_process:
+            with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.step, **values}) + "\n")
+        if self.recipe.training.trackers:
+            self.accelerator.log(values, step=self.step)
+
+    def save_checkpoint(self) -> None:
+        """Writes model, optimiser, schedule, random states and position; a checkpoint is there whole or not at all."""
+        folder = self.output / "checkpoints" / f"step-{self.step:08d}"
+        draft = folder.with_name(f".{folder.name}")
+        if self.accelerator.is_main_process:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(draft))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            write_json(
+                draft / "run.json",
+                {
+                    "step": self.step,
+                    "seconds": self.seconds,
+                    "processes": self.accelerator.num_processes,
+                    "text_sha256": self.text_sha256,
+                },
+            )
+            shutil.rmtree(folder, ignore_errors=True)
+            draft.rename(folder)
+            for old in self._checkpoints()[: -self.recipe.training.keep_checkpoints]:
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted((self.output / "checkpoints").glob("step-*"))
+
+    def load_newest_checkpoint(self) -> None:
+        """Goes to the newest checkpoint; without one, the run starts from its beginning.
+
+        Raises:
+            TrainingError: the checkpoint was made by another number of processes, or on other text.
+        """
+        folder = self._checkpoints()[-1] if self._checkpoints() else None
+        state: dict[str, Any] = {"step": 0, "seconds": 0.0}
+        if folder is None:
+            self.accelerator.print(f"{self.recipe.name}: no checkpoint yet, starting from the beginning")
+        else:
+            state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            if state["processes"] != self.accelerator.num_processes:
+                raise TrainingError(
+                    f"the run in {str(self.output)!r} was made by {state['processes']} processes and cannot be resumed "
+                    f"exactly by {self.accelerator.num_processes}."
+                )
+            if state["text_sha256"] != self.text_sha256:
+                raise TrainingError(
+                    f"the run in {str(self.output)!r} was made on other text: the corpus, the Python version or the "
+                    "tokenizer has changed since."
+                )
+            self.accelerator.load_state(str(folder))
+            self.accelerator.print(f"{self.recipe.name}: resuming after step {state['step']}")
+        self.step, self.seconds = state["step"], state["seconds"]
+        metrics = self.output / "metrics.jsonl"
+        if self.accelerator.is_main_process and metrics.exists():
+            # Steps after the checkpoint are made again; the last line may have been cut off.
+            lines = [
+                line for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+            ]
+            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
+            metrics.write_text("".join(kept), encoding="utf-8")
+        self.accelerator.wait_for_everyone()
+
+    def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
+        """Evaluates on the test split (validation, if there is none) and saves the model, the results and the card."""
+        recipe, data = self.recipe, self.recipe.data
+        split = "test" if "test" in self.held_out else "validation"
+        scores = self.evaluate(split, recipe.evaluation.final_blocks)
+        results: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
+            model = self.accelerator.unwrap_model(self.model)
+            model.save_pretrained(self.output)
+            self.tokenizer.save_pretrained(self.output)
+            results = {
+                "metrics": {name: {"value": scores[name]} for name in ("bits_per_byte", "perplexity")},
+                "data": {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split},
+                "length": data.sequence_length,
+                "tokens": scores["tokens"],
+                "recipe": recipe.resolved(),
+                "seed": recipe.seed,
+                "steps": self.step,
+                "tokens_trained": self.step * recipe.training.batch_size * data.sequence_length,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "seconds": self.seconds,
+                "processes": self.accelerator.num_processes,
+                "device": str(self.accelerator.device),
+                "text_sha256": self.text_sha256,
+                "weights_sha256": weights_fingerprint(self.output),
+                "commit": _commit(),
+                **provenance("whatwhere.scripts.train", arguments),
+            }
+            write_json(self.output / "results.json", results)
+            write_card(self.output)
+        if recipe.training.trackers:
+            self.accelerator.end_training()
+        self.accelerator.wait_for_everyone()
+        return results
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM in the list that it gives; a second SIGINT is a KeyboardInterrupt."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    # Python lets only the main thread handle signals.
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    old = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _commit() -> str | None:
+    """Returns the commit of this code, with a mark if it was changed; None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--dirty"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None

@@ -1,0 +1,102 @@
+"""The model and the optimiser of a recipe: the one place that knows which classes `model.family` stands for."""
+
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedTokenizerBase, get_scheduler
+
+from whatwhere import (
+    WhatWhereGPT2Config,
+    WhatWhereGPT2ForCausalLM,
+    WhatWhereLlamaConfig,
+    WhatWhereLlamaForCausalLM,
+)
+from whatwhere.position_encoding import suggest
+from whatwhere.position_encodings import reach
+
+from .recipe import Recipe, RecipeError, TrainingRecipe
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "gpt2": (WhatWhereGPT2Config, WhatWhereGPT2ForCausalLM),
+    "llama": (WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM),
+}
+
+
+def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
+    """Builds the configuration of the recipe's model.
+
+    What `model` leaves out comes from the rest of the recipe: the vocabulary and the special tokens from `tokenizer`,
+    `max_position_embeddings` from `data.sequence_length`.
+
+    Raises:
+        RecipeError: a field is unknown or out of range, or the encoding cannot reach `data.sequence_length`.
+    """
+    fields = dict(recipe.model)
+    family = fields.pop("family")
+    if family not in FAMILIES:
+        raise RecipeError(f"model.family={family!r} is not valid. {suggest(family, FAMILIES)}")
+    length = recipe.data.sequence_length
+    if not {"max_position_embeddings", "n_positions"} & set(fields):
+        fields["max_position_embeddings"] = length
+    if tokenizer is not None:
+        fields = {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            **fields,
+        }
+        if not isinstance(fields["vocab_size"], int) or fields["vocab_size"] < len(tokenizer):
+            raise RecipeError(
+                f"model.vocab_size={fields['vocab_size']!r} is not valid: data.tokenizer={recipe.data.tokenizer!r} has "
+                f"{len(tokenizer)} tokens."
+            )
+    try:
+        config = FAMILIES[family][0](**fields)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise RecipeError(f"model is not valid: {error}") from error
+    limit = reach(config)
+    if limit is not None and length > limit:
+        raise RecipeError(
+            f"data.sequence_length={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "
+            f"{limit} tokens. Allowed: at most {limit}, or a larger model.max_position_embeddings."
+        )
+    return config
+
+
+def build_model(recipe: Recipe, config: Any) -> Any:
+    """Builds the model with freshly initialised weights, which the seed of the process decides."""
+    model = FAMILIES[recipe.model["family"]][1](config)
+    if recipe.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if recipe.training.compile:
+        model.compile()
+    return model
+
+
+def build_optimizer(model: torch.nn.Module, training: TrainingRecipe) -> tuple[torch.optim.Optimizer, Any]:
+    """Returns AdamW and its learning rate schedule.
+
+    Weight decay acts on tensors of two and more dimensions (matrices, embeddings, position tables), not on norms and
+    biases.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=training.learning_rate,
+        betas=(training.beta1, training.beta2),
+        eps=training.epsilon,
+    )
+    cosine = training.schedule == "cosine"
+    scheduler = get_scheduler(
+        {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup"}.get(training.schedule, training.schedule),
+        optimizer,
+        num_warmup_steps=training.warmup_steps,
+        num_training_steps=training.steps,
+        scheduler_specific_kwargs={"min_lr": training.minimum_learning_rate} if cosine else None,
+    )
+    return optimizer, scheduler

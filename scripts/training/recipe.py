@@ -1,0 +1,278 @@
+"""Recipes: everything that decides a training run, in one YAML file, checked when it is read.
+
+A recipe has the keys below and no others: a misspelt key, a wrong type, a value out of range or a length that the
+position encoding cannot reach is an error that names the field, shows the value and says what is allowed.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from whatwhere.position_encoding import _describe, _matches, suggest
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run, with the reason."""
+
+
+def _field(default: Any = dataclasses.MISSING, **limits: float) -> Any:
+    """A dataclass field whose value must be at least `minimum`, above `above`, at most `maximum` or below `below`."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """What is read, and how it becomes tokens. `load_text`, `build_tokenizer` and `iterate_blocks` say it in full."""
+
+    sequence_length: int = _field(minimum=2)
+    source: Literal["stdlib", "hub", "local"] = "stdlib"
+    dataset: str | None = None
+    dataset_config: str | None = None
+    splits: dict | None = None
+    text_field: str = "text"
+    streaming: bool = False
+    shuffle_buffer: int = _field(1000, minimum=1)
+    tokenizer: str = "bytes"
+    vocab_size: int | None = _field(None, minimum=258)
+    pack: Literal["concat", "documents"] = "concat"
+
+    def validate(self) -> None:
+        """Checks the fields against each other."""
+        if self.source == "hub" and not self.dataset:
+            raise RecipeError(
+                f"data.dataset={self.dataset!r} is not valid: data.source='hub' needs the id of a dataset."
+            )
+        if self.source == "local" and not self.splits:
+            raise RecipeError(f"data.splits={self.splits!r} is not valid: data.source='local' needs a pattern a split.")
+        for key in {
+            "stdlib": ("dataset", "dataset_config", "splits", "streaming"),
+            "local": ("dataset", "dataset_config"),
+        }.get(self.source, ()):
+            if getattr(self, key):
+                raise RecipeError(f"data.{key}={getattr(self, key)!r} has no effect with data.source={self.source!r}.")
+        if (self.vocab_size is None) == (self.tokenizer == "bpe"):
+            raise RecipeError(
+                f"data.vocab_size={self.vocab_size!r} is not valid with data.tokenizer={self.tokenizer!r}: 'bpe' "
+                "needs it, the others have their own."
+            )
+        if self.tokenizer == "bpe" and self.streaming:
+            raise RecipeError(
+                "data.tokenizer='bpe' is trained on the whole training split: it needs data.streaming=false."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """The optimisation."""
+
+    steps: int = _field(minimum=1)
+    batch_size: int = _field(minimum=1)
+    learning_rate: float = _field(above=0)
+    micro_batch_size: int | None = _field(None, minimum=1)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = _field(0, minimum=0)
+    minimum_learning_rate: float = _field(0.0, minimum=0)
+    weight_decay: float = _field(0.0, minimum=0)
+    beta1: float = _field(0.9, minimum=0, below=1)
+    beta2: float = _field(0.999, minimum=0, below=1)
+    epsilon: float = _field(1e-8, above=0)
+    clip_norm: float | None = _field(None, above=0)
+    mixed_precision: Literal["no", "bf16"] = "no"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    log_every: int = _field(10, minimum=1)
+    checkpoint_every: int | None = _field(None, minimum=1)
+    keep_checkpoints: int = _field(2, minimum=1)
+    trackers: list = dataclasses.field(default_factory=list)
+
+    def validate(self) -> None:
+        """Checks the fields against each other."""
+        if self.warmup_steps >= self.steps:
+            raise RecipeError(
+                f"training.warmup_steps={self.warmup_steps!r} is not valid: it must be below "
+                f"training.steps={self.steps!r}."
+            )
+        if self.minimum_learning_rate and self.schedule != "cosine":
+            raise RecipeError(
+                f"training.minimum_learning_rate={self.minimum_learning_rate!r} has no effect with "
+                f"training.schedule={self.schedule!r}. Allowed: 'cosine'."
+            )
+        if self.minimum_learning_rate > self.learning_rate:
+            raise RecipeError(
+                f"training.minimum_learning_rate={self.minimum_learning_rate!r} is not valid: it must be at most "
+                f"training.learning_rate={self.learning_rate!r}."
+            )
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            raise RecipeError(
+                f"training.micro_batch_size={self.micro_batch_size!r} is not valid: it must divide "
+                f"training.batch_size={self.batch_size!r}."
+            )
+        if not all(isinstance(tracker, str) for tracker in self.trackers):
+            raise RecipeError(f"training.trackers={self.trackers!r} is not valid: it must be a list of names.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationRecipe:
+    """When and on how much text the model is evaluated."""
+
+    every: int | None = _field(None, minimum=1)
+    blocks: int | None = _field(None, minimum=1)
+    final_blocks: int | None = _field(None, minimum=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run. `model` holds `family` (`llama` or `gpt2`) and the fields of that family's configuration."""
+
+    name: str
+    data: DataRecipe
+    model: dict
+    training: TrainingRecipe
+    evaluation: EvaluationRecipe = dataclasses.field(default_factory=EvaluationRecipe)
+    seed: int = _field(0, minimum=0)
+
+    def validate(self) -> None:
+        """Checks the fields against each other."""
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise RecipeError(f"name={self.name!r} is not valid: it must consist of letters, digits, '_', '-' and '.'.")
+        if self.data.streaming and not (self.evaluation.blocks and self.evaluation.final_blocks):
+            raise RecipeError(
+                "evaluation.blocks and evaluation.final_blocks must be given when data.streaming is true."
+            )
+
+    def resolved(self) -> dict[str, Any]:
+        """Returns every key with its value: `parse_recipe` makes an equal recipe of it."""
+        return dataclasses.asdict(self)
+
+
+_SECTIONS = {"data": DataRecipe, "training": TrainingRecipe, "evaluation": EvaluationRecipe}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two traps removed: `2e-3` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise RecipeError(f"the key {key!r} is given twice (line {node.start_mark.line + 1} and below).")
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        source: a YAML file, or the name of a shipped recipe (`demo_rope`).
+        overrides: `key.sub=value`, applied in order; the value is YAML.
+
+    Raises:
+        RecipeError: the file or its contents are not valid.
+    """
+    path = Path(source)
+    if not path.suffix and not path.exists():
+        shipped = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+        if str(source) not in shipped:
+            raise RecipeError(
+                f"recipe {str(source)!r} is neither a file nor a shipped recipe. {suggest(str(source), shipped)}"
+            )
+        path = RECIPES / f"{source}.yaml"
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise RecipeError(f"recipe {str(source)!r} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {str(source)!r} is no valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"recipe {str(source)!r} is not valid: it must be a mapping of keys to values.")
+    for override in overrides:
+        _apply(values, override)
+    return parse_recipe({"name": path.stem, **values})
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise RecipeError(f"--set {override!r} is not valid: it must be key.sub=value.")
+    *sections, last = key.split(".")
+    for section in sections:
+        if not isinstance(values.setdefault(section, {}), dict):
+            raise RecipeError(f"--set {override!r} is not valid: {section!r} is no section of the recipe.")
+        values = values[section]
+    try:
+        values[last] = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {override!r} is not valid: the value is no valid YAML.") from error
+
+
+def parse_recipe(values: Mapping[str, Any]) -> Recipe:
+    """Builds a recipe from a dictionary, such as `Recipe.resolved()` returns; checks everything but the model."""
+    values = dict(values)
+    for name, cls in _SECTIONS.items():
+        if name in values:
+            values[name] = _parse(cls, values[name], f"{name}.")
+    recipe = _parse(Recipe, values, "")
+    if not isinstance(recipe.model.get("family"), str):
+        raise RecipeError(f"model.family={recipe.model.get('family')!r} is not valid. Allowed: 'gpt2', 'llama'.")
+    return recipe
+
+
+def _parse(cls: Any, values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise RecipeError(f"{prefix.rstrip('.')}={values!r} is not valid: it must be a mapping of keys to values.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key, value in values.items():
+        if key not in fields:
+            raise RecipeError(f"unknown key {prefix + str(key)!r} (given: {value!r}). {suggest(key, fields)}")
+        if not _matches(value, fields[key].type):
+            raise RecipeError(f"{prefix}{key}={value!r} is not valid: it must be {_describe(fields[key].type)}.")
+        _check_limits(f"{prefix}{key}", value, fields[key].metadata)
+    for name, field in fields.items():
+        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise RecipeError(f"{prefix}{name} is missing: it must be {_describe(field.type)}.")
+    # Numbers are stored as their field's type, so that a recipe that says 1 equals one that says 1.0.
+    parsed = cls(
+        **{
+            key: float(v) if fields[key].type in (float, float | None) and v is not None else v
+            for key, v in values.items()
+        }
+    )
+    parsed.validate() if hasattr(parsed, "validate") else None
+    return parsed
+
+
+def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
+    checks = {
+        "minimum": ("at least", lambda limit: value >= limit),
+        "above": ("above", lambda limit: value > limit),
+        "maximum": ("at most", lambda limit: value <= limit),
+        "below": ("below", lambda limit: value < limit),
+    }
+    for kind, limit in limits.items():
+        words, holds = checks[kind]
+        # written so that NaN fails
+        if value is not None and not holds(limit):
+            raise RecipeError(f"{name}={value!r} is not valid: it must be {words} {limit}.")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Returns, for every key in which two resolved recipes differ, a line `key: old → new`."""
+    lines = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before!r} → {after!r}")
+    return lines
