@@ -1,0 +1,551 @@
+"""Softmax attention in blocks of query rows, with position terms in the logits: memory O(T * block), plain PyTorch.
+
+Computes `softmax(scaling * q.k + terms) v` for a block of query rows at a time, keeps only the output and the
+log-sum-exp of each row, and recomputes the block in the backward pass. What an encoding adds to the logits is a
+`Term`: the file of the encoding defines it, with its gradient written by hand, and registers it in `TERMS`.
+
+Supports: causal attention with rows aligned to the end (query row i has key slot K - Q + i), grouped heads (query
+head h uses key head h // (H // G)), padding, packed documents, arbitrary 4D masks, dropout, key width different from
+value width, float16, bfloat16, float32, float64, autocast, torch.compile. Does not support: gradients of gradients,
+gradients with respect to an additive mask.
+
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D key width, V value width; N = B * G;
+C a chunk of N; n = H // G heads that share a key head; R rows of a block; W columns of a block.
+
+Inside, the key axis is reversed: column 0 of a block is the newest key any of its rows can see. Sums "from key j to the
+query" are then ordinary cumulative sums, and what lies far in the past is at the end of a row.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from .position_encoding import BlockTerm
+
+# Far below every logit, and far from overflow when terms are added to it. -inf would give NaN in rows that see nothing.
+MASKED = -1e30
+
+# At most this many logits are in memory at once (unless one head has more): about what stays in the cache of a core.
+CHUNK_LOGITS = 1 << 20
+
+# Up to this many query rows (decoding), the whole row of logits is computed at once with ordinary operations.
+DIRECT_ROWS = 4
+
+# Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
+_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of softmax, cumulative sums and positions: float64 for float64, float32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclasses.dataclass
+class Block:
+    """Some query rows of some heads, and the keys that they can see.
+
+    Attributes:
+        query: (C, n, R, D), the rows, in the type of the inputs.
+        batch: int64 (C,), the batch entry of each member of the chunk.
+        group: int64 (C,), its key head.
+        rows: the rows, on the query axis.
+        columns: the keys, on the reversed key axis: column w is key slot K - 1 - columns.start - w.
+        causal_only: True if row r sees column w exactly if w >= R - 1 - r.
+        visible: bool, broadcastable to (C, n, R, W), or None if `causal_only` or if the mask is additive.
+        additive: broadcastable to (C, n, R, W), or None.
+    """
+
+    query: torch.Tensor
+    batch: torch.Tensor
+    group: torch.Tensor
+    rows: slice
+    columns: slice
+    causal_only: bool
+    visible: torch.Tensor | None
+    additive: torch.Tensor | None
+
+
+class Term:
+    """What an encoding adds to the logits. One instance serves one forward or one backward pass.
+
+    Attributes of the class:
+        reads_content: True if `add` reads the content logits. Such a term comes first, because the logits are changed
+            in place.
+        differentiable: for each tensor of the term, whether it gets a gradient.
+    """
+
+    reads_content: ClassVar[bool] = False
+    differentiable: ClassVar[tuple[bool, ...]] = ()
+
+    @staticmethod
+    def bias(
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+    ) -> torch.Tensor:
+        """Returns the whole contribution, broadcastable to (B, H, Q, K): the differentiable specification.
+
+        Args:
+            content: (B, H, Q, K) scaled content logits in the compute type, very negative where masked.
+            query: (B, H, Q, D).
+            tensors: the tensors of the `BlockTerm`.
+            parameters: the parameters of the `BlockTerm`.
+        """
+        raise NotImplementedError
+
+    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: "_Attention") -> None:
+        self.tensors = tensors
+        self.parameters = parameters
+        self.attention = attention
+
+    def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
+        """Adds the contribution to `logits` (C, n, R, W) in place; keeps what `backward` needs if `keep`."""
+        raise NotImplementedError
+
+    def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
+        """Takes the gradient of the logits of the last `add`, adds the term's own gradients to its accumulators.
+
+        Adds to `grad` (C, n, R, W), in place, what reaches the content logits through the term. Every row of `grad`
+        sums to 0, as gradients of a softmax do. Returns the gradient of the query rows (C, n, R, D), or None.
+        """
+        raise NotImplementedError
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients of the differentiable tensors, summed over all blocks."""
+        return []
+
+
+TERMS: dict[str, type[Term]] = {}
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, scale: float = 1.0, out: torch.Tensor | None = None):
+    """`scale * left @ right`, (C, M, L) x (C, L, O), in the compute type; `out` is used where the types allow it."""
+    dtype = compute_dtype(left.dtype)
+    empty = torch.empty((), dtype=left.dtype, device=left.device)
+    if left.dtype == dtype:
+        if out is not None:
+            return torch.baddbmm(empty, left, right, beta=0, alpha=scale, out=out)
+        return torch.baddbmm(empty, left, right, beta=0, alpha=scale)
+    return torch.baddbmm(empty, left, right, beta=0, alpha=scale).to(dtype)
+
+
+def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
+    """`into += scale * left @ right`, with `into` in the compute type."""
+    if left.dtype == into.dtype:
+        into.baddbmm_(left, right, alpha=scale)
+    else:
+        into.add_(torch.bmm(left, right), alpha=scale)
+
+
+class _Attention:
+    """Geometry, masks and logits that the forward and the backward pass share."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        tensors: Sequence[torch.Tensor],
+        seed: torch.Tensor | None,
+        spec: str,
+        scaling: float,
+        dropout: float,
+        block_size: int,
+    ) -> None:
+        self.B, self.H, self.Q, self.D = query.shape
+        self.G, self.K = key.shape[1], key.shape[2]
+        self.V = value.shape[3]
+        self.N, self.n = self.B * self.G, self.H // self.G
+        self.offset = self.K - self.Q
+        self.device = query.device
+        self.dtype = compute_dtype(query.dtype)
+        self.scaling, self.dropout = scaling, dropout
+        self.seed = int(seed.item()) if seed is not None else 0
+        self.block_size = min(block_size, self.Q)
+        self.query = query.reshape(self.N, self.n, self.Q, self.D)
+        self.key = key.flip(2).reshape(self.N, self.K, self.D)
+        self.value = value.flip(2).reshape(self.N, self.K, self.V)
+        self.chunk = max(1, min(self.N, CHUNK_LOGITS // (self.n * self.block_size * self.K)))
+        self.member = torch.arange(self.N, device=self.device)
+        triangle = torch.ones(self.block_size, self.block_size, dtype=torch.bool, device=self.device)
+        self.future = triangle.triu_(1).flip(1).contiguous()
+        self._prepare_mask(mask)
+        self.terms = []
+        first = 0
+        for name, count, parameters in json.loads(spec):
+            self.terms.append(TERMS[name](tensors[first : first + count], parameters, self))
+            first += count
+        size = self.chunk * self.n * self.block_size * self.K
+        self.buffers = [torch.empty(size, dtype=self.dtype, device=self.device)]
+
+    def _prepare_mask(self, mask: torch.Tensor | None) -> None:
+        self.segments = self.first_visible = self.mask = None
+        if mask is None:
+            return
+        if mask.dim() == 4:
+            self.mask = mask.flip(3)
+            return
+        if bool(((mask == mask[:, :1]) & (mask >= 0)).all()):
+            return
+        self.segments = mask.flip(1)
+        # The first slot of each key's own segment: keys further left are not touched by a block.
+        _, segment = torch.unique(mask, return_inverse=True)
+        slots = torch.arange(self.K, device=self.device).expand(self.B, -1)
+        first = torch.full((self.B, int(segment.max()) + 1), self.K, device=self.device)
+        first = first.scatter_reduce(1, segment, slots, "amin").gather(1, segment)
+        self.first_visible = torch.where(mask >= 0, first, self.K)
+
+    def buffer(self, index: int, *shape: int) -> torch.Tensor:
+        """Returns reused memory for a block's logits."""
+        while len(self.buffers) <= index:
+            self.buffers.append(torch.empty_like(self.buffers[0]))
+        size = 1
+        for length in shape:
+            size *= length
+        return self.buffers[index][:size].view(shape)
+
+    def blocks(self) -> Iterator[tuple[slice, Block]]:
+        """Yields the chunk of N, and the block, for all blocks in which some row sees some key."""
+        for low in range(0, self.N, self.chunk):
+            chunk = slice(low, min(low + self.chunk, self.N))
+            member = self.member[chunk]
+            batch, group = member // self.G, member % self.G
+            batches = slice(low // self.G, (chunk.stop - 1) // self.G + 1)
+            for start in range(0, self.Q, self.block_size):
+                rows = slice(start, min(start + self.block_size, self.Q))
+                block = self._block(chunk, batches, batch, group, rows)
+                if block is not None:
+                    yield chunk, block
+
+    def _block(
+        self, chunk: slice, batches: slice, batch: torch.Tensor, group: torch.Tensor, rows: slice
+    ) -> Block | None:
+        query = self.query[chunk, :, rows]
+        R = rows.stop - rows.start
+        if self.mask is not None:
+            mask = self.mask[:, :, rows]
+            mask = mask[batch] if mask.shape[0] > 1 else mask.expand(batch.shape[0], -1, -1, -1)
+            if mask.shape[1] > 1:
+                heads = group[:, None] * self.n + torch.arange(self.n, device=self.device)
+                mask = mask[torch.arange(batch.shape[0], device=self.device)[:, None], heads]
+            visible, additive = (mask, None) if mask.dtype == torch.bool else (None, mask)
+            return Block(query, batch, group, rows, slice(0, self.K), False, visible, additive)
+        end = self.offset + rows.stop
+        columns = slice(self.K - end, self.K)
+        if self.segments is None or self.first_visible is None:
+            return Block(query, batch, group, rows, columns, True, None, None)
+        first = int(self.first_visible[batches, end - R : end].min())
+        if first >= end:
+            return None
+        columns = slice(self.K - end, self.K - first)
+        segments = self.segments[batches, columns]
+        if bool(((segments == segments[:, :1]) & (segments >= 0)).all()):
+            return Block(query, batch, group, rows, columns, True, None, None)
+        own = self.segments[batches, self.K - end : self.K - end + R].flip(1)
+        visible = (own[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
+        width = min(R, visible.shape[2])
+        visible[:, :, :width] &= ~self._future(R, width)
+        visible = visible[batch - batches.start][:, None]
+        return Block(query, batch, group, rows, columns, False, visible, None)
+
+    def _future(self, rows: int, width: int) -> torch.Tensor:
+        """bool (rows, width): True where column w of row r is in the future."""
+        size = self.block_size
+        return self.future[:rows, size - rows : size - rows + width]
+
+    def logits(self, chunk: slice, block: Block, *, keep: bool) -> torch.Tensor:
+        """Returns the logits (C, n, R, W) of a block, terms included, in a reused buffer."""
+        C, n, R, _ = block.query.shape
+        W = block.columns.stop - block.columns.start
+        key = self.key[chunk, block.columns]
+        flat = block.query.reshape(C, n * R, self.D)
+        logits = _product(flat, key.transpose(1, 2), self.scaling, out=self.buffer(0, C, n * R, W)).view(C, n, R, W)
+        if block.causal_only:
+            width = min(R, W)
+            logits[..., :width].masked_fill_(self._future(R, width), MASKED)
+        elif block.visible is not None:
+            logits.masked_fill_(~block.visible, MASKED)
+        else:
+            logits.add_(block.additive).clamp_(min=MASKED)
+        for term in self.terms:
+            term.add(logits, block, keep=keep)
+        return logits
+
+    def keep_mask(self, chunk: slice, block: Block, like: torch.Tensor) -> torch.Tensor:
+        """The dropout mask of a block, 0 or 1 / (1 - dropout): the same each time it is asked for."""
+        generator = torch.Generator(device=self.device)
+        generator.manual_seed((self.seed + chunk.start * self.Q + block.rows.start) % (1 << 62))
+        return torch.empty_like(like).bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, enabled=False)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::blockwise_forward", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor],
+    seed: torch.Tensor | None,
+    spec: str,
+    scaling: float,
+    dropout: float,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad(), _without_autocast(query.device):
+        attention = _Attention(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size)
+        B, H, Q, V = attention.B, attention.H, attention.Q, attention.V
+        out = query.new_zeros(B, H, Q, V)
+        # exp(logit - lse) must be 0 in rows that see nothing.
+        lse = torch.full((B, H, Q), -MASKED, dtype=attention.dtype, device=query.device)
+        out_view, lse_view = out.view(attention.N, attention.n, Q, V), lse.view(attention.N, attention.n, Q)
+        for chunk, block in attention.blocks():
+            logits = attention.logits(chunk, block, keep=False)
+            C, n, R, W = logits.shape
+            maximum = logits.amax(-1, keepdim=True)
+            weights = logits.sub_(maximum).exp_()
+            total = weights.sum(-1, keepdim=True)
+            if dropout > 0:
+                weights.mul_(attention.keep_mask(chunk, block, weights))
+            rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[chunk, block.columns])
+            rows = rows.view(C, n, R, V).div_(total)
+            row_lse = maximum.add_(total.log_()).squeeze(-1)
+            if not block.causal_only:
+                nothing = row_lse < MASKED / 2
+                rows.masked_fill_(nothing[..., None], 0.0)
+                row_lse.masked_fill_(nothing, -MASKED)
+            out_view[chunk, :, block.rows] = rows.to(out.dtype)
+            lse_view[chunk, :, block.rows] = row_lse
+        return out, lse
+
+
+@_forward.register_fake
+def _(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size):
+    out = query.new_empty(query.shape[0], query.shape[1], query.shape[2], value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::blockwise_backward", mutates_args=())
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor],
+    seed: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: str,
+    scaling: float,
+    dropout: float,
+    block_size: int,
+) -> list[torch.Tensor]:
+    with torch.no_grad(), _without_autocast(query.device):
+        attention = _Attention(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size)
+        N, n, Q, K, D, V = attention.N, attention.n, attention.Q, attention.K, attention.D, attention.V
+        dtype = attention.dtype
+        grad_query = torch.zeros(N, n, Q, D, dtype=dtype, device=query.device)
+        grad_key = torch.zeros(N, K, D, dtype=dtype, device=query.device)
+        grad_value = torch.zeros(N, K, V, dtype=dtype, device=query.device)
+        grad, out = grad.reshape(N, n, Q, V), out.view(N, n, Q, V)
+        # delta_i = sum_j weight_ij d(weight_ij)
+        delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
+        lse = lse.view(N, n, Q)
+        for chunk, block in attention.blocks():
+            logits = attention.logits(chunk, block, keep=True)
+            C, n, R, W = logits.shape
+            weights = logits.sub_(lse[chunk, :, block.rows, None]).exp_()
+            grad_rows = grad[chunk, :, block.rows].reshape(C, n * R, V)
+            key_part, value_part = attention.key[chunk, block.columns], attention.value[chunk, block.columns]
+            grad_logits = _product(grad_rows, value_part.transpose(1, 2), out=attention.buffer(1, C, n * R, W))
+            grad_logits = grad_logits.view(C, n, R, W)
+            dropped = weights
+            if dropout > 0:
+                keep = attention.keep_mask(chunk, block, weights)
+                grad_logits.mul_(keep)
+                dropped = keep.mul_(weights)
+            dropped = dropped.view(C, n * R, W).to(value.dtype)
+            _add_product(grad_value[chunk, block.columns], dropped.transpose(1, 2), grad_rows)
+            grad_logits.sub_(delta[chunk, :, block.rows, None]).mul_(weights)
+            from_terms = [term.backward(grad_logits, block) for term in reversed(attention.terms)]
+            grad_logits = grad_logits.view(C, n * R, W).to(query.dtype)
+            rows = _product(grad_logits, key_part, scaling).view(C, n, R, D)
+            for part in from_terms:
+                if part is not None:
+                    rows.add_(part)
+            grad_query[chunk, :, block.rows] = rows
+            flat = block.query.reshape(C, n * R, D)
+            _add_product(grad_key[chunk, block.columns], grad_logits.transpose(1, 2), flat, scaling)
+        results = [
+            grad_query.view(query.shape).to(query.dtype),
+            grad_key.flip(1).view(key.shape).to(key.dtype),
+            grad_value.flip(1).view(value.shape).to(value.dtype),
+        ]
+        for term in attention.terms:
+            tables = [tensor for tensor, wanted in zip(term.tensors, term.differentiable) if wanted]
+            results += [part.to(table.dtype) for part, table in zip(term.gradients(), tables)]
+        return results
+
+
+def _differentiable(spec: str) -> list[bool]:
+    return [wanted for name, _, _ in json.loads(spec) for wanted in TERMS[name].differentiable]
+
+
+@_backward.register_fake
+def _(grad, query, key, value, mask, tensors, seed, out, lse, spec, scaling, dropout, block_size):
+    tables = [tensor for tensor, wanted in zip(tensors, _differentiable(spec)) if wanted]
+    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, *tables)]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, key, value, mask, tensors, seed, *ctx.settings = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, mask, seed, out, lse, *tensors)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple:
+    query, key, value, mask, seed, out, lse, *tensors = ctx.saved_tensors
+    nothing = [None] * len(tensors)
+    if grad is None:
+        return (None, None, None, None, nothing, None, None, None, None, None)
+    results = _backward(grad, query, key, value, mask, tensors, seed, out, lse, *ctx.settings)
+    tables = iter(results[3:])
+    of_tensors = [next(tables) if wanted else None for wanted in _differentiable(ctx.settings[0])]
+    return (*results[:3], None, of_tensors, None, None, None, None, None)
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "blockwise attention has no second derivative: use attn_implementation='eager' for gradients of gradients"
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse)
+
+
+def _direct(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    terms: Sequence[BlockTerm],
+    dropout: float,
+) -> torch.Tensor:
+    """All logits at once, with ordinary differentiable operations: for a few query rows."""
+    B, H, Q, D = query.shape
+    G, K, V = key.shape[1], key.shape[2], value.shape[3]
+    dtype = compute_dtype(query.dtype)
+    with _without_autocast(query.device):
+        logits = query.reshape(B, G, H // G * Q, D) @ key.transpose(2, 3)
+        logits = (logits.to(dtype) * scaling).view(B, H, Q, K)
+        seen = None
+        if mask is not None and mask.dim() == 4:
+            if mask.dtype == torch.bool:
+                logits = logits.masked_fill(~mask, MASKED)
+            else:
+                logits = (logits + mask.to(dtype)).clamp(min=MASKED)
+            seen = logits.amax(-1, keepdim=True) > MASKED / 2
+        elif mask is not None or Q > 1:
+            slots = torch.arange(K, device=query.device)
+            visible = (slots <= slots[K - Q :, None])[None]
+            if mask is not None:
+                own = mask[:, K - Q :, None]
+                visible = visible & (own == mask[:, None, :]) & (own >= 0)
+                seen = (own >= 0)[:, None]
+            logits = logits.masked_fill(~visible[:, None], MASKED)
+        total = logits
+        for term in terms:
+            total = total + TERMS[term.name].bias(logits, query, term.tensors, term.parameters)
+        weights = torch.softmax(total, -1)
+        if seen is not None:
+            weights = weights * seen
+        if dropout > 0:
+            weights = F.dropout(weights, dropout)
+        weights = weights.to(value.dtype).view(B, G, H // G * Q, K)
+        return (weights @ value).view(B, H, Q, V)
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+    B, H, Q, D = query.shape
+    G, K = key.shape[1], key.shape[2]
+    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or H % G != 0 or Q > K:
+        raise ValueError(
+            f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: "
+            "they must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q at most K."
+        )
+    if mask is None:
+        return
+    segments = mask.dtype == torch.int32 and mask.shape == (B, K)
+    full = mask.dim() == 4 and mask.shape[0] in (1, B) and mask.shape[1] in (1, H) and mask.shape[2:] == (Q, K)
+    if not segments and not (full and (mask.dtype == torch.bool or mask.is_floating_point())):
+        raise ValueError(
+            f"mask={tuple(mask.shape)!r} of type {mask.dtype!r} is not valid: it must be None, int32 segments "
+            f"{(B, K)!r}, or bool or floating {(B, '1 or ' + str(H), Q, K)!r}."
+        )
+    if mask.requires_grad:
+        raise ValueError(
+            f"mask.requires_grad={mask.requires_grad!r} is not valid: blockwise attention gives no gradient to a mask; "
+            "it must be False, or use the 'eager' attention implementation."
+        )
+
+
+def blockwise_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    scaling: float,
+    terms: Sequence[BlockTerm] = (),
+    dropout: float = 0.0,
+    block_size: int = 128,
+    direct: bool | None = None,
+) -> torch.Tensor:
+    """Softmax attention with position terms, in memory proportional to the length.
+
+    Args:
+        query: (B, H, Q, D), float16, bfloat16, float32 or float64.
+        key: (B, G, K, D), H a multiple of G, K at least Q. Query row i has key slot K - Q + i.
+        value: (B, G, K, V).
+        mask: None: causal. int32 (B, K), "segments": key j is visible to query row i exactly if it is not newer, and
+            both have the same segment, and that is not -1 (padding). bool (B, 1 or H, Q, K): True where visible, and
+            nothing else decides (not causality). Floating (B, 1 or H, Q, K): added to the content logits, and nothing
+            else decides. Rows that see nothing give 0.
+        scaling: the factor on q.k.
+        terms: what is added to the logits; a term that reads the content logits comes first.
+        dropout: probability of dropping an attention weight.
+        block_size: query rows per block.
+        direct: True: all logits at once. None: so if there are at most 4 query rows.
+
+    Returns:
+        (B, H, Q, V) in the type of the query.
+    """
+    _check(query, key, value, mask)
+    for position, term in enumerate(terms):
+        if TERMS[term.name].reads_content and position > 0:
+            raise ValueError(
+                f"terms={[term.name for term in terms]!r} is not valid: {term.name!r} reads the content logits, so it "
+                "must come first."
+            )
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
+        return _direct(query, key, value, mask, scaling, terms, dropout)
+    spec = json.dumps([[term.name, len(term.tensors), term.parameters] for term in terms])
+    tensors = [tensor for term in terms for tensor in term.tensors]
+    seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
+    out, _ = _forward(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size)
+    return out

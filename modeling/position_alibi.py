@@ -1,0 +1,85 @@
+"""ALiBi, Attention with Linear Biases (Press, Smith, Lewis 2022, 2108.12409).
+
+Axes: B batch, H query heads, Q query length, K key length; in blocks: C a chunk of (batch, key head), n heads that
+share a key head, R rows, W columns (newest key first, see `attention_blockwise`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .attention_blockwise import TERMS, Block, Term, compute_dtype
+from .position_encoding import BlockTerm, PositionContext, PositionEncoding
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Returns the slope of each head, all positive (Press et al., Section 3 and their code).
+
+    For a power of two, 2^(-8/H), 2^(-16/H), ..., 2^-8. Otherwise those of the power of two below, then every second
+    one of the power of two above.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    return slopes + [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+
+
+class ALiBiTerm(Term):
+    """The term of ALiBi: the slopes (at least H), the query positions, the key positions; all constant."""
+
+    differentiable = (False, False, False)
+
+    @staticmethod
+    def bias(
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+    ) -> torch.Tensor:
+        slopes, query_positions, key_positions = tensors
+        # Negative distances are masked.
+        distance = (query_positions[:, :, None] - key_positions[:, None, :]).clamp(min=0)[:, None]
+        dtype = compute_dtype(query.dtype)
+        return -slopes[: query.shape[1], None, None].to(dtype) * distance.to(dtype)
+
+    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
+        super().__init__(tensors, parameters, attention)
+        self.slopes = tensors[0][: attention.H].to(attention.dtype).view(attention.G, attention.n)
+        self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
+
+    def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
+        rows = self.query_positions[:, block.rows]
+        columns = self.key_positions[:, block.columns]
+        rows = rows[block.batch] if rows.shape[0] > 1 else rows
+        columns = columns[block.batch] if columns.shape[0] > 1 else columns
+        distance = (rows[:, :, None] - columns[:, None, :]).clamp_(min=0)[:, None].to(logits.dtype)
+        logits.addcmul_(self.slopes[block.group][:, :, None, None], distance, value=-1)
+
+    def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
+        return None
+
+
+TERMS["alibi"] = ALiBiTerm
+
+
+class ALiBi(PositionEncoding):
+    """ALiBi: logit = q_i . k_j / sqrt(d) - m_h * (i - j), with fixed slopes m_h.
+
+    The distance is that of the positions of the two tokens, so left padding and packed documents need no care. Under
+    tensor parallelism a rank has only some heads; the context tells the first one as "head_offset".
+    """
+
+    name = "alibi"
+    paper = "Press et al. 2022, Train Short, Test Long, arXiv 2108.12409"
+    summary = "fixed linear penalty of the distance, another slope for each head"
+    default_implementation = "blockwise"
+    has_bias = True
+    needs_key_positions = True
+
+    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
+        term = self.block_term(context, scaling)
+        return ALiBiTerm.bias(logits, query, term.tensors, term.parameters)
+
+    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
+        # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
+        slopes = alibi_slopes(self.config.num_attention_heads)[context.get("head_offset", 0) :]
+        positions = context["query_positions"], context["key_positions"]
+        return BlockTerm("alibi", (torch.tensor(slopes, device=positions[0].device), *positions), {})

@@ -1,0 +1,193 @@
+"""Relative position embeddings on the keys (Shaw, Uszkoreit, Vaswani 2018, 1803.02155), as the baseline of CoPE.
+
+Axes: B batch, H query heads, Q query length, K key length, D head dim, P positions in the table; in blocks: C a chunk
+of (batch, key head), n heads that share a key head, R rows, W columns (newest key first, see `attention_blockwise`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .attention_blockwise import TERMS, Block, Term, compute_dtype
+from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+
+
+@dataclasses.dataclass(frozen=True)
+class RelativeParameters(Parameters):
+    """Parameters of relative positions.
+
+    Attributes:
+        num_positions: entries of the table, for the distances 0 .. num_positions - 1. None: max_position_embeddings.
+        beyond: what a larger distance gets: "error" (longer sequences are refused), "none" (no embedding: 0), "last"
+            (the last entry: "relative-capped").
+    """
+
+    num_positions: int | None = None
+    beyond: Literal["error", "none", "last"] = "error"
+
+    def validate(self, config: Any) -> None:
+        if self.num_positions is not None and self.num_positions < 1:
+            raise ValueError(
+                f"position_encoding_parameters['relative']['num_positions']={self.num_positions!r} is not valid: "
+                "it must be at least 1, or None for max_position_embeddings."
+            )
+
+    def resolve(self, config: Any) -> "RelativeParameters":
+        if self.num_positions is not None:
+            return self
+        return dataclasses.replace(self, num_positions=config.max_position_embeddings)
+
+
+class RelativeTerm(Term):
+    """The term of relative positions: tensors are the table (P, D), the query positions and the key positions."""
+
+    differentiable = (True, False, False)
+
+    @staticmethod
+    def bias(
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+    ) -> torch.Tensor:
+        table, query_positions, key_positions = tensors
+        P = table.shape[0]
+        # Negative distances are masked.
+        distance = (query_positions[:, :, None] - key_positions[:, None, :]).clamp(min=0)[:, None]
+        dtype = compute_dtype(query.dtype)
+        z = query.to(dtype) @ table.T.to(dtype) * parameters["scale"]
+        shape = (*z.shape[:-1], key_positions.shape[-1])
+        bias = z.gather(-1, distance.clamp(max=P - 1).expand(shape))
+        return bias if parameters["beyond"] == "last" else bias.masked_fill(distance >= P, 0.0)
+
+    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
+        super().__init__(tensors, parameters, attention)
+        self.table = tensors[0].to(attention.dtype)
+        self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
+        self.capped = parameters["beyond"] == "last"
+        self.grad_table = torch.zeros_like(self.table)
+
+    def _distances(self, block: Block) -> tuple[torch.Tensor, bool]:
+        """Returns the distances (1 or C, R, W), and whether they are the distances between slots, w + r - (R - 1)."""
+        rows = self.query_positions[:, block.rows]
+        columns = self.key_positions[:, block.columns]
+        rows = rows[block.batch] if rows.shape[0] > 1 else rows
+        columns = columns[block.batch] if columns.shape[0] > 1 else columns
+        R, W = rows.shape[1], columns.shape[1]
+        regular = (columns == columns[:, :1] - torch.arange(W, device=columns.device)).all()
+        regular &= (rows == columns[:, :1] + torch.arange(1 - R, 1, device=rows.device)).all()
+        if block.causal_only and bool(regular):
+            return rows, True
+        return (rows[:, :, None] - columns[:, None, :]).clamp_(min=0), False
+
+    def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
+        C, n, R, W = logits.shape
+        used = min(W, self.table.shape[0])
+        distance, regular = self._distances(block)
+        table = self.table[:used] if regular else self.table
+        z = torch.matmul(block.query.to(table.dtype), table.T).mul_(self.parameters["scale"])
+        if regular:
+            # Row r of a table that starts R - 1 columns later, read from column r on: z[r, w + r - (R - 1)].
+            shifted = z.new_zeros(C, n, R, R - 1 + W)
+            shifted[..., R - 1 : R - 1 + used] = z
+            if self.capped:
+                shifted[..., R - 1 + used :] = z[..., -1:]
+            logits.add_(self._skewed(shifted, W))
+            return
+        index = distance.clamp(max=self.table.shape[0] - 1)[:, None].expand(C, n, R, W)
+        bias = z.gather(-1, index)
+        logits.add_(bias if self.capped else bias.masked_fill_((distance >= self.table.shape[0])[:, None], 0.0))
+
+    @staticmethod
+    def _skewed(shifted: torch.Tensor, width: int) -> torch.Tensor:
+        C, n, R, length = shifted.shape
+        return shifted.as_strided((C, n, R, width), (n * R * length, R * length, length + 1, 1))
+
+    def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
+        C, n, R, W = grad.shape
+        P, D = self.table.shape
+        used = min(W, P)
+        distance, regular = self._distances(block)
+        if regular:
+            table = self.table[:used]
+            shifted = grad.new_zeros(C, n, R, R - 1 + W)
+            self._skewed(shifted, W).copy_(grad)
+            grad_z = shifted[..., R - 1 : R - 1 + used]
+            if self.capped and used < W:
+                grad_z[..., -1] += shifted[..., R - 1 + used :].sum(-1)
+        else:
+            table = self.table
+            index = distance.clamp(max=P - 1)[:, None].expand(C, n, R, W)
+            part = grad if self.capped else grad.masked_fill((distance >= P)[:, None], 0.0)
+            grad_z = grad.new_zeros(C, n, R, P).scatter_add_(-1, index, part)
+        grad_z = grad_z * self.parameters["scale"]
+        query = block.query.to(table.dtype)
+        self.grad_table[: table.shape[0]] += grad_z.reshape(-1, table.shape[0]).T @ query.reshape(-1, D)
+        return grad_z @ table
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self.grad_table]
+
+
+TERMS["relative"] = RelativeTerm
+
+
+class RelativeTable(nn.Module):
+    """The embeddings of the distances, (P, D). A module of its own, so that PEFT can target it."""
+
+    def __init__(self, num_positions: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_positions, head_dim))
+        self.reset()
+
+    def reset(self) -> None:
+        init.normal_(self.weight, mean=0.0, std=self.weight.shape[1] ** -0.5)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class SharedRelative(SharedPositionEncoding):
+    """One table for all heads and layers."""
+
+    def __init__(self, config: Any, parameters: RelativeParameters) -> None:
+        super().__init__(config, parameters)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.table = RelativeTable(parameters.resolve(config).num_positions, head_dim)
+
+    def reset(self) -> None:
+        self.table.reset()
+
+    def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, ...]:
+        return (self.table(),)
+
+
+class RelativePosition(PositionEncoding):
+    """Relative position embeddings on the keys: logit = q_i . (k_j + e[i - j]) / sqrt(d).
+
+    The distance is that of the positions of the two tokens, so left padding and packed documents need no care. Beyond
+    the table, see `RelativeParameters.beyond`; the default refuses longer sequences.
+    """
+
+    name = "relative"
+    paper = "Shaw et al. 2018, Self-Attention with Relative Position Representations, arXiv 1803.02155"
+    summary = "learned embedding of the distance i - j on the keys, one table for all heads and layers"
+    parameters_class = RelativeParameters
+    shared_class = SharedRelative
+    default_implementation = "blockwise"
+    has_bias = True
+    needs_key_positions = True
+
+    @classmethod
+    def reach(cls, config: Any, parameters: RelativeParameters) -> int | None:
+        return parameters.resolve(config).num_positions if parameters.beyond == "error" else None
+
+    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
+        term = self.block_term(context, scaling)
+        return RelativeTerm.bias(logits, query, term.tensors, term.parameters)
+
+    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
+        (table,) = context["relative"]
+        tensors = (table, context["query_positions"], context["key_positions"])
+        return BlockTerm("relative", tensors, {"scale": scaling, "beyond": self.parameters_.beyond})
