@@ -19,9 +19,11 @@ recipe:
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -65,6 +67,10 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
 
+class DemoError(RuntimeError):
+    """A stage that failed, with the reason."""
+
+
 @contextlib.contextmanager
 def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     """Prints the name of a stage and its wall time, and adds the time to `seconds`."""
@@ -76,37 +82,29 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def train(encoding: str, folder: pathlib.Path, overrides: list[str]) -> None:
-    """Trains one encoding into a folder, unless a finished run of the same recipe is there."""
+    """Trains one encoding into a folder: reuses a finished run of the same recipe, goes on with an interrupted one.
+
+    Raises:
+        ValueError: the recipe is not valid.
+        whatwhere.scripts.training.loop.TrainingError: the folder holds something else, or training failed.
+    """
+    from .training import loop
     from .training.recipe import load_recipe
 
-    recipe = load_recipe(f"demo_{encoding}", overrides)
+    name = f"demo_{encoding}"
+    recipe = load_recipe(name, overrides)
     try:
         finished = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         finished = {}
-    if finished.get("recipe") == json.loads(json.dumps(recipe.resolved())):
-        print(f"{folder}: a finished run of the same recipe is reused")
+    same = finished.get("recipe") == json.loads(json.dumps(recipe.resolved()))
+    if same and finished.get("weights_sha256") == weights_fingerprint(folder):
+        print(f"{folder} holds a finished run of the same recipe: reused")
         return
-    settings = [argument for override in overrides for argument in ("--set", override)]
-    run("whatwhere.scripts.train", f"demo_{encoding}", "--output", str(folder), *settings)
-
-
-def run(module: str, *arguments: str, log: pathlib.Path | None = None, offline: bool = False) -> None:
-    """Runs a module in a process of its own; its output goes to `log` if there is one.
-
-    Raises:
-        RuntimeError: it failed; the message ends with the last lines of the log.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if offline else {})}
-    if log is None:
-        code = subprocess.run(command, env=environment, check=False).returncode
-    else:
-        with log.open("w", encoding="utf-8") as stream:
-            code = subprocess.run(command, env=environment, check=False, stdout=stream, stderr=stream).returncode
-    if code:
-        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:]) if log else ""
-        raise RuntimeError(f"{module} ended with status {code}.\n{tail}".rstrip())
+    resume = (folder / "recipe.yaml").exists()
+    arguments = [name, "--output", str(folder)]
+    arguments += [argument for override in overrides for argument in ("--set", override)]
+    loop.train(recipe, folder, resume=resume, arguments=[*arguments, *(["--resume"] if resume else [])])
 
 
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], **options: Any) -> None:
@@ -122,14 +120,27 @@ def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments
 
 
 def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> None:
-    """Scores a checkpoint on the code completion task by lm-eval's command line; writes `lm_eval.json` beside it."""
-    tasks = output / "tasks"
+    """Scores a checkpoint on the code completion task by lm-eval's command line; writes `lm_eval.json` beside it.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        DemoError: lm-eval failed; the message ends with the last lines of its log.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError('the task needs lm-eval: pip install "whatwhere[eval]"')
+    tasks, log = output / "tasks", output / "lm_eval.log"
     code_completion.write_task(tasks, length_script.load_test_texts(), count)
+    options = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
+    options += ["--tasks", code_completion.TASK, "--include_path", str(tasks), "--batch_size", "16"]
     with tempfile.TemporaryDirectory() as scores:
-        options = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
-        options += ["--tasks", code_completion.TASK, "--include_path", str(tasks), "--batch_size", "16"]
-        run("lm_eval", *options, "--output_path", scores, log=output / "lm_eval.log", offline=True)
-        content = collect_lm_eval(scores, command=" ".join(["HF_HUB_OFFLINE=1", "lm_eval", *options]))
+        command = [sys.executable, "-m", "lm_eval", *options, "--output_path", scores]
+        with log.open("w", encoding="utf-8") as stream:
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+            done = subprocess.run(command, env=environment, check=False, stdout=stream, stderr=subprocess.STDOUT)
+        if done.returncode:
+            tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
+            raise DemoError(f"lm-eval ended with status {done.returncode}:\n{tail}")
+        content = collect_lm_eval(scores, command=shlex.join(["HF_HUB_OFFLINE=1", "lm_eval", *options]))
     write_json(folder / "lm_eval.json", {"weights_sha256": weights_fingerprint(folder), **content})
     for task, result in content["tasks"].items():
         for metric, score in result["metrics"].items():
@@ -141,19 +152,21 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
     """Returns what a checkpoint makes of a prompt in a clean process: remote code, no package, no network.
 
     Raises:
-        RuntimeError: the process failed.
+        DemoError: the process failed.
     """
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
         command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt, str(new_tokens)]
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
+        raise DemoError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
     return done.stdout
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
+    from .training.loop import Interrupted, TrainingError
+
     parser = argparse.ArgumentParser(
         prog="python -m whatwhere.scripts.demo", description=(__doc__ or "").split("\n")[0]
     )
@@ -166,7 +179,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=100, help="of the lm-eval task (default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=120, help="length of the continuation (default %(default)s)")
     options = parser.parse_args(arguments)
-    overrides = [*options.set, *([f"training.steps={options.steps}"] if options.steps is not None else [])]
+    steps = options.steps
+    # The recipes warm up for a twentieth of their steps.
+    overrides = [f"training.steps={steps}", f"training.warmup_steps={steps // 20}"] if steps is not None else []
+    overrides += options.set
 
     folders = {encoding: options.output / encoding for encoding in ENCODINGS}
     seconds: dict[str, float] = {}
@@ -186,8 +202,10 @@ def main(arguments: list[str] | None = None) -> None:
                 print(write_card(folder))
         with stage(f"{CHOSEN} in a clean process", seconds):
             print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, DemoError, TrainingError) as error:
         parser.exit(2, f"error: {error}\n")
+    except (Interrupted, KeyboardInterrupt) as stop:
+        parser.exit(130, f"{stop or 'interrupted'}. Run the same command again to go on.\n")
     total = round(time.perf_counter() - begin, 1)
     write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
     print(f"\nAll of it took {total:.0f} s. Results: {options.output}")

@@ -1,0 +1,152 @@
+"""`push_to_hub`: what is uploaded, and nothing else. Only the calls that need a network are replaced."""
+
+import json
+import pathlib
+
+import pytest
+import torch
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import EntryNotFoundError
+
+from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+from whatwhere.model_card import weights_fingerprint
+from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation.results import write_json
+
+MODELING = pathlib.Path(__file__).parent.parent / "modeling"
+# What `modeling/` holds and a checkpoint does not need: the package itself, and the other family.
+NOT_SHIPPED = {"__init__.py", "configuration_whatwhere_gpt2.py", "modeling_whatwhere_gpt2.py"}
+CODE = {file.name for file in MODELING.glob("*.py")} - NOT_SHIPPED | {"configuration_common.py"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
+REPOSITORY = "me/x"
+
+
+class Hub:
+    """One repository, in memory."""
+
+    def __init__(self):
+        self.created = []
+        self.commits = []
+        self.files = {}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    hub = Hub()
+
+    def create_repo(self, repo_id, **kwargs):
+        hub.created.append(repo_id)
+        return type("Url", (), {"repo_id": repo_id})()
+
+    def create_commit(self, repo_id, operations, **kwargs):
+        assert repo_id == REPOSITORY
+        files = {}
+        for operation in operations:
+            with operation.as_file() as file:
+                assert operation.path_in_repo not in files, "uploaded twice"
+                files[operation.path_in_repo] = file.read()
+        hub.commits.append(files)
+        hub.files.update(files)
+
+    def download(repo_id, filename, **kwargs):
+        if filename not in hub.files:
+            raise EntryNotFoundError(filename)
+        path = tmp_path / f"downloaded-{filename}"
+        path.write_bytes(hub.files[filename])
+        return str(path)
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    # Cards are loaded by the one function that `huggingface_hub.repocard` imports for it.
+    monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", download)
+    return hub
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = WhatWhereLlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        position_encoding="pope",
+    )
+    return WhatWhereLlamaForCausalLM(config)
+
+
+def card_of(files):
+    return ModelCard(files["README.md"].decode("utf-8"))
+
+
+def test_exactly_these_files(hub, model):
+    model.push_to_hub(REPOSITORY)
+    assert hub.created == [REPOSITORY]
+    (files,) = hub.commits
+    assert set(files) == CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    for name in CODE - {"configuration_common.py", "configuration_whatwhere_llama.py"}:
+        assert files[name] == (MODELING / name).read_bytes()
+    assert json.loads(files["config.json"])["auto_map"]["AutoModelForCausalLM"].startswith("modeling_whatwhere_llama.")
+
+
+def test_the_card_is_ours(hub, model):
+    model.push_to_hub(REPOSITORY, tags=["mine"])
+    card = card_of(hub.commits[0])
+    assert card.data.license == "apache-2.0"
+    assert {"whatwhere", "pope", "mine"} <= set(card.data.tags)
+    assert f'name = "{REPOSITORY}"' in card.text
+    assert "There are no measured results" in card.text
+    assert "automatically generated" not in card.text
+
+
+def test_tokenizer_before_or_after(hub, model):
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.push_to_hub(REPOSITORY)
+    # Transformers has put its generic card there.
+    assert "automatically generated" in card_of(hub.commits[0]).text
+    model.push_to_hub(REPOSITORY)
+    card = hub.files["README.md"]
+    assert "pope" in ModelCard(card.decode("utf-8")).data.tags
+    tokenizer.push_to_hub(REPOSITORY)
+    assert set(hub.commits[2]) == TOKENIZER | {"README.md"}
+    assert hub.files["README.md"] == card
+
+
+def test_a_card_on_the_hub_is_kept(hub, model):
+    hub.files["README.md"] = b"---\nlicense: mit\n---\nwritten by hand\n"
+    model.push_to_hub(REPOSITORY)
+    assert hub.files["README.md"].endswith(b"written by hand\n")
+
+
+@pytest.mark.parametrize("trained_further", [False, True])
+def test_measured_results_travel_with_their_weights(hub, model, tmp_path, trained_further):
+    folder = tmp_path / "measured"
+    model.save_pretrained(folder)
+    results = {
+        "metrics": {"bits_per_byte": {"value": 2.34567}},
+        "data": {"source": "stdlib", "dataset": None, "split": "test"},
+        "recipe": {"name": "tiny"},
+        "command": "python -m whatwhere.scripts.train tiny",
+        "weights_sha256": weights_fingerprint(folder),
+    }
+    write_json(folder / "results.json", results)
+    model = WhatWhereLlamaForCausalLM.from_pretrained(folder)
+    if trained_further:
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+    model.push_to_hub(REPOSITORY)
+    card = card_of(hub.files)
+    assert ("2.3457" in card.text) != trained_further
+    assert bool(card.data.eval_results) != trained_further
+    assert "results.json" not in hub.files
+
+
+def test_save_pretrained_that_pushes(hub, model, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "private.txt").write_text("not for the Hub", encoding="utf-8")
+    model.save_pretrained(folder, push_to_hub=True, repo_id=REPOSITORY)
+    assert set(hub.files) == CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert "pope" in card_of(hub.files).data.tags
