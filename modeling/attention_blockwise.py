@@ -16,9 +16,9 @@ Inside, the key axis is reversed: column 0 of a block is the newest key any of i
 query" are then ordinary cumulative sums, and what lies far in the past is at the end of a row.
 """
 
+import ast
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -121,6 +121,20 @@ class Term:
 TERMS: dict[str, type[Term]] = {}
 
 
+def _describe(terms: Sequence[BlockTerm]) -> str:
+    """Writes what an operator must know of the terms besides their tensors, by operations that torch.compile traces."""
+    parts = []
+    for term in terms:
+        parameters = ", ".join([f"{key!r}: {value!r}" for key, value in term.parameters.items()])
+        parts.append(f"({term.name!r}, {len(term.tensors)}, {{{parameters}}})")
+    return f"[{', '.join(parts)}]"
+
+
+def _parse(spec: str) -> list[tuple[str, int, dict[str, Any]]]:
+    """Reads `_describe`: name, number of tensors, parameters of each term."""
+    return ast.literal_eval(spec)
+
+
 def _product(left: torch.Tensor, right: torch.Tensor, scale: float = 1.0, out: torch.Tensor | None = None):
     """`scale * left @ right`, (C, M, L) x (C, L, O), in the compute type; `out` is used where the types allow it."""
     dtype = compute_dtype(left.dtype)
@@ -176,7 +190,7 @@ class _Attention:
         self._prepare_mask(mask)
         self.terms = []
         first = 0
-        for name, count, parameters in json.loads(spec):
+        for name, count, parameters in _parse(spec):
             self.terms.append(TERMS[name](tensors[first : first + count], parameters, self))
             first += count
         size = self.chunk * self.n * self.block_size * self.K
@@ -396,7 +410,7 @@ def _backward(
 
 
 def _differentiable(spec: str) -> list[bool]:
-    return [wanted for name, _, _ in json.loads(spec) for wanted in TERMS[name].differentiable]
+    return [wanted for name, _, _ in _parse(spec) for wanted in TERMS[name].differentiable]
 
 
 @_backward.register_fake
@@ -544,7 +558,7 @@ def blockwise_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
         return _direct(query, key, value, mask, scaling, terms, dropout)
-    spec = json.dumps([[term.name, len(term.tensors), term.parameters] for term in terms])
+    spec = _describe(terms)
     tensors = [tensor for term in terms for tensor in term.tensors]
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
     out, _ = _forward(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size)

@@ -154,7 +154,9 @@ class SharedRelative(SharedPositionEncoding):
     def __init__(self, config: Any, parameters: RelativeParameters) -> None:
         super().__init__(config, parameters)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.table = RelativeTable(parameters.resolve(config).num_positions, head_dim)
+        num_positions = parameters.resolve(config).num_positions
+        assert num_positions is not None, "resolve fills it in"
+        self.table = RelativeTable(num_positions, head_dim)
 
     def reset(self) -> None:
         self.table.reset()
