@@ -1,0 +1,41 @@
+# PYTHON makes the environment (Python 3.10 or newer); VENV is where it goes.
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+# One thread a process: pytest runs two.
+SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: test demo lint conformance benchmark gpu-check clean
+
+test: $(VENV)/installed
+	$(SINGLE) $(RUN) -m pytest -n 2
+
+demo: $(VENV)/installed
+	$(RUN) -m whatwhere.scripts.demo
+
+# mypy sees the three folders through a tree of links laid out as they are imported.
+lint: $(VENV)/installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	rm -rf build/types
+	mkdir -p build/types/whatwhere
+	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/types/whatwhere/
+	MYPYPATH=build/types $(RUN) -m mypy -p whatwhere
+
+conformance: $(VENV)/installed
+	$(SINGLE) $(RUN) tests/conformance/run.py $(CONFORMANCE)
+
+benchmark: $(VENV)/installed
+	$(RUN) -m whatwhere.scripts.benchmark
+
+gpu-check: $(VENV)/installed
+	$(RUN) -m whatwhere.scripts.benchmark --device cuda
+
+# Nothing is installed again until one of these two files changes.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,eval,test,lint]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .conformance

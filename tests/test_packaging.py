@@ -1,0 +1,169 @@
+"""What is installed, what may import what, and what must not be in the repository."""
+
+import ast
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODELING = sorted((ROOT / "modeling").glob("*.py"))
+CONFIGURATION = sorted((ROOT / "configuration").glob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+# Every installation has these; anything else that may travel with a checkpoint is guarded by `try`.
+CORE = {"huggingface_hub", "numpy", "safetensors", "torch", "transformers"}
+
+
+def relative(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tracked() -> list[pathlib.Path]:
+    """The files of the repository: those that git tracks or would track."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True
+    )
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    paths = [ROOT / name for name in listing.stdout.decode().split("\0") if name]
+    return [path for path in paths if path.is_file()]
+
+
+def imports(path: pathlib.Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import statement of a file, with True if a `try` guards it."""
+    found = []
+
+    def visit(node: ast.AST, guarded: bool) -> None:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append((node, guarded))
+        for child in ast.iter_child_nodes(node):
+            visit(child, guarded or (isinstance(node, ast.Try) and child in node.body))
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), False)
+    return found
+
+
+def modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The files of a wheel, built from a copy of the repository without isolation, so without the network."""
+    source = tmp_path_factory.mktemp("source")
+    for path in tracked():
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    build = "import setuptools.build_meta as backend; print(backend.build_wheel('dist'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    with zipfile.ZipFile(source / "dist" / done.stdout.split()[-1]) as archive:
+        return archive.namelist()
+
+
+def test_wheel_has_one_top_level_package(wheel: list[str]) -> None:
+    top = {name.split("/")[0] for name in wheel}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"whatwhere"}
+
+
+def test_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
+    expected = {f"whatwhere/{path.name}" for path in MODELING} | {"whatwhere/py.typed"}
+    expected |= {f"whatwhere/configuration/{path.name}" for path in CONFIGURATION}
+    expected |= {f"whatwhere/{relative(path)}" for path in SCRIPTS}
+    expected |= {f"whatwhere/{relative(path)}" for path in tracked() if path.is_relative_to(ROOT / "scripts")}
+    assert expected <= set(wheel), f"missing from the wheel: {sorted(expected - set(wheel))}"
+
+
+@pytest.mark.parametrize("name", ["modeling", "configuration"])
+def test_the_folders_can_not_be_imported(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(r"ImportError: import this package as `whatwhere[^`]*`.*", last), done.stderr
+
+
+def test_modeling_is_flat() -> None:
+    folders = {path.name for path in (ROOT / "modeling").iterdir() if path.is_dir()}
+    assert folders <= {"__pycache__"}
+
+
+@pytest.mark.parametrize("path", [*MODELING, *CONFIGURATION], ids=relative)
+def test_imports_of_files_that_travel_with_a_checkpoint(path: pathlib.Path) -> None:
+    siblings = {p.stem for p in path.parent.glob("*.py")}
+    travels = path.name != "__init__.py" and not (
+        path.parent.name == "modeling" and path.name.startswith("configuration_whatwhere_")
+    )
+    for node, guarded in imports(path):
+        where = f"{relative(path)}:{node.lineno}: `{ast.unparse(node)}`"
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1, f"{where} leaves the folder"
+            assert node.module in siblings, f"{where}: write `from .name import X`"
+            continue
+        for module in modules(node):
+            root = module.split(".")[0]
+            if root == "whatwhere":
+                assert not travels, f"{where}: a checkpoint's code does not know the package"
+                assert not module.startswith("whatwhere.scripts"), f"{where}: models do not import scripts"
+            elif root not in CORE and root not in sys.stdlib_module_names:
+                assert guarded, f"{where}: not in every installation; guard it with try"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=relative)
+def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
+    for node, _ in imports(path):
+        if isinstance(node, ast.Import) or not node.level:
+            wrong = {module.split(".")[0] for module in modules(node)} & {"modeling", "configuration", "scripts"}
+            assert not wrong, f"{relative(path)}:{node.lineno} imports {wrong}: import `whatwhere`"
+
+
+# Runs in a process of its own: finders that do not find the optional packages.
+CORE_ONLY = """
+import sys
+
+HIDDEN = {"accelerate", "datasets", "evaluate", "lm_eval", "matplotlib", "peft", "triton"}
+
+class Core:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Core(finder) for finder in sys.meta_path]
+import whatwhere
+
+model = whatwhere.WhatWhereLlamaForCausalLM(
+    whatwhere.WhatWhereLlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+)
+print(model.generate(model.dummy_inputs["input_ids"] % 11, max_new_tokens=2).shape[0])
+"""
+
+
+def test_the_core_runs_without_the_extras() -> None:
+    done = subprocess.run([sys.executable, "-c", CORE_ONLY], capture_output=True, text=True, cwd=os.path.sep)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) > 0
+
+
+def test_no_machine_paths_in_the_repository() -> None:
+    here = re.escape(str(ROOT.parent))
+    pattern = re.compile(rf"{here}/|/(?:home|Users|root|workspace|mnt)/\w|[A-Z]:\\\\Users")
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found = pattern.search(text)
+        if path != pathlib.Path(__file__).resolve():
+            assert not found, f"{relative(path)} names a path of one machine: {found and found.group()!r}"
