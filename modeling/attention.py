@@ -90,7 +90,8 @@ def blockwise_attention_forward(
 
 def _pad_value(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     # PyTorch leaves its fused path when values are narrower than keys.
-    return value if key.shape[-1] == value.shape[-1] else nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
+    width = key.shape[-1] - value.shape[-1]
+    return torch.cat((value, value.new_zeros(*value.shape[:-1], width)), dim=-1) if width else value
 
 
 def sdpa_attention_forward(

@@ -16,8 +16,8 @@ from transformers.utils import logging
 
 from .attention import choose_implementation
 from .model_card import model_card
-from .position_encoding import PositionContext, PositionEncoding, SharedPositionEncoding
-from .position_encodings import check, reach, supported_implementations
+from .position_encoding import PositionContext
+from .position_encodings import check, supported_implementations
 
 logger = logging.get_logger(__name__)
 
@@ -59,7 +59,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (PositionEncoding, SharedPositionEncoding)):
+        # The parts of position encodings fill themselves.
+        if hasattr(module, "reset"):
             module.reset()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +192,7 @@ def prepare_forward(
     if position_ids is None:
         position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
     _check_mask(attention_mask, batch, length, past_length)
-    _check_reach(config, position_ids)
+    _check_reach(config, model.position_encoding.reach, position_ids)
     key_length = past_key_values.get_mask_sizes(length, 0)[0] if past_key_values is not None else length
     context = model.position_encoding(inputs_embeds, position_ids, attention_mask, past_length, key_length)
     mask = create_causal_mask(
@@ -221,8 +222,7 @@ def _check_mask(attention_mask: Any, batch: int, length: int, past_length: Any) 
         )
 
 
-def _check_reach(config: Any, position_ids: torch.Tensor) -> None:
-    limit = reach(config)
+def _check_reach(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
     if limit is None or torch.compiler.is_compiling() or position_ids.device.type == "meta":
         return
     length = int(position_ids.max()) + 1

@@ -124,6 +124,7 @@ class SharedPositionEncodings(nn.ModuleDict):
         parsed = parse(config)
         super().__init__({cls.name: cls.shared_class(config, p) for cls, p in parsed if cls.shared_class is not None})
         self.needs_key_positions = any(cls.needs_key_positions for cls, _ in parsed)
+        self.reach = reach(config)
 
     def forward(
         self,

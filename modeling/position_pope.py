@@ -145,7 +145,9 @@ class PoPE(PositionEncoding):
         if kind == "identity":
             return features
         polar, plain = features[..., : self.rotated], features[..., self.rotated :]
-        polar = torch.relu(polar) if kind == "relu" else nn.functional.softplus(polar.float()).to(features.dtype)
+        zero = torch.zeros((), device=features.device)
+        # logaddexp, not softplus: the latter's backward reports wrong strides to torch.compile.
+        polar = torch.relu(polar) if kind == "relu" else torch.logaddexp(polar.float(), zero).to(features.dtype)
         return torch.cat((polar, plain), dim=-1) if plain.shape[-1] else polar
 
     def rotate_cached(

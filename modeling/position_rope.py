@@ -23,7 +23,7 @@ class RotaryTables(SharedPositionEncoding):
 class RotaryPositionEncoding(PositionEncoding):
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): q and k are rotated by their position.
 
-    Set by the configuration's `rope_parameters` (`rope_theta`; `rope_type` default, linear, dynamic, yarn, llama3, ...).
+    Set by the configuration's `rope_parameters` (`rope_theta`; `rope_type` default, linear, dynamic, yarn, ...).
     Runs at any length; without scaling, quality falls off beyond the trained one.
     """
 

@@ -1,0 +1,349 @@
+"""What every encoding promises, in both families: the shared contract."""
+
+import pytest
+import torch
+from tiny import FAMILIES, tiny_config, tiny_model, tokens
+from transformers import DynamicCache, StaticCache
+
+import whatwhere
+from whatwhere.position_encodings import supported_implementations
+
+
+ENCODINGS = whatwhere.list_position_encodings()
+# Scaled down to saturate within the tiny sequences.
+FIELDS = {
+    "cope": {"position_encoding_parameters": {"num_positions": 6}},
+    "cope+rope": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
+    "cope+relative": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
+}
+CASES = [pytest.param(family, encoding, id=f"{family}-{encoding}") for family in FAMILIES for encoding in ENCODINGS]
+every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
+
+
+def build(family, encoding, implementation=None, **fields):
+    return tiny_model(family, encoding, implementation, **{**FIELDS.get(encoding, {}), **fields})
+
+
+def close(actual, expected, tolerance=2e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@every_model
+def test_causality(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(1, 20)
+    changed = ids.clone()
+    changed[:, 12:] = tokens(1, 8, seed=9)
+    with torch.no_grad():
+        before, after = model(ids).logits, model(changed).logits
+    close(after[:, :12], before[:, :12])
+    assert not torch.allclose(after[:, 12:], before[:, 12:])
+
+
+@every_model
+def test_implementations_agree(family, encoding):
+    ids = tokens(2, 30)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :7] = 0
+    model = build(family, encoding)
+    names = [n for n in supported_implementations(model.config) if n not in ("flash_attention", "flex_attention")]
+    assert model.config._attn_implementation == names[0]
+    reference = None
+    for name in reversed(names):
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == name
+        model.zero_grad()
+        logits = model(ids, attention_mask=mask).logits
+        logits[mask.bool()].square().mean().backward()
+        found = [logits[mask.bool()].detach()] + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if reference is None:
+            reference = found
+            continue
+        assert len(found) == len(reference)
+        for one, other in zip(found, reference):
+            close(one, other, 5e-5)
+
+
+@every_model
+@pytest.mark.parametrize("steps", [[1] * 24, [5, 1, 7, 1, 1, 9], [24]], ids=["one-by-one", "chunks", "prefill"])
+def test_cached_decoding_equals_full_forward(family, encoding, steps):
+    model = build(family, encoding)
+    ids = tokens(2, 24)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        cache, pieces, start = DynamicCache(config=model.config), [], 0
+        for step in steps:
+            pieces.append(model(ids[:, start : start + step], past_key_values=cache).logits)
+            start += step
+    close(torch.cat(pieces, dim=1), full)
+
+
+@every_model
+def test_static_cache_equals_full_forward(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        cache, pieces, start = StaticCache(config=model.config, max_cache_len=32), [], 0
+        for step in (9, 1, 6, 1, 1, 2):
+            end = start + step
+            pieces.append(
+                model(
+                    ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, start:end],
+                    past_key_values=cache,
+                ).logits
+            )
+            start = end
+    close(torch.cat(pieces, dim=1)[mask.bool()], full[mask.bool()])
+
+
+@every_model
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(family, encoding, side):
+    model = build(family, encoding)
+    ids = tokens(1, 14)
+    padded = torch.zeros(2, 20, dtype=torch.long)
+    mask = torch.zeros(2, 20, dtype=torch.long)
+    rows = slice(6, 20) if side == "left" else slice(0, 14)
+    padded[0, rows], mask[0, rows] = ids[0], 1
+    padded[1], mask[1] = tokens(1, 20, seed=4)[0], 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        alone = model(ids).logits
+        logits = model(padded, attention_mask=mask, position_ids=positions).logits
+    close(logits[0, rows], alone[0])
+    assert logits.isfinite().all()
+
+
+@every_model
+def test_decoding_after_right_padding(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(1, 9)
+    with torch.no_grad():
+        alone = model(ids).logits
+        padded = torch.cat((ids[:, :6], torch.zeros(1, 4, dtype=torch.long)), dim=1)
+        mask = torch.tensor([[1] * 6 + [0] * 4])
+        cache = DynamicCache(config=model.config)
+        model(padded, attention_mask=mask, past_key_values=cache)
+        pieces = []
+        for index in range(6, 9):
+            mask = torch.cat((mask, torch.ones(1, 1, dtype=torch.long)), dim=1)
+            pieces.append(
+                model(
+                    ids[:, index : index + 1],
+                    attention_mask=mask,
+                    position_ids=torch.tensor([[index]]),
+                    past_key_values=cache,
+                ).logits
+            )
+    close(torch.cat(pieces, dim=1), alone[:, 6:])
+
+
+@every_model
+def test_packed_documents_equal_separate_ones(family, encoding):
+    model = build(family, encoding)
+    first, second = tokens(1, 11), tokens(1, 8, seed=5)
+    positions = torch.cat((torch.arange(11), torch.arange(8)))[None]
+    with torch.no_grad():
+        packed = model(torch.cat((first, second), dim=1), position_ids=positions, use_cache=False).logits
+        close(packed[:, :11], model(first).logits)
+        close(packed[:, 11:], model(second).logits)
+
+
+@every_model
+def test_custom_4d_mask(family, encoding):
+    # A tree: tokens 4 and 5 both follow token 3, and do not see each other.
+    model = build(family, encoding)
+    ids = tokens(1, 6)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    mask[5, 4] = False
+    positions = torch.tensor([[0, 1, 2, 3, 4, 4]])
+    with torch.no_grad():
+        branch = model(ids[:, [0, 1, 2, 3, 5]]).logits
+        for form in (mask, torch.where(mask, 0.0, torch.finfo(torch.float32).min)):
+            tree = model(ids, attention_mask=form[None, None], position_ids=positions, use_cache=False).logits
+            close(tree[:, 5], branch[:, 4])
+
+
+@every_model
+def test_every_parameter_gets_a_gradient(family, encoding):
+    model = build(family, encoding).train()
+    ids = tokens(2, 16)
+    model(ids, labels=ids).loss.backward()
+    silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not silent
+
+
+@every_model
+def test_gradient_checkpointing_changes_nothing(family, encoding):
+    ids = tokens(2, 16)
+    model = build(family, encoding).train()
+    model(ids, labels=ids).loss.backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    for reentrant in (False, True):
+        model.zero_grad()
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": reentrant})
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        for one, other in zip(plain, [p.grad for p in model.parameters()]):
+            close(one, other)
+
+
+@every_model
+def test_save_and_load_keep_every_logit(family, encoding, tmp_path):
+    model = build(family, encoding)
+    ids = tokens(2, 16)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config.position_encoding_parameters == model.config.position_encoding_parameters
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, loaded(ids).logits)
+
+
+@every_model
+def test_fresh_parameters_are_initialised_after_loading(family, encoding, tmp_path):
+    # Weights that a checkpoint lacks are built on the meta device: they must be filled.
+    model = build(family, encoding)
+    model.save_pretrained(tmp_path)
+    state = {name: p for name, p in model.state_dict().items() if "position_encoding" not in name and "wpe" not in name}
+    loaded = type(model).from_pretrained(None, config=model.config, state_dict=state)
+    reference = type(model)._from_config(tiny_config(family, encoding, **FIELDS.get(encoding, {})))
+    for name, parameter in loaded.named_parameters():
+        assert parameter.isfinite().all(), name
+        if "position_encoding" in name:
+            assert parameter.std().isclose(dict(reference.named_parameters())[name].std(), rtol=0.5), name
+
+
+@every_model
+def test_bfloat16_stays_close_to_float32(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(2, 30)
+    with torch.no_grad():
+        exact = model(ids).logits
+        half = build(family, encoding).to(torch.bfloat16)(ids).logits.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = model(ids).logits.float()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        eager = build(family, encoding, "eager").to(torch.bfloat16)(ids).logits.float()
+    # The yardstick is the error that the readable path itself makes in bfloat16.
+    allowed = 3 * (eager - exact).abs().max() + 1e-3
+    assert (half - exact).abs().max() < allowed
+    assert (mixed - exact).abs().max() < allowed
+
+
+@every_model
+def test_generation_modes_agree(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(2, 7)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    with torch.no_grad():
+        expected = ids
+        for _ in range(8):
+            logits = model(expected, use_cache=False).logits[:, -1]
+            logits[:, model.config.eos_token_id] = float("-inf")
+            expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, use_cache=False, **options), expected)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+    assert torch.equal(model.generate(ids[:1], assistant_model=build(family, encoding), **options), expected[:1])
+    beams = model.generate(ids, num_beams=3, **options)
+    uncached = model.generate(ids, num_beams=3, use_cache=False, **options)
+    assert torch.equal(beams, uncached)
+    torch.manual_seed(0)
+    sampled = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=True)
+    torch.manual_seed(0)
+    assert torch.equal(
+        sampled, model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=True, use_cache=False)
+    )
+
+
+@every_model
+def test_left_padded_batch_generates_as_alone(family, encoding):
+    model = build(family, encoding)
+    short, long = tokens(1, 5), tokens(1, 9, seed=3)
+    batch = torch.cat((torch.cat((torch.zeros(1, 4, dtype=torch.long), short), dim=1), long))
+    mask = (batch != 0).long()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    for cache in ("dynamic", "static"):
+        together = model.generate(batch, attention_mask=mask, cache_implementation=cache, **options)
+        assert torch.equal(together[0, 4:], model.generate(short, **options)[0])
+        assert torch.equal(together[1], model.generate(long, **options)[0])
+
+
+@every_model
+def test_past_the_configured_length(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(1, 60)
+    if encoding in ("absolute", "relative", "cope+relative"):
+        with pytest.raises(ValueError, match=r"60 tokens.*reaches \(48 tokens\)"):
+            model(ids)
+        return
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        cache = DynamicCache(config=model.config)
+        pieces = [model(ids[:, :50], past_key_values=cache).logits]
+        pieces += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(50, 60)]
+    close(torch.cat(pieces, dim=1), full)
+
+
+@every_model
+def test_eager_returns_weights(family, encoding):
+    model = build(family, encoding, "eager")
+    outputs = model(tokens(2, 9), output_attentions=True, output_hidden_states=True)
+    assert [a.shape for a in outputs.attentions] == [(2, 4, 9, 9)] * 2
+    assert len(outputs.hidden_states) == 3
+    for weights in outputs.attentions:
+        close(weights.sum(-1), torch.ones(2, 4, 9))
+        assert weights.triu(1).abs().max() == 0
+
+
+@every_model
+def test_compiled_training_step(family, encoding):
+    ids = tokens(2, 16)
+    model = build(family, encoding).train()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled_loss = compiled(ids, labels=ids, use_cache=False).loss
+    compiled_loss.backward()
+    close(compiled_loss, loss)
+    for one, other in zip(plain, [p.grad for p in model.parameters()]):
+        close(one, other)
+
+
+@every_model
+def test_loss_head_and_embedding_options(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        logits = model(ids).logits
+        close(model(ids, logits_to_keep=1).logits, logits[:, -1:])
+        close(model(ids, logits_to_keep=torch.tensor([2, 5])).logits, logits[:, [2, 5]])
+        mean = model(ids, labels=ids).loss
+        close(model(ids, labels=ids, num_items_in_batch=torch.tensor(44)).loss, mean * 22 / 44)
+        close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, logits)
+        model.resize_token_embeddings(80)
+        assert model(ids).logits.shape == (2, 12, 80)
+        close(model(ids).logits[..., :61], logits)
+
+
+@every_model
+def test_classification(family, encoding):
+    name = "WhatWhereLlamaForSequenceClassification" if family == "llama" else "WhatWhereGPT2ForSequenceClassification"
+    config = tiny_config(family, encoding, num_labels=3, **FIELDS.get(encoding, {}))
+    model = getattr(whatwhere, name)(config).eval()
+    ids = tokens(2, 9)
+    padded = torch.cat((ids, torch.zeros(2, 3, dtype=torch.long)), dim=1)
+    outputs = model(ids, labels=torch.tensor([0, 2]))
+    assert outputs.logits.shape == (2, 3)
+    assert outputs.loss.isfinite()
+    close(model(padded, attention_mask=(padded != 0).long()).logits, outputs.logits)

@@ -1,0 +1,53 @@
+"""Tiny models of both families, for every encoding."""
+
+import torch
+import whatwhere
+
+
+FAMILIES = ("llama", "gpt2")
+VOCABULARY = 61
+
+
+def tiny_config(family, encoding, **fields):
+    """A two-layer configuration with grouped heads; `fields` use the names that both families share."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 48,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+        "position_encoding": encoding,
+    }
+    if family == "llama":
+        config_class, extra = whatwhere.WhatWhereLlamaConfig, {"intermediate_size": 48}
+    else:
+        config_class = whatwhere.WhatWhereGPT2Config
+        extra = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return config_class(**{**values, **extra, **fields})
+
+
+def causal_lm_class(family):
+    return whatwhere.WhatWhereLlamaForCausalLM if family == "llama" else whatwhere.WhatWhereGPT2ForCausalLM
+
+
+def tiny_model(family, encoding, implementation=None, **fields):
+    """A model in eval mode whose position parameters are random too: tables start at zero, which hides mistakes."""
+    config = tiny_config(family, encoding, **fields)
+    model = causal_lm_class(family)._from_config(config, attn_implementation=implementation)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "position_encoding" in name:
+                shift = -1.5 if "delta" in name else 0.0
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7 + shift)
+    return model.eval()
+
+
+def tokens(batch, length, seed=0):
+    """Random token ids (B, T) without the special ones."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
