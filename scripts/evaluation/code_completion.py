@@ -29,7 +29,8 @@ def _indentation(line: str) -> int:
 
 def _is_candidate(line: str) -> bool:
     """Lines that say something: not blank, not only punctuation, not so long that they fill a short context."""
-    return 12 <= len(line.strip()) <= 80 and line.strip()[0] not in "#\"'" and any(c.isalpha() for c in line)
+    text = line.strip()
+    return len(text) >= 12 and len(line) <= 80 and text[0] not in "#\"'" and any(c.isalpha() for c in text)
 
 
 def questions(texts: Sequence[str], count: int, *, seed: int = 0) -> list[dict[str, Any]]:

@@ -1,0 +1,126 @@
+"""`make demo`, whole, with models that learn nothing; its continuation after an interruption."""
+
+import json
+
+import pytest
+from huggingface_hub import ModelCard
+
+from whatwhere.scripts import demo
+from whatwhere.scripts.training.loop import TrainingError
+
+TINY = [
+    "training.batch_size=2",
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "data.sequence_length=128",
+    "evaluation.blocks=2",
+    "evaluation.final_blocks=2",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished demo, and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    settings = [argument for setting in TINY for argument in ("--set", setting)]
+    sizes = ["--steps", "2", "--tokens", "5120", "--questions", "4", "--new-tokens", "4"]
+    with pytest.MonkeyPatch.context() as patch:
+        # lm-eval and the clean process have caches of their own here.
+        for name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):
+            patch.setenv(name, str(folder / name.lower()))
+        patch.chdir(folder)
+        printed: list[str] = []
+        patch.setattr("builtins.print", lambda *words, **options: printed.append(" ".join(map(str, words))))
+        demo.main([*sizes, *settings])
+    return folder / "demo", "\n".join(printed)
+
+
+def test_table_and_figure(finished):
+    folder, printed = finished
+    content = json.loads((folder / "length.json").read_text(encoding="utf-8"))
+    assert [checkpoint["name"] for checkpoint in content["checkpoints"]] == list(demo.ENCODINGS)
+    # The same text for all of them.
+    assert len({checkpoint["tokens_sha256"] for checkpoint in content["checkpoints"]}) == 1
+    for checkpoint in content["checkpoints"]:
+        assert [cell["length"] for cell in checkpoint["cells"]] == [128, 256, 512, 1024, 1280]
+        assert {cell["tokens"] for cell in checkpoint["cells"]} == {5120}
+        row = next(line for line in printed.splitlines() if line.startswith(f"| {checkpoint['name']} "))
+        for cell in checkpoint["cells"]:
+            assert 7 < cell["bits_per_byte"] < 9, "an untrained model knows nothing about bytes"
+            assert f"{cell['bits_per_byte']:.3f}" in row
+    assert (folder / "length.png").stat().st_size > 10_000
+    assert (folder / "length.svg").is_file()
+
+
+def test_same_recipe_and_seed(finished):
+    folder, _ = finished
+    recipes = []
+    for encoding in demo.ENCODINGS:
+        recipe = json.loads((folder / encoding / "results.json").read_text(encoding="utf-8"))["recipe"]
+        assert recipe["training"]["steps"] == 2
+        assert recipe["model"].pop("position_encoding") == encoding
+        recipe.pop("name")
+        recipes.append(recipe)
+    assert recipes[0] == recipes[1] == recipes[2]
+
+
+def test_cards(finished):
+    folder, _ = finished
+    for encoding in demo.ENCODINGS:
+        card = ModelCard.load(folder / encoding / "README.md")
+        measured = json.loads((folder / encoding / "length.json").read_text(encoding="utf-8"))
+        assert encoding in card.data.tags
+        assert f"{measured['checkpoints'][0]['cells'][4]['bits_per_byte']:.4f}" in card.text
+        assert "](length.png)" in card.text
+        assert (folder / encoding / "length.png").is_file()
+        scored = any(result.dataset_type == "whatwhere_code_completion" for result in card.data.eval_results)
+        assert scored == (encoding == demo.CHOSEN)
+
+
+def test_lm_eval_and_clean_process(finished):
+    folder, printed = finished
+    scores = json.loads((folder / demo.CHOSEN / "lm_eval.json").read_text(encoding="utf-8"))
+    assert scores["tasks"]["whatwhere_code_completion"]["samples"] == 4
+    assert scores["command"].startswith("HF_HUB_OFFLINE=1 lm_eval --model hf ")
+    assert demo.PROMPT in printed
+
+
+def test_wall_times(finished):
+    folder, printed = finished
+    seconds = json.loads((folder / "demo.json").read_text(encoding="utf-8"))["seconds"]
+    assert len(seconds) == 8
+    assert seconds["total"] >= max(value for name, value in seconds.items() if name != "total")
+    assert all(f"=== {name}: " in printed for name in seconds if name != "total")
+
+
+def test_a_finished_run_of_the_same_recipe_is_reused(finished, capsys):
+    folder, _ = finished
+    overrides = ["training.steps=2", "training.warmup_steps=0", *TINY]
+    weights = folder / "rope" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    demo.train("rope", folder / "rope", overrides)
+    assert "reused" in capsys.readouterr().out
+    assert weights.stat().st_mtime_ns == before
+    with pytest.raises(TrainingError, match="seed: 0 → 1"):
+        demo.train("rope", folder / "rope", [*overrides, "seed=1"])
+    # An interrupted run has a recipe and no results: it goes on, and gives the same numbers.
+    results = folder / "rope" / "results.json"
+    metrics = json.loads(results.read_text(encoding="utf-8"))["metrics"]
+    results.unlink()
+    demo.train("rope", folder / "rope", overrides)
+    assert json.loads(results.read_text(encoding="utf-8"))["metrics"] == metrics
+
+
+def test_a_clean_process_that_fails_is_an_error(tmp_path):
+    with pytest.raises(demo.DemoError, match="clean process failed"):
+        demo.continue_prompt(tmp_path, "x", new_tokens=1)
+
+
+def test_bad_output(tmp_path, capsys):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        demo.main(["--output", str(tmp_path / "file")])
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err
