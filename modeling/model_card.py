@@ -270,7 +270,23 @@ def _training_section(training: dict[str, Any]) -> str:
     if not recipe:
         return "## Training\n\nNo training run is recorded for these weights."
     data = training.get("data", {})
-    text = f"Data: {_data_name(data)}.\n\n" if data.get("source") else ""
+    facts = {
+        "data": _data_name(data) if data.get("source") else None,
+        "optimiser steps": training.get("steps"),
+        "tokens seen": training.get("tokens_trained"),
+        "seed": training.get("seed"),
+        "seconds": training.get("seconds"),
+        "device": training.get("device"),
+        "commit": training.get("commit"),
+    }
+    rows = [["", ""]]
+    for key, value in facts.items():
+        if value is not None:
+            text = (
+                f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if isinstance(value, float) else str(value)
+            )
+            rows.append([key, text])
+    text = f"{_table(rows)}\n\n" if len(rows) > 1 else ""
     text += "The recipe, with every default filled in:"
     return f"## Training\n\n{text}\n\n```json\n{json.dumps(recipe, indent=2)}\n```"
 
@@ -280,9 +296,10 @@ def _results_section(results: dict[str, Any], figure: str | None) -> str:
     training = results.get("results", {})
     if training.get("metrics"):
         data = training["data"]
-        rows = [["metric", "value", "standard error"]]
+        rows = [["metric", "value"]]
         for metric, score in training["metrics"].items():
-            rows.append([metric.replace("_", " "), f"{score['value']:.4f}", _error(score.get("standard_error"))])
+            error = f" ± {score['standard_error']:.4f}" if score.get("standard_error") is not None else ""
+            rows.append([metric.replace("_", " "), f"{score['value']:.4f}{error}"])
         where = f"Held-out loss on {_data_name(data)}, {data['split']} split"
         where += f", sequences of {training['length']} tokens" if training.get("length") else ""
         where += f", {training['tokens']:,} tokens scored" if training.get("tokens") else ""

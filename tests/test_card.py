@@ -23,6 +23,10 @@ TRAINING = {
     "tokens": 12345,
     "recipe": {"name": "tiny", "training": {"steps": 77, "learning_rate": 0.0031}},
     "parameters": 54321,
+    "steps": 77,
+    "tokens_trained": 1234567,
+    "seconds": 89.6,
+    "commit": "0a1b2c3d",
     "base_model": None,
     "command": "python -m whatwhere.scripts.train tiny --output tiny",
     "date": "2031-02-03T04:05:06+00:00",
@@ -131,7 +135,18 @@ def test_measured_card(measured):
     for origin in (TRAINING, LENGTH, LM_EVAL):
         assert origin["command"] in card.text
         assert origin["date"] in card.text
-    for text in ("cannot reach", "54,321", "12,345", "9.8.7", '"learning_rate": 0.0031', "0.2718 | 0.0314", "0.0123"):
+    for text in (
+        "cannot reach",
+        "54,321",
+        "12,345",
+        "9.8.7",
+        '"learning_rate": 0.0031',
+        "0.2718 | 0.0314",
+        "2.3457 ± 0.0123",
+        "1,234,567",
+        "| 90 |",
+        "0a1b2c3d",
+    ):
         assert text in card.text
     assert "](length.png)" in card.text
     for name, value in config(position_encoding="pope").position_encoding_parameters.items():
