@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 
 from .attention import choose_implementation
-from .model_card import model_card
+from .model_card import complete_card
 from .position_encoding import PositionContext
 from .position_encodings import check, supported_implementations
 
@@ -78,9 +78,17 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "AutoModelForSequenceClassification": f"{family}.{prefix}ForSequenceClassification",
         }
         super().save_pretrained(save_directory, *args, **kwargs)
-        card = os.path.join(save_directory, "README.md")
-        if kwargs.get("is_main_process", True) and os.path.isdir(save_directory) and not os.path.exists(card):
-            model_card(self.config).save(card)
+        if kwargs.get("is_main_process", True) and os.path.isdir(save_directory):
+            complete_card(save_directory, self.config, source=self._loaded_from())
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        # Called between the generic card, which Transformers writes when it pushes, and the upload.
+        complete_card(working_dir, self.config, source=self._loaded_from(), name=repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+    def _loaded_from(self) -> str | None:
+        path = self.config._name_or_path
+        return path if path and os.path.isdir(path) else None
 
 
 class WhatWhereGenerationMixin:

@@ -93,6 +93,9 @@ class WhatWhereGPT2Block(GradientCheckpointingLayer):
         self.attn = WhatWhereGPT2Attention(config, layer_idx)
         self.ln_2 = _norm(config)
         self.mlp = GPT2MLP(config.n_inner if config.n_inner is not None else 4 * config.n_embd, config)
+        # Transformers initialises modules of code outside the library only if they own parameters themselves: the
+        # projections must know that they end a residual path.
+        self.attn.c_proj.ends_residual_path = self.mlp.c_proj.ends_residual_path = True
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = self.attn(self.ln_1(hidden_states), **kwargs)
@@ -114,12 +117,12 @@ class WhatWhereGPT2PreTrainedModel(WhatWherePreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Conv1D):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            std = self.config.initializer_range
+            if getattr(module, "ends_residual_path", False):
+                # Radford et al. 2019, section 2.3: scaled by the number of residual paths.
+                std /= math.sqrt(2 * self.config.n_layer)
+            init.normal_(module.weight, mean=0.0, std=std)
             init.zeros_(module.bias)
-        if isinstance(module, (WhatWhereGPT2Attention, GPT2MLP)):
-            # Radford et al. 2019, section 2.3: residual projections scaled by the number of residual paths.
-            std = self.config.initializer_range / math.sqrt(2 * self.config.n_layer)
-            init.normal_(module.c_proj.weight, mean=0.0, std=std)
 
 
 class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):

@@ -1,0 +1,221 @@
+"""Our models equal the stock GPT-2 and Llama at the same weights."""
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+from transformers.utils import logging
+
+from tiny import tokens
+from whatwhere import (
+    WhatWhereGPT2Config,
+    WhatWhereGPT2ForCausalLM,
+    WhatWhereLlamaConfig,
+    WhatWhereLlamaForCausalLM,
+    WhatWhereLlamaForSequenceClassification,
+    list_position_encodings,
+)
+
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    **SPECIAL,
+}
+GPT2 = {
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "initializer_range": 0.2,
+    **SPECIAL,
+}
+ROPE = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+STOCK = [
+    pytest.param(LlamaConfig, LlamaForCausalLM, LLAMA, WhatWhereLlamaForCausalLM, id="llama"),
+    pytest.param(
+        LlamaConfig, LlamaForCausalLM, {**LLAMA, "tie_word_embeddings": True}, WhatWhereLlamaForCausalLM, id="tied"
+    ),
+    pytest.param(
+        LlamaConfig,
+        LlamaForCausalLM,
+        {**LLAMA, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+        WhatWhereLlamaForCausalLM,
+        id="llama-biases",
+    ),
+    *(
+        pytest.param(
+            LlamaConfig,
+            LlamaForCausalLM,
+            {**LLAMA, "rope_parameters": rope},
+            WhatWhereLlamaForCausalLM,
+            id=f"rope-{name}",
+        )
+        for name, rope in ROPE.items()
+    ),
+    pytest.param(GPT2Config, GPT2LMHeadModel, GPT2, WhatWhereGPT2ForCausalLM, id="gpt2"),
+    pytest.param(
+        GPT2Config,
+        GPT2LMHeadModel,
+        {**GPT2, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_inner": 40},
+        WhatWhereGPT2ForCausalLM,
+        id="gpt2-scaled",
+    ),
+]
+
+
+def stock_model(config_class, model_class, fields, folder):
+    torch.manual_seed(0)
+    model = model_class(config_class(**fields)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "blockwise"])
+@pytest.mark.parametrize(("config_class", "model_class", "fields", "ours"), STOCK)
+def test_same_logits_gradients_and_generations(config_class, model_class, fields, ours, implementation, tmp_path):
+    stock = stock_model(config_class, model_class, fields, tmp_path)
+    model, info = ours.from_pretrained(tmp_path, attn_implementation=implementation, output_loading_info=True)
+    model.eval()
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.config._attn_implementation == implementation
+    ids = tokens(2, 40)
+    for one in (stock, model):
+        one(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
+    gradients = dict(stock.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-5)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(ids[:, :9], **options), stock.generate(ids[:, :9], **options))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    assert torch.equal(
+        model.generate(ids[:, :9], attention_mask=mask, **options),
+        stock.generate(ids[:, :9], attention_mask=mask, **options),
+    )
+
+
+@pytest.mark.parametrize(
+    ("stock_class", "our_class"),
+    [
+        (LlamaForCausalLM(LlamaConfig(**LLAMA)), WhatWhereLlamaForCausalLM(WhatWhereLlamaConfig(**LLAMA))),
+        (GPT2LMHeadModel(GPT2Config(**GPT2)), WhatWhereGPT2ForCausalLM(WhatWhereGPT2Config(**GPT2))),
+    ],
+    ids=["llama", "gpt2"],
+)
+def test_same_weight_names_and_shapes(stock_class, our_class):
+    def shapes(model):
+        return {name: tuple(p.shape) for name, p in model.state_dict().items()}
+
+    assert shapes(our_class) == shapes(stock_class)
+
+
+def test_same_initialisation_statistics():
+    torch.manual_seed(0)
+    stock = GPT2LMHeadModel(GPT2Config(**{**GPT2, "n_embd": 256, "n_layer": 8}))
+    ours = WhatWhereGPT2ForCausalLM(WhatWhereGPT2Config(**{**GPT2, "n_embd": 256, "n_layer": 8}))
+    reference = dict(stock.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.std(), reference[name].std(), rtol=0.1, atol=1e-4, msg=name)
+
+
+def test_classifier_of_a_stock_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    stock = LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=3)).eval()
+    stock.save_pretrained(tmp_path)
+    ours = WhatWhereLlamaForSequenceClassification.from_pretrained(tmp_path).eval()
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", list_position_encodings())
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "fields", "ours"), [STOCK[0], STOCK[-2]], ids=["llama", "gpt2"]
+)
+def test_another_encoding_keeps_the_other_weights_and_says_which(
+    config_class, model_class, fields, ours, encoding, tmp_path
+):
+    stock = stock_model(config_class, model_class, fields, tmp_path)
+    model, info = ours.from_pretrained(tmp_path, position_encoding=encoding, output_loading_info=True)
+    assert model.config.position_encoding == encoding
+    state = stock.state_dict()
+    new = {name for name in model.state_dict() if name not in state}
+    gone = {name for name in state if name not in model.state_dict()}
+    assert set(info["missing_keys"]) == new
+    assert set(info["unexpected_keys"]) == gone
+    assert all("position" in name for name in new)
+    assert gone <= {"transformer.wpe.weight"}
+    for name, value in model.state_dict().items():
+        assert value.isfinite().all()
+        if name in state:
+            assert torch.equal(value, state[name]), name
+    assert model(tokens(1, 9)).logits.isfinite().all()
+
+
+def test_a_named_weight_report_reaches_the_user(tmp_path, caplog):
+    stock_model(*STOCK[-2].values[:3], tmp_path)
+    logging.enable_propagation()
+    WhatWhereGPT2ForCausalLM.from_pretrained(tmp_path, position_encoding="cope")
+    logging.disable_propagation()
+    report = caplog.text
+    assert "wpe.weight" in report
+    assert "position_encoding.cope" in report
+
+
+def test_foreign_checkpoints_are_refused(tmp_path):
+    BertConfig().save_pretrained(tmp_path / "bert")
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    for folder in ("bert", "gpt2"):
+        with pytest.raises(ValueError, match=rf"model_type='{folder}' can not be loaded as WhatWhereLlamaConfig"):
+            WhatWhereLlamaForCausalLM.from_pretrained(tmp_path / folder)
+
+
+def test_registered_with_the_auto_classes(tmp_path):
+    config = AutoConfig.for_model("whatwhere_llama", **LLAMA, position_encoding="pope")
+    model = AutoModelForCausalLM.from_config(config)
+    assert type(model) is WhatWhereLlamaForCausalLM
+    model.save_pretrained(tmp_path)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is WhatWhereLlamaForCausalLM
+    assert AutoConfig.from_pretrained(tmp_path, position_encoding="cope").position_encoding == "cope"
+
+
+def test_rmsnorm_and_grouped_heads_of_the_gpt2_family():
+    config = WhatWhereGPT2Config(**GPT2, norm_type="rmsnorm", num_key_value_heads=2, position_encoding="pope")
+    model = WhatWhereGPT2ForCausalLM(config)
+    assert model.transformer.h[0].attn.c_attn.weight.shape == (32, 32 + 2 * 16)
+    assert not hasattr(model.transformer.ln_f, "bias")
+    ids = tokens(2, 8)
+    model(ids, labels=ids).loss.backward()
+    assert model.transformer.h[0].ln_1.weight.grad.abs().sum() > 0
