@@ -80,7 +80,9 @@ def train(
         ValueError: the recipe's model or data are not valid.
     """
     output = Path(output)
-    check_output(output, recipe, resume=resume)
+    check_folder(output, resume=resume, record="recipe.yaml")
+    if resume:
+        check_recipe(output, recipe)
     build_config(recipe)
     run = Run(recipe, output, data_dir)
     if resume:
@@ -89,29 +91,39 @@ def train(
     return run.finish(arguments)
 
 
-def check_output(output: Path, recipe: Recipe, *, resume: bool) -> None:
-    """Refuses a folder that cannot be written, that holds something else, or that holds a run of another recipe."""
+def check_folder(output: Path, *, resume: bool, record: str) -> None:
+    """Refuses a folder that cannot be written, that holds something already, or that holds no run to resume.
+
+    Args:
+        output: the folder, which need not exist.
+        resume: whether a run in it is to go on.
+        record: the file in which a run in this folder says what it is.
+
+    Raises:
+        TrainingError: the folder is refused.
+    """
     existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise TrainingError(f"output={str(output)!r} cannot be written: {error.strerror}.") from error
-    if not resume:
-        if output.exists() and any(output.iterdir()):
-            raise TrainingError(f"output={str(output)!r} is not empty. Choose another folder, or go on with --resume.")
-        return
-    try:
-        old = yaml.safe_load((output / "recipe.yaml").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TrainingError(f"output={str(output)!r} holds no run to resume: it has no recipe.yaml.") from error
+    if not resume and output.exists() and any(output.iterdir()):
+        raise TrainingError(f"output={str(output)!r} is not empty. Choose another folder, or go on with --resume.")
+    if resume and not (output / record).exists():
+        raise TrainingError(f"output={str(output)!r} holds no run to resume: it has no {record}.")
+    if resume and (output / "results.json").exists():
+        raise TrainingError(f"output={str(output)!r} holds a finished run: there is nothing to resume.")
+
+
+def check_recipe(output: Path, recipe: Recipe) -> None:
+    """Refuses to resume a run with another recipe than it was started with; raises TrainingError."""
+    old = yaml.safe_load((output / "recipe.yaml").read_text(encoding="utf-8"))
     if changed := differences(old, recipe.resolved()):
         raise TrainingError(
             f"output={str(output)!r} holds a run of another recipe, which cannot be resumed with this one. Different "
             f"(before → now): {'; '.join(changed)}."
         )
-    if (output / "results.json").exists():
-        raise TrainingError(f"output={str(output)!r} holds a finished run: there is nothing to resume.")
 
 
 class Run:
@@ -201,7 +213,7 @@ class Run:
         hidden = None if self.accelerator.is_main_process else True
         bar = tqdm(total=training.steps, initial=self.step, desc=self.recipe.name, unit="step", disable=hidden)
         started, marked, marked_step = time.monotonic() - self.seconds, time.monotonic(), self.step
-        with bar, _signals() as received:
+        with bar, stop_signals() as received:
             while self.step < training.steps:
                 loss, norm = self.train_step(self.batches(self.step))
                 self.step += 1
@@ -425,7 +437,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM in the list that it gives; a second SIGINT is a KeyboardInterrupt."""
     received: list[int] = []
 

@@ -12,8 +12,8 @@ perplexity per token is not. Lower is better; 8 is a uniform guess over bytes.
 
 _INPUTS = """
 Args:
-    predictions (list of float): for each text, the negative log-likelihood that the model gives it, in nats, summed over
-        all its tokens.
+    predictions (list of float): for each text, the negative log-likelihood that the model gives it, in nats, summed
+        over all its tokens.
     references (list of str): the texts. Their lengths are counted in bytes of UTF-8.
 
 Returns:
