@@ -68,7 +68,12 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 
         The folder loads by `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` without the package.
         See `PreTrainedModel.save_pretrained` for the arguments.
+
+        Raises:
+            NotADirectoryError: `save_directory` is a file. (Transformers logs that and returns without saving.)
         """
+        if os.path.isfile(save_directory):
+            raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; it must be a folder.")
         family = type(self).__module__.rpartition(".")[2]
         prefix = type(self.config).__name__.removesuffix("Config")
         self.config.auto_map = {

@@ -47,7 +47,9 @@ def classes(config: Any) -> list[type[PositionEncoding]]:
     """
     name = config.position_encoding
     if not isinstance(name, str) or name not in list_position_encodings():
-        raise ValueError(f"position_encoding={name!r} is not valid. {suggest(name, list_position_encodings())}")
+        reordered = [one for one in COMBINATIONS if sorted(one.split("+")) == sorted(str(name).split("+"))]
+        hint = f"Did you mean {reordered[0]!r}? " if reordered else ""
+        raise ValueError(f"position_encoding={name!r} is not valid. {hint or suggest(name, list_position_encodings())}")
     return [POSITION_ENCODINGS[part] for part in name.split("+")]
 
 

@@ -1,0 +1,218 @@
+"""Bad configurations stop early, with a message that names the field, the value and what is allowed."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import whatwhere
+from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
+from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
+from whatwhere.position_encodings import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+
+SHARED = {
+    "misspelt field": ({"positon_encoding": "cope"}, "no field 'positon_encoding'.*Did you mean 'position_encoding'"),
+    "unknown field": ({"colour": "red"}, "no field 'colour' .given: 'red'."),
+    "unknown encoding": ({"position_encoding": "pop"}, "position_encoding='pop'.*Did you mean 'pope'.*'cope[+]rope'"),
+    "not a string": ({"position_encoding": 3}, "position_encoding.*expected str, got int .value: 3"),
+    "two that replace attention": ({"position_encoding": "cope+pope"}, "position_encoding='cope[+]pope' is not valid"),
+    "wrong order": ({"position_encoding": "rope+cope"}, "Did you mean 'cope[+]rope'"),
+    "unknown parameter": (
+        {"position_encoding": "cope", "position_encoding_parameters": {"num_position": 8}},
+        "position_encoding_parameters has the unknown key 'num_position'. Did you mean 'num_positions'",
+    ),
+    "parameter of another encoding": (
+        {"position_encoding": "rope", "position_encoding_parameters": {"theta": 10.0}},
+        "unknown key 'theta'. Allowed: nothing",
+    ),
+    "wrong parameter type": (
+        {"position_encoding": "cope", "position_encoding_parameters": {"num_positions": "64"}},
+        r"\['num_positions'\]='64' is not valid: it must be of type int",
+    ),
+    "bool is no int": (
+        {"position_encoding": "cope", "position_encoding_parameters": {"num_positions": True}},
+        r"\['num_positions'\]=True is not valid",
+    ),
+    "parameter out of range": (
+        {"position_encoding": "cope", "position_encoding_parameters": {"num_positions": 1}},
+        r"num_positions.*1",
+    ),
+    "wrong choice": (
+        {"position_encoding": "pope", "position_encoding_parameters": {"delta_init": "zero"}},
+        "one of 'zeros', 'uniform'",
+    ),
+    "theta too small": (
+        {"position_encoding": "pope", "position_encoding_parameters": {"theta": 0.5}},
+        r"\['theta'\]=0.5 must be greater than 1",
+    ),
+    "no rotated channel": (
+        {"position_encoding": "pope", "position_encoding_parameters": {"partial_rotary_factor": 0.01}},
+        "0.01 leaves no rotated channel",
+    ),
+    "factor above one": (
+        {"position_encoding": "pope", "position_encoding_parameters": {"partial_rotary_factor": 1.5}},
+        r"1.5 must be in \(0, 1\]",
+    ),
+    "parameters not nested": (
+        {"position_encoding": "cope+rope", "position_encoding_parameters": {"num_positions": 8}},
+        "unknown key 'num_positions'; for 'cope[+]rope' it is nested by name",
+    ),
+    "parameters not a dict": (
+        {"position_encoding": "cope", "position_encoding_parameters": [64]},
+        "position_encoding_parameters.*expected|position_encoding_parameters=.*dictionary",
+    ),
+    "rope parameters without rope": (
+        {"position_encoding": "pope", "rope_parameters": {"rope_theta": 100.0}},
+        "rope_parameters=.*has no effect with position_encoding='pope'",
+    ),
+    "legacy rope field without rope": (
+        {"position_encoding": "cope", "rope_theta": 100.0},
+        "rope_theta=100.0 has no effect with position_encoding='cope'",
+    ),
+    "partial rope": (
+        {"position_encoding": "rope", "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor'. must be 1",
+    ),
+    "key heads do not divide": ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
+    "wrong type of a stock field": ({"vocab_size": "many"}, "vocab_size.*expected int, got str"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("fields", "message"), SHARED.values(), ids=SHARED)
+def test_bad_fields(family, fields, message):
+    with pytest.raises(Exception, match=re.compile(message, re.DOTALL)) as caught:
+        tiny_config(
+            family,
+            **{"encoding": "none", **{("encoding" if k == "position_encoding" else k): v for k, v in fields.items()}},
+        )
+    assert isinstance(caught.value, (ValueError, TypeError)) or "Validation" in type(caught.value).__name__
+
+
+def test_bad_fields_of_one_family():
+    for fields, message in (
+        ({"norm_type": "batchnorm"}, "norm_type.*'layernorm', 'rmsnorm'"),
+        ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+        ({"n_embd": 30, "n_head": 4}, "n_embd=30 must be a multiple of n_head=4"),
+    ):
+        with pytest.raises(Exception, match=re.compile(message, re.DOTALL)):
+            WhatWhereGPT2Config(**fields)
+    with pytest.raises(ValueError, match="hidden_size=30 must be a multiple of num_attention_heads=4"):
+        WhatWhereLlamaConfig(hidden_size=30, num_attention_heads=4)
+    with pytest.raises(ValueError, match="hidden_size=9 must be even"):
+        WhatWhereLlamaConfig(hidden_size=9, num_attention_heads=3, position_encoding="sinusoidal")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_assigned_later_is_checked_by_the_model(family):
+    config = tiny_config(family, "cope")
+    config.position_encoding = "pope"
+    with pytest.raises(ValueError, match="unknown key 'num_positions'"):
+        causal_lm_class(family)(config)
+    config.position_encoding_parameters = None
+    assert causal_lm_class(family)(config).config.position_encoding_parameters["delta_init"] == "zeros"
+    config = tiny_config(family, "rope")
+    config.position_encoding = "alibi"
+    assert not hasattr(causal_lm_class(family)(config).config, "rope_parameters")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
+def test_resolved_defaults_are_written_back_and_saved(family, encoding, tmp_path):
+    config = tiny_config(family, encoding)
+    resolved = config.position_encoding_parameters
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["position_encoding_parameters"] == resolved
+    assert ("rope_parameters" in saved) == ("rope" in encoding.split("+"))
+    again = type(config).from_pretrained(tmp_path)
+    assert again.to_dict() == config.to_dict()
+    parts = encoding.split("+")
+    for part in parts:
+        fields = POSITION_ENCODINGS[part].parameters_class.__dataclass_fields__
+        assert set(resolved if len(parts) == 1 else resolved[part]) == set(fields)
+    assert None not in (resolved if len(parts) == 1 else {}).values()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loading_overrides(family, tmp_path):
+    tiny_config(family, "cope", position_encoding_parameters={"num_positions": 9}).save_pretrained(tmp_path)
+    config_class = type(tiny_config(family, "none"))
+    same = config_class.from_pretrained(tmp_path, max_position_embeddings=99)
+    assert (same.position_encoding_parameters["num_positions"], same.max_position_embeddings) == (9, 99)
+    changed = config_class.from_pretrained(tmp_path, position_encoding="rope", rope_parameters={"rope_theta": 77.0})
+    assert changed.rope_parameters["rope_theta"] == 77.0
+    assert changed.position_encoding_parameters == {}
+    given = config_class.from_pretrained(tmp_path, position_encoding_parameters={"num_positions": 5})
+    assert given.position_encoding_parameters["num_positions"] == 5
+    with pytest.raises(ValueError, match="Did you mean 'position_encoding'"):
+        config_class.from_pretrained(tmp_path, positon_encoding="rope")
+    _, unused = config_class.from_pretrained(tmp_path, return_unused_kwargs=True, a_model_argument=3)
+    assert unused == {"a_model_argument": 3}
+
+
+def test_default_constructors():
+    assert WhatWhereLlamaConfig().position_encoding == "rope"
+    assert WhatWhereGPT2Config().position_encoding == "absolute"
+    assert WhatWhereGPT2Config().hidden_size == 768
+
+
+def test_the_list_names_every_encoding_once():
+    names = whatwhere.list_position_encodings()
+    assert len(names) == len(set(names))
+    assert set(names) == {*POSITION_ENCODINGS, *COMBINATIONS}
+    for name, cls in POSITION_ENCODINGS.items():
+        assert cls.name == name
+        assert cls.paper
+        assert cls.summary
+        assert cls.__doc__
+
+
+@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
+def test_unsupported_attention_is_refused_by_name(encoding):
+    config = tiny_config("llama", encoding)
+    supported = supported_implementations(config)
+    assert {"eager", "blockwise"} <= set(supported)
+    for name in {"sdpa", "flex_attention", "flash_attention_2"} - set(supported):
+        if name == "flash_attention_2" and "flash_attention" in supported:
+            continue
+        with pytest.raises(ValueError, match=f"attn_implementation='{name}' does not serve position_encoding"):
+            causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation=name)
+    with pytest.raises(ValueError, match=r"attn_implementation='fast' does not serve.*Allowed: "):
+        causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation="fast")
+    model = causal_lm_class("llama")(config)
+    assert model.config._attn_implementation == supported[0]
+    if "sdpa" not in supported:
+        with pytest.raises(ValueError, match="does not serve"):
+            model.set_attn_implementation("sdpa")
+
+
+def test_masks_of_the_wrong_shape():
+    model = tiny_model("llama", "cope")
+    ids = tokens(2, 9)
+    for shape in ((2, 8), (2, 10), (1, 9), (2, 9, 9), (2, 1, 8, 9)):
+        with pytest.raises(ValueError, match=re.escape(f"attention_mask has the shape {shape}")):
+            model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"\(2, 10\)"):
+        model(ids[:, :1], attention_mask=torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_inputs_given_twice_or_not_at_all():
+    for family in FAMILIES:
+        model = tiny_model(family, "rope")
+        ids = tokens(1, 4)
+        for inputs in ({}, {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}):
+            with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+                model(**inputs)
+
+
+@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
+def test_continuous_batching_is_refused_where_it_would_be_wrong(encoding):
+    model = tiny_model("llama", encoding)
+    if "flash_attention" in supported_implementations(model.config):
+        return
+    for call in (model.generate_batch, model.init_continuous_batching):
+        with pytest.raises(ValueError, match="Continuous batching does not serve position_encoding"):
+            call([[3, 4, 5]])
