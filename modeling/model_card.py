@@ -131,7 +131,7 @@ def complete_card(
         old = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
         if _GENERIC not in old.text:
             return
-        tags = old.data.tags or []
+        tags = old.data.get("tags", [])
     results = None
     for place in dict.fromkeys(pathlib.Path(place) for place in (folder, source) if place):
         if results is None and any((place / file).is_file() for file in RESULT_FILES):
@@ -142,7 +142,7 @@ def complete_card(
         name=name or folder.resolve().name,
         has_tokenizer=(folder / "tokenizer_config.json").is_file(),
     )
-    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
+    card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *tags]))
     card.save(path)
 
 

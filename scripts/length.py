@@ -14,15 +14,16 @@ of `--data` is tokenised once per checkpoint and cut into windows of each length
 every window length, so exactly the same tokens are scored at every length (see `whatwhere.scripts.evaluation.length`).
 A length that an encoding cannot reach is reported as such.
 
-The trained length is `config.max_position_embeddings` unless `--trained-length` says otherwise. Lengths are multiples
-of it. Output (`--output`, by default the checkpoint's own folder if there is one checkpoint, else `length/`):
-`length.json` with every number, its standard error over windows, tokens, windows, date, versions and command;
-`length.png` and `length.svg`.
+The trained length is what the checkpoint's `results.json` says, else `config.max_position_embeddings`, unless
+`--trained-length` is given. Lengths are multiples of it. Output (`--output`, by default the checkpoint's own folder if
+there is one checkpoint, else `length/`): `length.json` with every number, its standard error over windows, tokens,
+windows, date, versions and command; `length.png` and `length.svg`.
 """
 
 import argparse
 import dataclasses
 import hashlib
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -82,11 +83,17 @@ def load_test_texts(
     return [row["text"] for row in load_text(source, data_dir=data_dir, dataset=dataset, splits=splits)["test"]]
 
 
-def trained_length_of(config: Any) -> int:
-    """Returns the length a model was trained at, as its configuration states it."""
-    length = getattr(config, "max_position_embeddings", None)
+def trained_length_of(checkpoint: str, config: Any) -> int:
+    """Returns the length a model was trained at: what its `results.json` says, else its configuration.
+
+    Raises:
+        ValueError: neither says it.
+    """
+    results = pathlib.Path(checkpoint) / "results.json"
+    length = json.loads(results.read_text(encoding="utf-8")).get("length") if results.is_file() else None
+    length = length or getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
-        raise ValueError("the configuration has no max_position_embeddings: say --trained-length N.")
+        raise ValueError(f"checkpoint={checkpoint!r} does not say the length it was trained at: give --trained-length.")
     return length
 
 
@@ -109,7 +116,7 @@ def evaluate(
         checkpoints: folders or Hub ids.
         texts: the held-out documents, in order.
         multiples: window lengths, as multiples of the trained length.
-        trained_length: in tokens; None to ask the configurations.
+        trained_length: in tokens; None to ask each checkpoint (`trained_length_of`).
         tokens: at least this many tokens are scored; None for 16 of the longest windows.
         device: None for the GPU if there is one.
         dtype: of the model's weights and activations. The loss is float32 whatever it is.
@@ -129,7 +136,7 @@ def evaluate(
     trained = {}
     for checkpoint in checkpoints:
         config = load_config(checkpoint, trust_remote_code=trust_remote_code)
-        trained[checkpoint] = trained_length or trained_length_of(config)
+        trained[checkpoint] = trained_length or trained_length_of(checkpoint, config)
     lengths = {
         checkpoint: [_whole(multiple, trained[checkpoint]) for multiple in multiples] for checkpoint in checkpoints
     }
@@ -137,7 +144,7 @@ def evaluate(
 
     entries = []
     for checkpoint in checkpoints:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint,
             trust_remote_code=trust_remote_code,
             dtype=getattr(torch, dtype),
@@ -203,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     parser.add_argument("--lengths", default="1,2,4,8,10", help="multiples of the trained length (default %(default)s)")
-    parser.add_argument("--trained-length", type=int, help="tokens; default: the config's max_position_embeddings")
+    parser.add_argument("--trained-length", type=int, help="tokens; default: what the checkpoint says")
     parser.add_argument("--data", default="stdlib", choices=("stdlib", "hub", "local"), help="default %(default)s")
     parser.add_argument("--data-dir", help="with --data local: a folder of .txt or .jsonl files")
     parser.add_argument("--dataset", help="with --data hub: the id of a dataset")

@@ -197,6 +197,15 @@ def test_one_checkpoint_keeps_its_numbers_beside_its_weights(folders):
     assert read_results(folders / "llama")["length"]["checkpoints"][0]["name"] == "llama"
 
 
+def test_trained_length_comes_from_the_run_before_the_configuration(tmp_path):
+    config = stock_llama().config
+    assert script.trained_length_of(str(tmp_path), config) == 8
+    (tmp_path / "results.json").write_text('{"length": 4}', encoding="utf-8")
+    assert script.trained_length_of(str(tmp_path), config) == 4
+    with pytest.raises(ValueError, match="--trained-length"):
+        script.trained_length_of("me/x", transformers.BloomConfig())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
