@@ -7,7 +7,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
-from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM, WhatWhereLlamaForSequenceClassification
+from whatwhere import (
+    WhatWhereGPT2Config,
+    WhatWhereLlamaConfig,
+    WhatWhereLlamaForCausalLM,
+    WhatWhereLlamaForSequenceClassification,
+    list_position_encodings,
+)
 from whatwhere.model_card import complete_card, model_card, read_results, weights_fingerprint
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import card as script
@@ -228,6 +234,22 @@ def test_other_heads():
     card = model_card(classifier)
     assert card.data.pipeline_tag == "text-classification"
     assert "AutoModelForSequenceClassification.from_pretrained" in card.text
+
+
+@pytest.mark.parametrize("config_class", [WhatWhereGPT2Config, WhatWhereLlamaConfig])
+@pytest.mark.parametrize("encoding", list_position_encodings())
+def test_every_encoding_states_its_parameters(config_class, encoding):
+    described = config_class(position_encoding=encoding)
+    card = ModelCard(str(model_card(described)))
+    assert set(encoding.split("+")) < set(card.data.tags)
+    stated = re.findall(r"^\| `([\w.]+)` \| `(.*)` \|$", card.text, re.MULTILINE)
+    expected = {}
+    for name, value in described.position_encoding_parameters.items():
+        nested = {f"{name}.{key}": inner for key, inner in value.items()} if "+" in encoding else {name: value}
+        expected.update(nested)
+    rope = described.rope_parameters if "rope" in encoding.split("+") else {}
+    expected.update({f"rope_parameters.{name}": value for name, value in rope.items()})
+    assert dict(stated) == {name: repr(value) for name, value in expected.items()}
 
 
 def test_complete_card_replaces_a_generic_card_only(measured):
