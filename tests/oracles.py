@@ -1,0 +1,96 @@
+"""Position encodings as the papers print them: Python loops in float64, one head, no tricks. For tests only.
+
+Axes: Q query length, K key length, D head dim, V value width, P positions in a table.
+"""
+
+import math
+
+import torch
+
+# Softmax attention with a position term; CoPE, relative positions, ALiBi.
+
+
+def attention_oracle(query, key, value, visible, scaling, term):
+    """One head, row by row and key by key.
+
+    Args:
+        query: (Q, D). key: (K, D). value: (K, V). All float64.
+        visible: bool (Q, K).
+        scaling: the factor on q.k.
+        term: `(i, logits) -> list`, what is added to the logits of row i; `logits[j]` is None where masked.
+
+    Returns:
+        (Q, V); 0 in rows that see nothing.
+    """
+    rows = []
+    for i in range(query.shape[0]):
+        seen = [j for j in range(key.shape[0]) if visible[i, j]]
+        if not seen:
+            rows.append(torch.zeros_like(value[0]))
+            continue
+        logits = [torch.dot(query[i], key[j]) * scaling if visible[i, j] else None for j in range(key.shape[0])]
+        added = term(i, logits)
+        exponentials = {j: torch.exp(logits[j] + added[j]) for j in seen}
+        total = sum(exponentials.values())
+        rows.append(sum(exponentials[j] / total * value[j] for j in seen))
+    return torch.stack(rows)
+
+
+def cope_oracle(query, key, value, table, visible, scaling, scale_positions=True):
+    """CoPE, Eq. 3 to 9 of arXiv 2405.18719, one head; `table` (D, P) holds e[p] in its columns."""
+    last = table.shape[1] - 1
+
+    def term(i, logits):
+        gates = [torch.zeros((), dtype=query.dtype) if s is None else 1 / (1 + torch.exp(-s)) for s in logits]
+        added = []
+        for j in range(len(logits)):
+            position = sum(gates[j:], torch.zeros((), dtype=query.dtype))
+            if position > last:
+                position = torch.full((), float(last), dtype=query.dtype)
+            floor, ceil = math.floor(position.item()), math.ceil(position.item())
+            fraction = position - floor
+            z_floor, z_ceil = torch.dot(query[i], table[:, floor]), torch.dot(query[i], table[:, ceil])
+            added.append((fraction * z_ceil + (1 - fraction) * z_floor) * (scaling if scale_positions else 1.0))
+        return added
+
+    return attention_oracle(query, key, value, visible, scaling, term)
+
+
+def relative_oracle(query, key, value, table, query_positions, key_positions, visible, scaling, beyond):
+    """Relative positions on the keys, Eq. 3 and 4 of arXiv 1803.02155 without the value part; `table` is (P, D)."""
+
+    def term(i, logits):
+        added = []
+        for j in range(len(logits)):
+            distance = int(query_positions[i]) - int(key_positions[j])
+            if distance < 0:
+                added.append(None)
+            elif distance < table.shape[0]:
+                added.append(torch.dot(query[i], table[distance]) * scaling)
+            elif beyond == "last":
+                added.append(torch.dot(query[i], table[-1]) * scaling)
+            else:
+                added.append(torch.zeros((), dtype=query.dtype))
+        return added
+
+    return attention_oracle(query, key, value, visible, scaling, term)
+
+
+def alibi_oracle(query, key, value, slope, query_positions, key_positions, visible, scaling):
+    """ALiBi, Section 3 of arXiv 2108.12409, one head with the given slope."""
+
+    def term(i, logits):
+        return [-slope * (int(query_positions[i]) - int(key_positions[j])) for j in range(len(logits))]
+
+    return attention_oracle(query, key, value, visible, scaling, term)
+
+
+def visible_oracle(query_length, key_length, segments=None):
+    """bool (Q, K): row i has slot K - Q + i; it sees older slots and its own, of its own segment, if that is not -1."""
+    visible = torch.zeros(query_length, key_length, dtype=torch.bool)
+    for i in range(query_length):
+        slot = key_length - query_length + i
+        for j in range(slot + 1):
+            same = segments is None or (segments[slot] >= 0 and segments[j] == segments[slot])
+            visible[i, j] = bool(same)
+    return visible

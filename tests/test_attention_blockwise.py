@@ -1,0 +1,446 @@
+"""Blockwise attention against full-matrix attention: outputs and every gradient, masks, dropout, memory, compilation.
+
+The reference is the shipped, differentiable `Term.bias`, which the tests of the encodings compare with the papers.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import whatwhere.attention_blockwise as blockwise
+import whatwhere.position_alibi
+import whatwhere.position_cope
+import whatwhere.position_relative  # noqa: F401
+from whatwhere.attention_blockwise import MASKED, TERMS, blockwise_attention
+from whatwhere.position_encoding import BlockTerm
+
+ENCODINGS = ["none", "cope", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
+
+
+def reference(query, key, value, *, visible, scaling, terms, keep=None, additive=None):
+    """Attention with the full matrix of logits; `visible` is bool (B, 1 or H, Q, K)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    content = query @ key.transpose(2, 3) * scaling
+    if additive is not None:
+        content = content + additive
+    content = content.masked_fill(~visible, MASKED)
+    logits = content
+    for term in terms:
+        logits = logits + TERMS[term.name].bias(content, query, term.tensors, term.parameters)
+    weights = torch.softmax(logits, -1) * visible.any(-1, keepdim=True)
+    if keep is not None:
+        weights = weights * keep
+    return weights @ value
+
+
+def visible_by_segments(Q, K, segments):
+    slots = torch.arange(K)
+    visible = (slots <= slots[K - Q :, None])[None]
+    if segments is not None:
+        own = segments[:, K - Q :, None]
+        visible = visible & (own == segments[:, None]) & (own >= 0)
+    return visible[:, None]
+
+
+def positions_of(segments, Q, K):
+    """Positions that start again in each segment."""
+    if segments is None:
+        key_positions = torch.arange(K)[None]
+    else:
+        same = segments[:, None] == segments[:, :, None]
+        key_positions = same.tril().sum(-1) - 1
+    return key_positions[:, K - Q :], key_positions
+
+
+class Case:
+    """Random inputs, and the terms of an encoding."""
+
+    def __init__(
+        self, encoding, Q, K, *, B=2, H=4, G=2, D=8, V=8, P=6, segments=None, logit=0.0, spread=1.0, dtype=torch.float64
+    ):
+        def tensor(*shape):
+            return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_()
+
+        self.query, self.key, self.value = tensor(B, H, Q, D), tensor(B, G, K, D), tensor(B, G, K, V)
+        with torch.no_grad():
+            self.query.mul_(spread)
+            if logit != 0.0:
+                # One direction that all queries and keys share moves all gates.
+                self.query[..., 0], self.key[..., 0] = abs(logit), math.copysign(1.0, logit) * math.sqrt(D)
+        self.scaling = D**-0.5
+        self.segments = segments
+        self.grad = torch.randn(B, H, Q, V, dtype=torch.float64).to(dtype)
+        query_positions, key_positions = positions_of(segments, Q, K)
+        self.tables = []
+        self.terms = []
+        for name in encoding.split("+"):
+            if name == "cope":
+                self.tables.append(tensor(D, P))
+                self.terms.append(BlockTerm("cope", (self.tables[-1],), {"scale": 0.7}))
+            elif name in ("relative", "relative-last"):
+                self.tables.append(tensor(max(2, K // 2), D))
+                beyond = "last" if name == "relative-last" else "none"
+                tensors = (self.tables[-1], query_positions, key_positions)
+                self.terms.append(BlockTerm("relative", tensors, {"scale": 0.7, "beyond": beyond}))
+            elif name == "alibi":
+                slopes = torch.rand(H, dtype=torch.float64)
+                self.terms.append(BlockTerm("alibi", (slopes, query_positions, key_positions), {}))
+        self.inputs = [self.query, self.key, self.value, *self.tables]
+
+    def blockwise(self, **settings):
+        settings = {"mask": self.segments, "block_size": 64, "direct": False, **settings}
+        return blockwise_attention(self.query, self.key, self.value, scaling=self.scaling, terms=self.terms, **settings)
+
+    def reference(self, **settings):
+        if "visible" not in settings:
+            settings["visible"] = visible_by_segments(self.query.shape[2], self.key.shape[2], self.segments)
+        return reference(self.query, self.key, self.value, scaling=self.scaling, terms=self.terms, **settings)
+
+    def gradients(self, out):
+        return torch.autograd.grad(out, self.inputs, self.grad)
+
+
+def assert_same(case, out, expected, tolerance=1e-10):
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    for name, one, other in zip(
+        ["query", "key", "value", "table", "table"], case.gradients(out), case.gradients(expected)
+    ):
+        torch.testing.assert_close(
+            one, other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"gradient of {name}: {text}"
+        )
+
+
+def segments_of(name, B, K):
+    segments = torch.zeros(B, K, dtype=torch.int32)
+    if name == "left":
+        segments[0, : K // 3] = -1
+    elif name == "right":
+        segments[0, K - K // 3 :] = -1
+    elif name == "packed":
+        segments[0] = torch.arange(K) // max(1, K // 3)
+        segments[1] = torch.arange(K) // max(1, K // 5)
+    elif name == "packed-padded":
+        segments[0] = torch.arange(K) // max(1, K // 4)
+        segments[0, : K // 8] = -1
+        segments[1] = torch.arange(K) // max(1, K // 2)
+        segments[1, K - K // 4 :] = -1
+    elif name == "all-padding":
+        segments[0] = -1
+    return segments
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(("Q", "K"), [(1, 1), (1, 70), (63, 63), (100, 100), (100, 163), (257, 257)])
+def test_equals_full_matrix(encoding, Q, K):
+    case = Case(encoding, Q, K)
+    assert_same(case, case.blockwise(), case.reference())
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("mask", ["left", "right", "packed", "packed-padded", "all-padding", "full"])
+@pytest.mark.parametrize(("Q", "K"), [(100, 100), (70, 150)])
+def test_segments(encoding, mask, Q, K):
+    case = Case(encoding, Q, K, segments=segments_of(mask, 2, K))
+    assert_same(case, case.blockwise(), case.reference())
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1)], ids=lambda heads: f"H{heads[0]}G{heads[1]}")
+@pytest.mark.parametrize("encoding", ["cope", "relative", "alibi"])
+def test_grouped_heads(encoding, heads):
+    case = Case(encoding, 90, 90, H=heads[0], G=heads[1], segments=segments_of("packed", 2, 90))
+    assert_same(case, case.blockwise(), case.reference())
+
+
+@pytest.mark.parametrize("encoding", ["none", "cope", "relative", "alibi", "cope+relative"])
+@pytest.mark.parametrize("kind", ["bool", "bool-heads", "bool-one", "float", "float-heads"])
+def test_full_masks(encoding, kind):
+    Q, K = 70, 90
+    case = Case(encoding, Q, K)
+    visible = torch.rand(1 if kind == "bool-one" else 2, 4 if "heads" in kind else 1, Q, K) < 0.6
+    visible[0, :, 3] = False
+    if "float" not in kind:
+        assert_same(case, case.blockwise(mask=visible), case.reference(visible=visible))
+        return
+    additive = torch.randn(visible.shape, dtype=torch.float64)
+    mask = additive.masked_fill(~visible, float("-inf"))
+    assert_same(case, case.blockwise(mask=mask), case.reference(visible=visible, additive=additive))
+
+
+@pytest.mark.parametrize("logit", [-8.0, -2.0, 0.0, 2.0, 8.0], ids=["closed", "low", "half", "high", "open"])
+@pytest.mark.parametrize("mask", [None, "packed-padded"])
+def test_gates(logit, mask):
+    segments = None if mask is None else segments_of(mask, 2, 200)
+    case = Case("cope", 200, 200, logit=logit, P=9, segments=segments)
+    assert_same(case, case.blockwise(), case.reference())
+
+
+@pytest.mark.parametrize("P", [2, 3, 16, 64, 150])
+def test_table_sizes(P):
+    case = Case("cope", 150, 150, P=P, spread=3.0)
+    assert_same(case, case.blockwise(block_size=32), case.reference())
+
+
+def test_window_grows_and_shrinks():
+    """Gates that are open, then closed, then open: the width of one block is a bad guess for the next."""
+    case = Case("cope", 400, 400, P=5, logit=4.0)
+    with torch.no_grad():
+        case.key[:, :, 100:250, 0] = -3.0 * math.sqrt(8)
+    assert_same(case, case.blockwise(block_size=32), case.reference())
+
+
+def test_value_width_differs():
+    case = Case("cope", 100, 100, V=5)
+    assert_same(case, case.blockwise(), case.reference())
+
+
+def test_small_chunks(monkeypatch):
+    """Chunks that split the batch unevenly."""
+    monkeypatch.setattr(blockwise, "CHUNK_LOGITS", 2 * 32 * 100 * 3)
+    for encoding in ("cope+relative", "alibi"):
+        case = Case(encoding, 100, 100, B=3, segments=segments_of("packed-padded", 3, 100))
+        assert_same(case, case.blockwise(block_size=32), case.reference())
+
+
+def test_inputs_that_are_not_contiguous():
+    case = Case("cope", 100, 100)
+    expected = case.blockwise()
+    for name in ("query", "key", "value"):
+        tensor = getattr(case, name).detach()
+        setattr(case, name, tensor.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_())
+    case.inputs = [case.query, case.key, case.value, *case.tables]
+    assert_same(case, case.blockwise(), case.reference())
+    torch.testing.assert_close(case.blockwise(), expected)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("Q", [1, 3])
+@pytest.mark.parametrize("mask", [None, "left", "packed", "right", "bool", "float"])
+def test_direct_path(encoding, Q, mask):
+    """Decoding: the direct path equals the last rows of the blockwise one."""
+    K = 50
+    segments = None if mask in (None, "bool", "float") else segments_of(mask, 2, K)
+    case = Case(encoding, Q, K, segments=segments)
+    settings = {}
+    if mask in ("bool", "float"):
+        visible = torch.rand(2, 1, Q, K) < 0.5
+        settings["mask"] = visible if mask == "bool" else torch.where(visible, 0.0, float("-inf")).double()
+    assert_same(case, case.blockwise(direct=None, **settings), case.blockwise(direct=False, **settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("encoding", ["none", "cope", "relative", "alibi"])
+def test_low_precision(encoding, dtype):
+    """The error is at most twice the one that the full matrix in the same type makes (against float64)."""
+    low = Case(encoding, 200, 200, D=16, V=16, P=16, dtype=dtype)
+    high = copy.copy(low)
+    high.query, high.key, high.value, *high.tables = (
+        tensor.detach().double().requires_grad_() for tensor in low.inputs
+    )
+    high.inputs = [high.query, high.key, high.value, *high.tables]
+    high.terms = [
+        BlockTerm(term.name, (high.tables[0], *term.tensors[1:]) if high.tables else term.tensors, term.parameters)
+        for term in low.terms
+    ]
+    high.grad = low.grad.double()
+    exact = high.reference()
+    # The plain PyTorch way: products in the low precision, softmax and positions in float32.
+    groups = 2
+    key, value = low.key.repeat_interleave(groups, 1), low.value.repeat_interleave(groups, 1)
+    content = (low.query @ key.transpose(2, 3)).float() * low.scaling
+    content = content.masked_fill(~visible_by_segments(200, 200, None), MASKED)
+    logits = content + sum(TERMS[t.name].bias(content, low.query, t.tensors, t.parameters) for t in low.terms)
+    plain = torch.softmax(logits, -1).to(dtype) @ value
+    out = low.blockwise()
+    assert out.dtype == dtype
+    results = zip([out, *low.gradients(out)], [plain, *low.gradients(plain)], [exact, *high.gradients(exact)])
+    for ours, theirs, truth in results:
+        assert ours.dtype == dtype
+        error, allowed = (ours - truth).norm(), (theirs - truth).norm()
+        assert error <= 2 * allowed + 1e-6 * truth.norm()
+
+
+def test_float32_is_exact_enough():
+    low = Case("cope", 300, 300, D=32, P=64, dtype=torch.float32)
+    torch.testing.assert_close(low.blockwise(), low.reference(), rtol=1e-4, atol=2e-5)
+
+
+def test_dropout_is_the_same_in_both_passes():
+    """The output is linear in v with the same masked weights that the backward pass uses."""
+    case = Case("cope", 100, 100)
+    torch.manual_seed(7)
+    out = case.blockwise(dropout=0.3)
+    # sum(out * grad) is linear in v, so it equals v . d/dv exactly, if the masks agree.
+    grad_value = torch.autograd.grad(out, case.value, case.grad, retain_graph=True)[0]
+    torch.testing.assert_close((grad_value * case.value).sum(), (out * case.grad).sum())
+    # The weights themselves, from unit vectors as values.
+    K = case.key.shape[2]
+    with torch.no_grad():
+        units = torch.eye(K, dtype=torch.float64).expand(2, 2, K, K)
+        plain = blockwise_attention(
+            case.query, case.key, units, scaling=case.scaling, terms=case.terms, direct=False, block_size=64
+        )
+        torch.manual_seed(7)
+        dropped = blockwise_attention(
+            case.query,
+            case.key,
+            units,
+            scaling=case.scaling,
+            terms=case.terms,
+            dropout=0.3,
+            direct=False,
+            block_size=64,
+        )
+    keep = (dropped / plain.clamp(min=1e-300)).nan_to_num(0.0)
+    visible = visible_by_segments(100, 100, None).expand(2, 4, 100, 100)
+    assert (
+        torch.isclose(keep[visible], torch.tensor(0.0).double())
+        .logical_or(torch.isclose(keep[visible], torch.tensor(1 / 0.7).double()))
+        .all()
+    )
+    expected = case.reference(keep=keep)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(case.gradients(out), case.gradients(expected)):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_dropout_rate_and_seeds():
+    case = Case("none", 200, 200)
+    ones = torch.ones_like(case.value)
+    outs = [
+        blockwise_attention(case.query, case.key, ones, scaling=case.scaling, dropout=0.25, direct=False)
+        for _ in range(2)
+    ]
+    assert not torch.equal(*outs)
+    for out in outs:
+        assert abs(out.mean().item() - 1.0) < 0.02
+        # Heads, batch entries and rows have masks of their own.
+        assert out[0, 0].sub(out[0, 1]).abs().max() > 0.01
+        assert out[0].sub(out[1]).abs().max() > 0.01
+        assert out[:, :, 64:128].sub(out[:, :, 128:192]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_gradcheck(encoding):
+    case = Case(encoding, 5, 7, B=1, H=2, G=1, D=3, V=2, P=3)
+
+    def function(query, key, value, *tables):
+        tables = iter(tables)
+        terms = [
+            BlockTerm(t.name, (next(tables), *t.tensors[1:]) if t.name != "alibi" else t.tensors, t.parameters)
+            for t in case.terms
+        ]
+        return blockwise_attention(query, key, value, scaling=case.scaling, terms=terms, direct=False, block_size=2)
+
+    torch.autograd.gradcheck(function, tuple(case.inputs))
+
+
+@pytest.mark.parametrize("mask", [None, "packed-padded", "bool"])
+def test_opcheck(mask):
+    case = Case("cope+relative", 20, 30, dtype=torch.float32)
+    masks = {None: None, "bool": torch.rand(2, 1, 20, 30) < 0.5}
+    mask = masks[mask] if mask in masks else segments_of(mask, 2, 30)
+    tensors = [tensor for term in case.terms for tensor in term.tensors]
+    spec = blockwise._describe(case.terms)
+    seed = torch.tensor([5])
+    torch.library.opcheck(
+        blockwise._forward, (case.query, case.key, case.value, mask, tensors, seed, spec, 0.3, 0.1, 8)
+    )
+
+
+@pytest.mark.parametrize("encoding", ["cope", "relative", "alibi"])
+def test_compiles_as_one_graph(encoding):
+    case = Case(encoding, 40, 40, dtype=torch.float32, segments=segments_of("left", 2, 40))
+    expected = case.blockwise()
+    compiled = torch.compile(lambda: case.blockwise().square().sum(), fullgraph=True, backend="aot_eager")
+    gradients = torch.autograd.grad(compiled(), case.inputs)
+    for one, other in zip(gradients, torch.autograd.grad(expected.square().sum(), case.inputs)):
+        torch.testing.assert_close(one, other)
+
+
+def test_autocast_uses_low_precision_products_only():
+    case = Case("cope", 100, 100, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = case.blockwise()
+        gradients = case.gradients(out.float())
+    assert out.dtype == torch.bfloat16
+    low = [tensor.detach().bfloat16() for tensor in (case.query, case.key, case.value)]
+    # The table stays in float32, and so does z.
+    expected = blockwise_attention(*low, scaling=case.scaling, terms=case.terms, direct=False, block_size=64)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+
+
+def test_second_derivative_is_refused():
+    case = Case("cope", 10, 10)
+    first = torch.autograd.grad(case.blockwise().square().sum(), case.query, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        first.sum().backward()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.mark.parametrize("encoding", ["cope", "cope-closed", "relative", "alibi"])
+def test_memory_is_linear_in_length(encoding):
+    """No operation of a training step makes a tensor with T * T elements per head."""
+    sizes = []
+    for T in (1024, 2048):
+        logit = -8.0 if encoding == "cope-closed" else 0.0
+        case = Case(encoding.removesuffix("-closed"), T, T, B=1, H=2, G=2, dtype=torch.float32, logit=logit)
+        # The table of relative positions has T / 2 entries: z is (block, T / 2).
+        with LargestTensor() as mode, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blockwise, "CHUNK_LOGITS", 1)
+            case.gradients(case.blockwise())
+        assert mode.largest > 0
+        sizes.append(mode.largest)
+    assert sizes[1] <= 2.2 * sizes[0]
+    assert sizes[1] <= 64 * 2048 * 2
+
+
+def test_inference_keeps_nothing():
+    case = Case("cope", 100, 100)
+    with torch.no_grad():
+        out = case.blockwise()
+    assert out.grad_fn is None
+    # With gradients: inputs, output and the log-sum-exp of each row, nothing of size Q x K.
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        case.blockwise()
+    assert saved
+    assert max(tensor.numel() for tensor in saved) <= case.query.numel()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": torch.zeros(2, 5, dtype=torch.int32)}, "mask=.*segments"),
+        ({"mask": torch.zeros(2, 20, dtype=torch.int64)}, "mask=.*segments"),
+        ({"mask": torch.zeros(2, 1, 20, 20, requires_grad=True)}, "mask.requires_grad"),
+        ({"terms": "reversed"}, "must come first"),
+        ({"key": torch.zeros(2, 3, 20, 8)}, "do not fit"),
+    ],
+    ids=["mask-shape", "mask-type", "mask-gradient", "order", "heads"],
+)
+def test_refusals(change, message):
+    case = Case("cope+relative", 20, 20, dtype=torch.float32)
+    settings = {"mask": None, "key": case.key, "terms": case.terms, **change}
+    if settings["terms"] == "reversed":
+        settings["terms"] = case.terms[::-1]
+    with pytest.raises(ValueError, match=message):
+        blockwise_attention(case.query, value=case.value, scaling=1.0, **settings)

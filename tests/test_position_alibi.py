@@ -1,0 +1,116 @@
+"""ALiBi: slopes, the shipped specification and the blockwise path against loops, tensor parallelism."""
+
+import types
+
+import pytest
+import torch
+
+import oracles
+from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from whatwhere.position_alibi import ALiBi, alibi_slopes
+
+
+def config(num_heads):
+    return types.SimpleNamespace(hidden_size=4 * num_heads, num_attention_heads=num_heads, head_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "slopes"),
+    [
+        (1, [2**-8]),
+        (2, [2**-4, 2**-8]),
+        # The paper's example for 8 heads; for other numbers, what its code gives.
+        (8, [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]),
+        (3, [2**-4, 2**-8, 2**-2]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+        (12, [2**-n for n in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]),
+    ],
+)
+def test_slopes(num_heads, slopes):
+    assert alibi_slopes(num_heads) == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize("num_heads", [2, 3])
+@pytest.mark.parametrize(
+    ("segments", "key_positions"),
+    [
+        (None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (None, [0, 1, 2, 4, 5, 6, 9, 10, 11]),
+        ([-1, -1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 2, 3, 4, 5, 6]),
+        ([0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2, 3, 4]),
+    ],
+    ids=["plain", "gaps", "left-padded", "packed"],
+)
+def test_equals_loops(num_heads, segments, key_positions):
+    """Outputs and every gradient, of the eager and of the blockwise path; positions decide, not slots."""
+    Q, K, H, scaling = 7, 9, num_heads, 0.5
+    layer = ALiBi(config(H), None, 0)
+    key_positions = torch.tensor([key_positions])
+    context = {"query_positions": key_positions[:, K - Q :], "key_positions": key_positions}
+    shapes = [(2, H, Q, 4), (2, H, K, 4), (2, H, K, 3)]
+    states = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    visible = oracles.visible_oracle(Q, K, segments)
+    expected = torch.stack(
+        [
+            torch.stack(
+                [
+                    oracles.alibi_oracle(
+                        *(x[b, h] for x in states),
+                        alibi_slopes(H)[h],
+                        context["query_positions"][0],
+                        key_positions[0],
+                        visible,
+                        scaling,
+                    )
+                    for h in range(H)
+                ]
+            )
+            for b in range(2)
+        ]
+    )
+    grad = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, states, grad)
+    query, key, value = states
+    logits = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
+    weights = torch.softmax(logits + layer.bias(logits, query, context, scaling), -1)
+    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    terms = [layer.block_term(context, scaling)]
+    outs = (
+        weights * visible.any(-1, keepdim=True) @ value,
+        blockwise_attention(*states, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False),
+    )
+    for out in outs:
+        # Slopes are float32 numbers.
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        for one, other in zip(torch.autograd.grad(out, states, grad), truth):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("Q", [1, 6])
+def test_tensor_parallel_ranks_get_their_heads(Q):
+    """A rank with heads 2 and 3 of 6 computes what the whole model computes for them."""
+    K = 8
+    layer = ALiBi(config(6), None, 0)
+    positions = torch.arange(K)[None]
+    whole = {"query_positions": positions[:, K - Q :], "key_positions": positions}
+    rank = {**whole, "head_offset": 2}
+    query, key, value = torch.randn(1, 6, Q, 4), torch.randn(1, 6, K, 4), torch.randn(1, 6, K, 4)
+    logits = query @ key.transpose(2, 3)
+    part = slice(2, 4)
+    torch.testing.assert_close(
+        layer.bias(logits[:, part], query[:, part], rank, 0.5), layer.bias(logits, query, whole, 0.5)[:, part]
+    )
+    torch.testing.assert_close(
+        blockwise_attention(
+            query[:, part], key[:, part], value[:, part], scaling=0.5, terms=[layer.block_term(rank, 0.5)]
+        ),
+        blockwise_attention(query, key, value, scaling=0.5, terms=[layer.block_term(whole, 0.5)])[:, part],
+    )
+
+
+def test_has_no_state():
+    """Slopes are computed: non-persistent buffers would be garbage after from_pretrained."""
+    layer = ALiBi(config(4), None, 0)
+    assert not list(layer.parameters())
+    assert not list(layer.buffers())
+    assert ALiBi.shared_class is None
