@@ -115,10 +115,11 @@ def sdpa_attention_forward(
             attention_mask = torch.where(attention_mask, bias, torch.finfo(query.dtype).min)
         else:
             attention_mask = attention_mask + bias
+    padded = _pad_value(key, value)
     output, _ = stock_sdpa_attention_forward(
-        module, query, key, _pad_value(key, value), attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        module, query, key, padded, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
-    return output[..., : value.shape[-1]], None
+    return output if padded is value else output[..., : value.shape[-1]], None
 
 
 def flex_attention_forward(

@@ -193,21 +193,26 @@ class PositionEncodings(nn.ModuleDict):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__({cls.name: cls(config, parameters, layer_idx) for cls, parameters in parse(config)})
         self.biases = [name for name, part in self.items() if part.has_bias]
+        # Hooks that do nothing are not called: a decoding step is short.
+        self.rotations = [n for n, part in self.items() if type(part).rotate is not PositionEncoding.rotate]
+        self.cached_rotations = [
+            n for n, part in self.items() if type(part).rotate_cached is not PositionEncoding.rotate_cached
+        ]
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PositionEncoding.rotate`."""
-        for part in self.values():
-            query, key = part.rotate(query, key, context)
+        for name in self.rotations:
+            query, key = self[name].rotate(query, key, context)
         return query, key
 
     def rotate_cached(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PositionEncoding.rotate_cached`."""
-        for part in self.values():
-            query, key = part.rotate_cached(query, key, context)
+        for name in self.cached_rotations:
+            query, key = self[name].rotate_cached(query, key, context)
         return query, key
 
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:

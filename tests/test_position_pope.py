@@ -1,0 +1,119 @@
+"""PoPE against the paper, read literally."""
+
+import math
+
+import pytest
+import torch
+from oracles import pope_attention
+from tiny import causal_lm_class, tiny_config, tiny_model, tokens
+
+from whatwhere.attention import eager_attention_forward
+from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_pope import _BoundedPhase, pope_frequencies
+
+
+PARAMETERS = [
+    {},
+    {"use_delta": False},
+    {"magnitude": "relu"},
+    {"magnitude": "identity"},
+    {"theta": 50.0},
+    {"partial_rotary_factor": 0.5},
+    {"partial_rotary_factor": 0.3, "magnitude": "identity"},
+]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.position_encoding = PositionEncodings(config, 0)
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize("length", [1, 9])
+def test_against_the_paper(parameters, length):
+    config = tiny_config("llama", "pope", position_encoding_parameters=parameters)
+    layer = Layer(config).double()
+    encoding = layer.position_encoding["pope"]
+    head_dim = config.head_dim
+    query = torch.randn(1, 4, length, head_dim, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(1, 2, length, head_dim, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(1, 2, length, head_dim, dtype=torch.float64, requires_grad=True)
+    delta = encoding.delta
+    if delta is not None:
+        torch.nn.init.uniform_(delta, -6, -0.1)
+    positions = torch.arange(length)[None] + 3
+    context = SharedPositionEncodings(config)(query, positions, None, 0, length)
+
+    rotated = layer.position_encoding.rotate(query, key, context)
+    rotated = layer.position_encoding.rotate_cached(*rotated, context)
+    output, _ = eager_attention_forward(layer, *rotated, value, None, scaling=head_dim**-0.5, position_context=context)
+    expected = pope_attention(query, key, value, delta, encoding.parameters_, positions[0])
+    # Phases are float32 in the shipped path.
+    torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
+
+    inputs = [query, key, value] + ([delta] if delta is not None else [])
+    weight = torch.randn_like(expected)
+    actual = torch.autograd.grad((output.transpose(1, 2) * weight).sum(), inputs)
+    for one, other in zip(actual, torch.autograd.grad((expected * weight).sum(), inputs)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+def test_frequencies():
+    frequencies = pope_frequencies(4, 10000.0)
+    torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
+
+
+def test_the_bound_on_delta_never_freezes():
+    inside = torch.tensor([-6.0, -3.0, 0.0], requires_grad=True)
+    _BoundedPhase.apply(inside).sum().backward()
+    assert torch.equal(inside.grad, torch.ones(3))
+    outside = torch.tensor([0.5, 0.5, -7.0, -7.0], requires_grad=True)
+    bounded = _BoundedPhase.apply(outside)
+    torch.testing.assert_close(bounded, torch.tensor([0.0, 0.0, -2 * math.pi, -2 * math.pi]))
+    # A descent step goes against the gradient: only those that lead back inside pass.
+    (bounded * torch.tensor([1.0, -1.0, 1.0, -1.0])).sum().backward()
+    assert torch.equal(outside.grad, torch.tensor([1.0, 0.0, 0.0, -1.0]))
+
+
+def test_delta_returns_after_a_step_too_far():
+    delta = torch.nn.Parameter(torch.tensor([-0.01]))
+    optimiser = torch.optim.SGD([delta], lr=1.0)
+    for target in [0.5] + [-1.0] * 40:
+        optimiser.zero_grad()
+        (0.1 * (_BoundedPhase.apply(delta) - target).square()).sum().backward()
+        if target > 0:
+            delta.grad.mul_(10)
+        optimiser.step()
+    torch.testing.assert_close(delta.detach(), torch.tensor([-1.0]), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("init", "low", "high"), [("zeros", 0.0, 0.0), ("uniform", -2 * math.pi, 0.0)])
+def test_initial_delta(init, low, high):
+    config = tiny_config("gpt2", "pope", position_encoding_parameters={"delta_init": init})
+    delta = causal_lm_class("gpt2")(config).transformer.h[0].attn.position_encoding["pope"].delta
+    assert delta.shape == (4, 8)
+    assert delta.min() >= low
+    assert delta.max() <= high
+    if init == "uniform":
+        assert 1.2 < delta.std() < 2.4
+
+
+def test_the_cache_holds_unrotated_magnitudes():
+    model = tiny_model("llama", "pope")
+    cache = model(tokens(1, 9), use_cache=True).past_key_values
+    assert cache.layers[0].keys.shape == (1, 2, 9, 8)
+    assert (cache.layers[0].keys > 0).all()
+    # Nothing in them depends on the position: the same tokens later give the same first-layer keys.
+    ids = tokens(1, 4)
+    keys = model(torch.cat((ids, ids), dim=1), use_cache=True).past_key_values.layers[0].keys
+    torch.testing.assert_close(keys[:, :, :4], keys[:, :, 4:])
+
+
+def test_shifting_all_positions_changes_nothing():
+    model = tiny_model("llama", "pope")
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        logits = model(ids).logits
+        shifted = model(ids, position_ids=torch.arange(12)[None] + 1000).logits
+    torch.testing.assert_close(shifted, logits, rtol=1e-3, atol=1e-3)
