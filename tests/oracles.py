@@ -94,3 +94,43 @@ def visible_oracle(query_length, key_length, segments=None):
             same = segments is None or (segments[slot] >= 0 and segments[j] == segments[slot])
             visible[i, j] = bool(same)
     return visible
+
+
+def pope_attention(query, key, value, delta, parameters, positions):
+    """PoPE, equations 3 to 5, one logit at a time.
+
+    Args:
+        query: float64 (B, H, T, D). key, value: float64 (B, G, T, D).
+        delta: (H, R), or None.
+        parameters: `PoPEParameters`.
+        positions: int64 (T,).
+
+    Returns:
+        float64 (B, H, T, D).
+    """
+    B, H, T, D = query.shape
+    R = int(D * parameters.partial_rotary_factor)
+    magnitude = {
+        "softplus": lambda x: torch.log(1 + torch.exp(x)),
+        "relu": lambda x: torch.clamp(x, min=0),
+        "identity": lambda x: x,
+    }[parameters.magnitude]
+    rows = []
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // key.shape[1])
+            for t in range(T):
+                logits = []
+                for s in range(t + 1):
+                    logit = query.new_zeros(())
+                    for c in range(R):
+                        theta = parameters.theta ** (-c / R)
+                        phase = torch.as_tensor(float(positions[s] - positions[t]) * theta, dtype=torch.float64)
+                        if delta is not None:
+                            phase = phase + delta[h, c]
+                        logit = logit + magnitude(query[b, h, t, c]) * magnitude(key[b, g, s, c]) * torch.cos(phase)
+                    logit = logit + (query[b, h, t, R:] * key[b, g, s, R:]).sum()
+                    logits.append(logit / math.sqrt(D))
+                weights = torch.softmax(torch.stack(logits), dim=0)
+                rows.append(weights @ value[b, g, : t + 1])
+    return torch.stack(rows).view(B, H, T, D)

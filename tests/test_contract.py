@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import whatwhere
+from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere.position_encodings import supported_implementations
-
 
 ENCODINGS = whatwhere.list_position_encodings()
 # Scaled down to saturate within the tiny sequences.

@@ -1,8 +1,8 @@
 """Tiny models of both families, for every encoding."""
 
 import torch
-import whatwhere
 
+import whatwhere
 
 FAMILIES = ("llama", "gpt2")
 VOCABULARY = 61
