@@ -68,8 +68,8 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
 def build_model(recipe: Recipe, config: Any) -> Any:
     """Builds the model with freshly initialised weights, which the seed of the process decides."""
     model = FAMILIES[recipe.model["family"]][1](config)
-    if recipe.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+    if recipe.training.activation_checkpointing:
+        model.activation_checkpointing_enable()
     if recipe.training.compile:
         model.compile()
     return model

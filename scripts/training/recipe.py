@@ -84,7 +84,7 @@ class TrainingRecipe:
     epsilon: float = _field(1e-8, above=0)
     clip_norm: float | None = _field(None, above=0)
     mixed_precision: Literal["no", "bf16"] = "no"
-    gradient_checkpointing: bool = False
+    activation_checkpointing: bool = False
     compile: bool = False
     log_every: int = _field(10, minimum=1)
     checkpoint_every: int | None = _field(None, minimum=1)

@@ -1,0 +1,422 @@
+"""Corpora, tokenizers and packing."""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
+
+from whatwhere.scripts.data import corpus
+from whatwhere.scripts.data.pack import (
+    IGNORED,
+    ShuffledBatches,
+    StreamedBatches,
+    add_labels,
+    iterate_blocks,
+    make_blocks,
+)
+from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, evaluation_stream, tokenize_documents
+
+TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Keeps the copies that `datasets` makes out of the user's cache."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture(scope="session")
+def stdlib():
+    return corpus.load_text()
+
+
+@pytest.fixture(scope="session", params=["bytes", "bpe"])
+def tokenizer(request):
+    if request.param == "bytes":
+        return build_tokenizer("bytes")
+    return build_tokenizer("bpe", vocab_size=300, texts=TEXTS)
+
+
+# --- the embedded corpus
+
+
+def test_stdlib_splits_are_disjoint_and_hold_the_library(stdlib):
+    paths = {split: set(stdlib[split]["path"]) for split in corpus.SPLITS}
+    assert all(paths.values())
+    together = set().union(*paths.values())
+    assert len(together) == sum(map(len, paths.values()))
+    assert {"argparse.py", "json/decoder.py", "asyncio/events.py"} <= together
+    folders = {folder for path in together for folder in path.split("/")[:-1]}
+    assert not folders & {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+    texts = [text for split in corpus.SPLITS for text in stdlib[split]["text"]]
+    assert len(set(texts)) > 0.98 * len(texts), "many equal files: train leaks into test"
+
+
+def test_stdlib_split_depends_on_the_path_alone():
+    # Written down once: a change would move files between train and test under existing checkpoints.
+    pinned = {"argparse.py": "train", "ast.py": "test", "json/decoder.py": "validation", "enum.py": "train"}
+    pinned |= {"inspect.py": "test", "typing.py": "train", "os.py": "validation", "heapq.py": "train"}
+    assert {name: corpus.stdlib_split(name) for name in pinned} == pinned
+    shares = [corpus.stdlib_split(f"module_{i}.py") for i in range(4000)]
+    assert 0.88 < shares.count("train") / 4000 < 0.92
+    assert 0.04 < shares.count("test") / 4000 < 0.06
+
+
+def test_stdlib_order_is_by_path(stdlib):
+    # not by what the file system or a set happens to give
+    for split in corpus.SPLITS:
+        assert stdlib[split]["path"] == sorted(stdlib[split]["path"])
+
+
+# --- local files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "1.txt").write_bytes(b"one\r\ntwo\r\n")
+    with gzip.open(tmp_path / "books" / "2.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("three\n\nfour é")
+    rows = [{"id": str(i), "body": f"document {i}\nline"} for i in range(3)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "valid.jsonl").write_text(lines, encoding="utf-8")
+    with gzip.open(tmp_path / "train-00.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(lines)
+    return tmp_path
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+def test_local_jsonl(folder, streaming):
+    splits = {"train": "train-*.jsonl.gz", "validation": ["valid.jsonl"]}
+    loaded = corpus.load_text("local", data_dir=folder, splits=splits, text_field="body", streaming=streaming)
+    assert set(loaded) == {"train", "validation"}
+    for split in loaded.values():
+        assert [row["text"] for row in split] == [f"document {i}\nline" for i in range(3)]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+def test_local_text_is_one_document_a_file(folder, streaming, monkeypatch):
+    monkeypatch.setenv("WHATWHERE_DATA_DIR", str(folder))
+    splits = {"train": "books/*.txt*", "validation": "books/1.txt", "test": "books/2.txt.gz"}
+    loaded = corpus.load_text("local", splits=splits, streaming=streaming)
+    assert [row["text"] for row in loaded["train"]] == ["one\ntwo\n", "three\n\nfour é"]
+    assert [row["text"] for row in loaded["test"]] == ["three\n\nfour é"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "stlib"}, "source='stlib'"),
+        ({"source": "local", "data_dir": "no such folder"}, "existing folder"),
+        (
+            {"source": "local", "splits": {"train": "nothing*", "validation": "valid.jsonl"}},
+            "'nothing\\*' matches no file",
+        ),
+        ({"source": "local", "splits": {"train": "valid.jsonl"}}, "'validation' is missing"),
+        ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl", "dev": "x"}}, "'dev'"),
+        (
+            {"source": "local", "splits": {"train": ["valid.jsonl", "books/1.txt"], "validation": "valid.jsonl"}},
+            "mixes",
+        ),
+        ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl"}}, "text_field='text'"),
+        ({"source": "local", "splits": {"train": "table.csv", "validation": "valid.jsonl"}}, "table.csv"),
+        ({"source": "hub"}, "needs the id of a dataset"),
+    ],
+)
+def test_bad_sources(folder, options, message):
+    (folder / "table.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=message):
+        corpus.load_text(**{"data_dir": folder, **options})
+
+
+def test_local_needs_a_folder(monkeypatch):
+    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
+    with pytest.raises(ValueError, match="WHATWHERE_DATA_DIR"):
+        corpus.load_text("local", splits={"train": "a", "validation": "b"})
+
+
+@pytest.mark.skipif(
+    "WHATWHERE_DATA_DIR" not in os.environ, reason="set WHATWHERE_DATA_DIR to a folder with the public data"
+)
+def test_public_data():
+    splits = {
+        "train": "wikipedia_en/train-*.jsonl.gz",
+        "validation": "wikipedia_en/valid.jsonl.gz",
+        "test": "pg19/test/*.txt",
+    }
+    loaded = corpus.load_text("local", splits=splits, streaming=True)
+    assert "\r" not in next(iter(loaded["test"]))["text"]
+    assert len(list(loaded["validation"])) == 63
+    assert len(next(iter(loaded["train"]))["text"]) > 100
+
+
+def test_hub_slices(monkeypatch):
+    """What a slice of a Hub split selects, streamed or not; only the network call is replaced."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"content": [str(i) for i in range(10)]})
+    calls = []
+
+    def load_dataset(dataset, config, split, streaming):
+        calls.append((dataset, config, split, streaming))
+        return rows.to_iterable_dataset() if streaming else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda dataset, config: ["train"])
+    splits = {"train": "train[4:]", "validation": "train[:2]", "test": "train[2:4]"}
+    for streaming in (False, True):
+        loaded = corpus.load_text("hub", dataset="me/text", splits=splits, text_field="content", streaming=streaming)
+        assert [row["text"] for row in loaded["train"]] == ["4", "5", "6", "7", "8", "9"]
+        assert [row["text"] for row in loaded["validation"]] == ["0", "1"]
+        assert [row["text"] for row in loaded["test"]] == ["2", "3"]
+    assert calls[0] == ("me/text", None, "train", False)
+    with pytest.raises(ValueError, match="has the splits 'train'"):
+        corpus.load_text("hub", dataset="me/text", text_field="content")
+
+
+# --- tokenizers
+
+
+def random_text(seed: int, length: int = 2000) -> str:
+    generator = random.Random(seed)
+    ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
+    return "".join(chr(generator.randint(*generator.choice(ranges))) for _ in range(length))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "\n\n",
+        "<|endoftext|>",
+        "a <|padding|>b<|endoftext|>",
+        "don't , stop !",
+        "e\u0301 vs é",
+        random_text(0),
+        random_text(1),
+    ],
+    ids=["empty", "space", "newlines", "special", "specials", "spacing", "combining", "random0", "random1"],
+)
+def test_round_trip(tokenizer, text):
+    (ids,) = tokenize_documents(tokenizer, [text])
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id not in ids[:-1]
+    assert tokenizer.decode(ids[:-1]) == text
+    # every way of asking for it
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_byte_tokens_are_the_bytes():
+    tokenizer = build_tokenizer("bytes")
+    text = "".join(map(chr, range(256))) + "数"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert len(tokenizer) == 258
+    assert {tokenizer.bos_token_id, tokenizer.eos_token_id} == {256}
+    assert tokenizer.pad_token_id == 257
+    # any sequence of bytes decodes, even one that is no text
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+
+
+def test_tokenizer_loads_in_a_clean_process(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    text = random_text(2, 200)
+    code = (
+        "import sys, json; from transformers import AutoTokenizer; assert 'whatwhere' not in sys.modules\n"
+        "t = AutoTokenizer.from_pretrained(sys.argv[1]); text = json.loads(sys.argv[2]); ids = t(text)['input_ids']\n"
+        "assert t.decode(ids) == text; print(json.dumps([ids, t.eos_token_id, t.pad_token_id, t.bos_token_id]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), json.dumps(text)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id]
+    assert json.loads(output.splitlines()[-1]) == [tokenizer(text)["input_ids"], *special]
+
+
+def test_bpe_is_deterministic_and_cached(tmp_path, stdlib):
+    texts = stdlib["test"]["text"][:6]
+    first = build_tokenizer("bpe", vocab_size=400, texts=texts, cache_dir=tmp_path)
+    assert len(first) == 400
+    (file,) = tmp_path.glob("bpe-400-*.json")
+    written = file.stat().st_mtime_ns
+    second = build_tokenizer("bpe", vocab_size=400, texts=iter(texts), cache_dir=tmp_path)
+    assert file.stat().st_mtime_ns == written
+    third = build_tokenizer("bpe", vocab_size=400, texts=texts)
+    assert first.get_vocab() == second.get_vocab() == third.get_vocab()
+    assert len(next(iter(tokenize_documents(first, texts[:1])))) < len(texts[0].encode())
+    # other texts, other file
+    build_tokenizer("bpe", vocab_size=400, texts=texts[1:], cache_dir=tmp_path)
+    assert len(list(tmp_path.glob("bpe-400-*.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "bpe", "texts": ["a"]}, "at least 258"),
+        ({"kind": "bpe", "texts": ["a"], "vocab_size": 257}, "vocab_size=257"),
+        ({"kind": "bpe", "vocab_size": 300}, "trained on texts"),
+        ({"kind": "bytes", "vocab_size": 300}, "vocab_size=300"),
+        ({"kind": "./no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_bad_tokenizers(options, message):
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(**options)
+
+
+def test_evaluation_stream_counts_every_byte(tokenizer):
+    ids, sizes = evaluation_stream(tokenizer, TEXTS)
+    assert ids.shape == sizes.shape
+    assert ids.dtype == sizes.dtype == torch.int64
+    assert sizes.sum().item() == sum(len(text.encode()) for text in TEXTS)
+    ends = (ids == tokenizer.eos_token_id).nonzero().flatten().tolist()
+    assert len(ends) == len(TEXTS)
+    assert sizes[ends].sum() == 0
+    # each document by itself, too
+    start = 0
+    for end, text in zip(ends, TEXTS):
+        assert sizes[start:end].sum().item() == len(text.encode())
+        start = end + 1
+
+
+def test_bytes_per_token_of_sentencepiece_and_refusal_of_others():
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "</s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5, **{f"<0x{b:02X}>": 6 + b for b in range(256)}}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    # one more byte a document: the space that SentencePiece puts before it
+    _, sizes = evaluation_stream(tokenizer, ["ab aé", "b"])
+    assert sizes.sum().item() == len("ab aé".encode()) + len("b") + 2
+
+    words = Tokenizer(models.WordLevel({"a": 0, "[EOS]": 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(ValueError, match="bits per byte"):
+        bytes_per_token(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]"))
+
+
+def test_pair_of_gpt2_files(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    tokenizer = build_tokenizer(str(tmp_path))
+    assert list(tokenize_documents(tokenizer, ["aab"])) == [[0, 2, 3]]
+    assert bytes_per_token(tokenizer).tolist() == [1, 1, 2, 0]
+
+
+# --- packing
+
+
+def test_concat_joins_documents_by_end_of_text():
+    tokenizer = build_tokenizer("bytes")
+    blocks = make_blocks([{"text": "abc"}, {"text": ""}, {"text": "defgh"}], tokenizer, sequence_length=4)
+    end = tokenizer.eos_token_id
+    # abc$ $def gh$: the last three tokens do not fill a block
+    assert blocks[:]["input_ids"].tolist() == [[97, 98, 99, end], [end, 100, 101, 102]]
+    assert blocks.column_names == ["input_ids"]
+    assert torch.equal(add_labels(blocks[:])["labels"], blocks[:]["input_ids"])
+
+
+def test_documents_restart_positions_and_lose_their_first_label():
+    tokenizer = build_tokenizer("bytes")
+    blocks = make_blocks([{"text": "ab"}, {"text": "cdefghi"}], tokenizer, sequence_length=5, pack="documents")[:]
+    assert blocks["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    labels = add_labels(blocks)["labels"]
+    assert labels.tolist()[0] == [IGNORED, 98, tokenizer.eos_token_id, IGNORED, 100]
+    assert labels.tolist()[1][1:] == [*b"fghi"]
+
+
+def test_packing_loses_nothing_before_the_last_block(tokenizer):
+    rows = [{"text": text} for text in TEXTS * 3]
+    stream, _ = evaluation_stream(tokenizer, [row["text"] for row in rows])
+    for length in (3, 16, 63):
+        blocks = [block["input_ids"] for block in iterate_blocks(rows, tokenizer, length, "concat")]
+        assert len(blocks) == len(stream) // length
+        assert torch.equal(
+            torch.cat([torch.from_numpy(block) for block in blocks]).long(), stream[: len(blocks) * length]
+        )
+
+
+def test_attention_does_not_cross_packed_documents():
+    from whatwhere.scripts.training.model import build_config, build_model
+    from whatwhere.scripts.training.recipe import parse_recipe
+
+    for encoding in ("rope", "cope"):
+        recipe = parse_recipe(
+            {
+                "name": "packed",
+                "data": {"sequence_length": 12, "pack": "documents"},
+                "model": {
+                    "family": "llama", "position_encoding": encoding, "hidden_size": 16, "intermediate_size": 16,
+                    "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 258,
+                },
+                "training": {"steps": 1, "batch_size": 1, "learning_rate": 0.1},
+            }
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = build_model(recipe, build_config(recipe)).eval()
+        tokenizer = build_tokenizer("bytes")
+        one = make_blocks([{"text": "abcde"}, {"text": "fghij"}], tokenizer, sequence_length=12, pack="documents")[:]
+        two = make_blocks([{"text": "XYZde"}, {"text": "fghij"}], tokenizer, sequence_length=12, pack="documents")[:]
+        with torch.no_grad():
+            first, second = model(**one, use_cache=False).logits, model(**two, use_cache=False).logits
+        torch.testing.assert_close(first[:, 6:], second[:, 6:])
+        assert not torch.allclose(first[:, 4], second[:, 4])
+
+
+def test_too_short_a_split():
+    with pytest.raises(ValueError, match="sequence_length=100"):
+        make_blocks([{"text": "abc"}], build_tokenizer("bytes"), sequence_length=100)
+
+
+def numbered_blocks(count: int):
+    import datasets
+
+    return datasets.Dataset.from_dict({"input_ids": [[i, i] for i in range(count)]}).with_format("torch")
+
+
+def test_shuffling_visits_everything_once_an_epoch():
+    batches = ShuffledBatches(numbered_blocks(10), batch_size=4, seed=3)
+    seen = [index for step in range(5) for index in batches(step)["input_ids"][:, 0].tolist()]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:], "both epochs have the same order"
+    assert seen[:10] != list(range(10))
+    # a function of the step alone: any step first, again, and in a new object
+    again = ShuffledBatches(numbered_blocks(10), batch_size=4, seed=3)
+    assert again(2)["input_ids"].tolist() == batches(2)["input_ids"].tolist()
+    assert again(0)["input_ids"][:, 0].tolist() == seen[:4]
+    other = ShuffledBatches(numbered_blocks(10), batch_size=10, seed=4)
+    assert other(0)["input_ids"][:, 0].tolist() != seen[:10]
+
+
+def test_streamed_batches_continue_and_repeat():
+    import datasets
+
+    tokenizer = build_tokenizer("bytes")
+    rows = datasets.Dataset.from_dict({"text": [f"document {i:02d}." for i in range(20)]}).to_iterable_dataset()
+    options = {"sequence_length": 6, "pack": "concat", "batch_size": 3, "seed": 0, "shuffle_buffer": 5}
+    batches = StreamedBatches(rows, tokenizer, **options)
+    # 20 documents of 13 tokens: 43 blocks an epoch, so 20 steps need a second one
+    seen = [batches(step)["input_ids"] for step in range(20)]
+    assert all(batch.shape == (3, 6) for batch in seen)
+    resumed = StreamedBatches(rows, tokenizer, **options)
+    assert torch.equal(resumed(17)["input_ids"], seen[17])
+    assert torch.equal(resumed(18)["input_ids"], seen[18])
+    with pytest.raises(ValueError, match="already at step"):
+        resumed(3)
+    first_epoch = tokenizer.decode(torch.cat(seen).flatten()[: 20 * 13].tolist())
+    # the end of the last one may have moved on into the second epoch
+    assert sum(f"{i:02d}." in first_epoch for i in range(20)) >= 19
+    plain = StreamedBatches(rows, tokenizer, **{**options, "shuffle_buffer": 1})
+    assert tokenizer.decode(plain(0)["input_ids"].flatten()).startswith("document 00.<|endoftext|>docu")
+    assert not torch.equal(seen[0], StreamedBatches(rows, tokenizer, **{**options, "seed": 1})(0)["input_ids"])

@@ -1,0 +1,223 @@
+"""Recipes: the shipped ones parse and build, and every mistake is refused with a message that helps."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
+
+from whatwhere.scripts.training.model import build_config, build_model, build_optimizer
+from whatwhere.scripts.training.recipe import RECIPES, RecipeError, differences, load_recipe, parse_recipe
+
+SHIPPED = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+VALID = {
+    "name": "valid",
+    "data": {"sequence_length": 16},
+    "model": {"family": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1},
+    "training": {"steps": 10, "batch_size": 4, "learning_rate": 1e-3},
+}
+
+
+def changed(**values):
+    """The valid recipe with other values; keys are written `data__source`; a value of `...` removes the key."""
+    recipe = copy.deepcopy(VALID)
+    for key, value in values.items():
+        *sections, last = key.split("__")
+        target = recipe
+        for section in sections:
+            target = target.setdefault(section, {})
+        if value is ...:
+            del target[last]
+        else:
+            target[last] = value
+    return recipe
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipe_builds(name):
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert parse_recipe(yaml.safe_load(yaml.safe_dump(recipe.resolved()))) == recipe
+    config = build_config(recipe)
+    assert config.max_position_embeddings == recipe.data.sequence_length
+    with torch.device("meta"):
+        model = build_model(recipe, config)
+    if name == "code_cope":
+        # Table 5 of the CoPE paper gives 19.8M for the model without position parameters.
+        without = sum(p.numel() for key, p in model.named_parameters() if "position" not in key)
+        assert round(without / 1e6, 1) == 19.8
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipe_explains_every_key(name):
+    sections = {"data:", "model:", "training:", "evaluation:"}
+    lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    for before, line in itertools.pairwise(lines):
+        if line.strip() and not line.lstrip().startswith("#") and line not in sections:
+            # A comment, or the first key of a group that has one.
+            assert before.strip(), f"{line!r} has no comment above it"
+            assert before not in sections, f"{line!r} has no comment above it"
+
+
+def test_demo_recipes_differ_in_the_encoding_alone():
+    rope, pope, cope = (load_recipe(f"demo_{name}").resolved() for name in ("rope", "pope", "cope"))
+    for name, other in (("pope", pope), ("cope", cope)):
+        assert differences(rope, other) == [
+            f"model.position_encoding: 'rope' → '{name}'",
+            f"name: 'demo_rope' → 'demo_{name}'",
+        ]
+
+
+def test_overrides_and_numbers(tmp_path):
+    recipe = load_recipe(
+        "demo_rope", ["training.learning_rate=5e-4", "seed=3", "evaluation.every=null", "model.rope_theta=500"]
+    )
+    assert recipe.training.learning_rate == 5e-4
+    assert (recipe.seed, recipe.evaluation.every) == (3, None)
+    assert build_config(recipe).rope_parameters["rope_theta"] == 500
+    # PyYAML reads 1e-3 as a string; an integer where a float is meant is a float
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(VALID).replace("0.001", "1e-3"))
+    assert load_recipe(file).training.learning_rate == 1e-3
+    parsed = parse_recipe(changed(training__weight_decay=1))
+    assert isinstance(parsed.training.weight_decay, float)
+    assert parsed == parse_recipe(changed(training__weight_decay=1.0))
+
+
+BAD = {
+    "misspelt section": (changed(trainig={}), "unknown key 'trainig'.*Did you mean 'training'"),
+    "misspelt key": (changed(training__learning_rat=1.0), "unknown key 'training.learning_rat'.*'learning_rate'"),
+    "missing section": (changed(data=...), "data is missing"),
+    "missing key": (changed(training__steps=...), "training.steps is missing"),
+    "section is no mapping": (changed(training=[1]), "training=\\[1\\] is not valid"),
+    "text for number": (changed(training__steps="ten"), "training.steps='ten'.*type int"),
+    "float for int": (changed(training__steps=1.5), "training.steps=1.5.*type int"),
+    "bool for int": (changed(training__steps=True), "training.steps=True.*type int"),
+    "bool for float": (changed(training__learning_rate=True), "training.learning_rate=True"),
+    "number for text": (changed(name=3), "name=3.*type str"),
+    "bad name": (changed(name="a/b"), "name='a/b'"),
+    "no steps": (changed(training__steps=0), "training.steps=0.*at least 1"),
+    "negative seed": (changed(seed=-1), "seed=-1.*at least 0"),
+    "learning rate 0": (changed(training__learning_rate=0.0), "training.learning_rate=0.0.*above 0"),
+    "learning rate nan": (changed(training__learning_rate=float("nan")), "training.learning_rate=nan.*above 0"),
+    "beta 1": (changed(training__beta1=1.0), "training.beta1=1.0.*below 1"),
+    "schedule": (changed(training__schedule="cosinus"), "training.schedule='cosinus'.*'cosine', 'linear', 'constant'"),
+    "precision": (changed(training__mixed_precision=False), "training.mixed_precision=False.*'no', 'bf16'"),
+    "long warm-up": (changed(training__warmup_steps=10), "training.warmup_steps=10.*below training.steps=10"),
+    "minimum above": (changed(training__minimum_learning_rate=1.0), "minimum_learning_rate=1.0.*at most"),
+    "minimum unused": (
+        changed(training__minimum_learning_rate=1e-4, training__schedule="constant"),
+        "has no effect with training.schedule='constant'",
+    ),
+    "micro batch": (changed(training__micro_batch_size=3), "micro_batch_size=3.*divide training.batch_size=4"),
+    "trackers": (changed(training__trackers=[1]), "training.trackers=\\[1\\]"),
+    "length 1": (changed(data__sequence_length=1), "data.sequence_length=1.*at least 2"),
+    "source": (changed(data__source="web"), "data.source='web'.*'stdlib', 'hub', 'local'"),
+    "pack": (changed(data__pack="docs"), "data.pack='docs'.*'concat', 'documents'"),
+    "hub without dataset": (changed(data__source="hub"), "data.dataset=None"),
+    "local without patterns": (changed(data__source="local"), "data.splits=None"),
+    "dataset unused": (changed(data__dataset="me/x"), "data.dataset='me/x' has no effect"),
+    "streaming unused": (changed(data__streaming=True), "data.streaming=True has no effect"),
+    "bpe without size": (changed(data__tokenizer="bpe"), "data.vocab_size=None.*'bpe' needs it"),
+    "size without bpe": (changed(data__vocab_size=300), "data.vocab_size=300.*'bytes'"),
+    "bpe too small": (changed(data__tokenizer="bpe", data__vocab_size=100), "data.vocab_size=100.*at least 258"),
+    "endless evaluation": (
+        changed(data__source="hub", data__dataset="me/x", data__streaming=True),
+        "evaluation.blocks and evaluation.final_blocks must be given",
+    ),
+    "bpe of a stream": (
+        changed(
+            data__source="hub", data__dataset="me/x", data__streaming=True, data__tokenizer="bpe", data__vocab_size=300
+        ),
+        "data.streaming=false",
+    ),
+    "no family": (changed(model__family=...), "model.family=None.*'gpt2', 'llama'"),
+    "family": (changed(model__family="lama"), "model.family='lama'.*Did you mean 'llama'"),
+    "misspelt model key": (changed(model__hiden_size=8), "hiden_size.*hidden_size"),
+    "key of the other family": (changed(model__n_embd=8), "n_embd"),
+    "encoding": (changed(model__position_encoding="pop"), "position_encoding='pop'.*'pope'"),
+    "encoding's parameter": (
+        changed(model__position_encoding="cope", model__position_encoding_parameters={"num_position": 4}),
+        "num_position'.*'num_positions'",
+    ),
+    "model type": (changed(model__num_hidden_layers="two"), "num_hidden_layers"),
+    "heads": (changed(model__num_attention_heads=3), "num_attention_heads=3"),
+    "small vocabulary": (changed(model__vocab_size=100), "model.vocab_size=100.*258 tokens"),
+    "beyond absolute": (
+        changed(model__position_encoding="absolute", model__max_position_embeddings=15),
+        "data.sequence_length=16.*'absolute' reaches 15",
+    ),
+    "beyond relative": (
+        changed(model__position_encoding="relative", model__max_position_embeddings=8),
+        "data.sequence_length=16.*'relative' reaches 8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_recipe(case):
+    from whatwhere.scripts.data.tokenize import build_tokenizer
+
+    values, message = BAD[case]
+    with pytest.raises(RecipeError, match=f"(?s){message}"):
+        build_config(parse_recipe(values), build_tokenizer("bytes"))
+
+
+def test_valid_recipe_is_valid():
+    """The table above changes one thing each: unchanged, nothing is refused."""
+    build_config(parse_recipe(VALID))
+    reaching = changed(model__position_encoding="alibi", model__max_position_embeddings=8)
+    assert build_config(parse_recipe(reaching)).max_position_embeddings == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "no valid YAML"),
+        ("- 1", "must be a mapping"),
+        ("seed: 1\nseed: 2", "'seed' is given twice"),
+        ("training: {steps: 1, steps: 2}", "'steps' is given twice"),
+        ("training: !!python/object:os.system {}", "no valid YAML"),
+    ],
+)
+def test_bad_file(tmp_path, text, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(file)
+
+
+def test_bad_names_and_overrides(tmp_path):
+    with pytest.raises(RecipeError, match="Did you mean 'demo_rope'"):
+        load_recipe("demo_rop")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(tmp_path / "missing.yaml")
+    with pytest.raises(RecipeError, match=r"must be key\.sub=value"):
+        load_recipe("demo_rope", ["seed"])
+    with pytest.raises(RecipeError, match="'seed' is no section"):
+        load_recipe("demo_rope", ["seed.x=1"])
+    with pytest.raises(RecipeError, match=r"unknown key 'training\.step'"):
+        load_recipe("demo_rope", ["training.step=1"])
+
+
+def test_decay_and_schedule():
+    recipe = parse_recipe(
+        changed(training__weight_decay=0.1, training__warmup_steps=2, training__minimum_learning_rate=1e-4)
+    )
+    model = build_model(recipe, build_config(recipe))
+    optimizer, scheduler = build_optimizer(model, recipe.training)
+    decayed, free = optimizer.param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+    assert {id(p) for p in decayed["params"]} == {id(p) for p in model.parameters() if p.ndim >= 2}
+    assert {id(p) for p in free["params"]} == {id(p) for key, p in model.named_parameters() if "norm" in key}
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:3] == [0.0, 5e-4, 1e-3]
+    assert rates == [*rates[:3], *sorted(rates[3:], reverse=True)]
+    assert scheduler.get_last_lr()[0] == pytest.approx(1e-4)
