@@ -2,12 +2,16 @@
 
 No number is typed by hand: each comes from the configuration or from a results file beside the weights, and the same
 files give the same bytes. Results belong to weights: a results file that states the fingerprint of other weights
-(`weights_sha256`) is left out, so that a model that was trained further does not carry old numbers.
+(`weights_sha256`) is left out, so that a model that was trained further does not carry old numbers. For the same reason
+a card ends in a comment with a digest of its text, the fingerprint of its weights and the number of its own tags: a
+card that nobody has edited is written again when other weights are saved beside it, and one that somebody has edited is
+theirs.
 """
 
 import hashlib
 import json
 import pathlib
+import re
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -17,6 +21,10 @@ LIBRARY = "whatwhere"
 
 # How a card begins that Transformers writes when a model is pushed to a repository that has none.
 _GENERIC = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
+_MARK = "\n<!-- whatwhere.model_card text={text} weights={weights} tags={tags} -->\n"
+_MARK_PATTERN = re.compile(
+    _MARK.format(text=r"(?P<text>\w+)", weights=r"(?P<weights>\w+)", tags=r"(?P<tags>\d+)") + r"\Z"
+)
 
 
 def weights_fingerprint(folder: str | pathlib.Path) -> str:
@@ -65,6 +73,7 @@ def model_card(
     *,
     results: dict[str, Any] | None = None,
     name: str | None = None,
+    weights: str | None = None,
     has_tokenizer: bool = False,
     figure: str | None = None,
 ) -> ModelCard:
@@ -74,6 +83,7 @@ def model_card(
         config: the model's configuration.
         results: from `read_results`; None for a model about which nothing was measured.
         name: the Hub id or the name of the folder.
+        weights: the fingerprint of the weights that the results are about.
         has_tokenizer: whether a tokenizer is saved beside the model: the snippet uses it.
         figure: the file name of the figure of length extrapolation, if there is one.
     """
@@ -107,15 +117,35 @@ def model_card(
         _limits_section(config),
         "## Licence\n\nApache-2.0.",
     ]
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n")
+    text = "\n" + "\n\n".join(filter(None, sections)) + "\n"
+    mark = _MARK.format(text=_digest(text), weights=weights or "none", tags=len(metadata.tags or []))
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}{mark}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def folder_card(folder: str | pathlib.Path, config: Any, *, results: dict[str, Any] | None, name: str) -> ModelCard:
+    """Builds the card of the checkpoint in a folder; see `model_card`."""
+    folder = pathlib.Path(folder)
+    return model_card(
+        config,
+        results=results,
+        name=name,
+        weights=weights_fingerprint(folder) if results else None,
+        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
+        figure="length.png" if "length" in (results or {}) and (folder / "length.png").is_file() else None,
+    )
 
 
 def complete_card(
     folder: str | pathlib.Path, config: Any, *, source: str | pathlib.Path | None = None, name: str | None = None
 ) -> None:
-    """Writes README.md into a folder of freshly saved weights, unless it holds a card that somebody wrote.
+    """Writes README.md into a folder of freshly saved weights, unless it holds a card that somebody wrote or edited.
 
-    The card that Transformers generates when it pushes a model counts as none; its tags are kept.
+    A card that Transformers generated is replaced (its tags are kept), and so is one of ours that nobody has edited,
+    unless it is about the weights in the folder and there are no results here to write a better one.
 
     Args:
         folder: where the model was saved.
@@ -126,22 +156,22 @@ def complete_card(
     """
     folder = pathlib.Path(folder)
     path = folder / "README.md"
-    tags: list[str] = []
-    if path.is_file():
-        old = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
-        if _GENERIC not in old.text:
-            return
-        tags = old.data.get("tags", [])
     results = None
     for place in dict.fromkeys(pathlib.Path(place) for place in (folder, source) if place):
         if results is None and any((place / file).is_file() for file in RESULT_FILES):
             results = read_results(place, weights=weights_fingerprint(folder))
-    card = model_card(
-        config,
-        results=results,
-        name=name or folder.resolve().name,
-        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
-    )
+    tags: list[str] = []
+    if path.is_file():
+        old = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+        mark = _MARK_PATTERN.search(old.text)
+        ours = mark is not None and mark["text"] == _digest(old.text[: mark.start()])
+        if not ours and _GENERIC not in old.text:
+            return
+        if mark and ours and not results and mark["weights"] == weights_fingerprint(folder):
+            return
+        # Those that somebody added: ours come first.
+        tags = old.data.get("tags", [])[int(mark["tags"]) if mark else 0 :]
+    card = folder_card(folder, config, results=results, name=name or folder.resolve().name)
     card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *tags]))
     card.save(path)
 

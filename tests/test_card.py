@@ -185,14 +185,39 @@ def test_regenerating_gives_the_same_bytes(measured):
     assert (measured / "README.md").read_bytes() == first
 
 
-def test_results_of_other_weights_are_left_out(measured):
-    (measured / "README.md").unlink()
+@pytest.mark.parametrize("edited", [False, True])
+def test_other_weights_in_the_same_folder(measured, edited):
+    readme = script.write_card(measured)
+    if edited:
+        readme.write_text(readme.read_text(encoding="utf-8").replace("## Limits", "## My limits"), encoding="utf-8")
+    before = readme.read_text(encoding="utf-8")
     model = WhatWhereLlamaForCausalLM.from_pretrained(measured)
+    model.save_pretrained(measured)
+    assert readme.read_text(encoding="utf-8") == before
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
     model.save_pretrained(measured)
+    # The results are about weights that are gone. Only a card that somebody has edited is theirs to correct.
     assert read_results(measured) is None
-    assert "There are no measured results" in script.write_card(measured).read_text(encoding="utf-8")
+    assert ("2.3457" in readme.read_text(encoding="utf-8")) == edited
+    assert "2.3457" not in script.write_card(measured).read_text(encoding="utf-8")
+
+
+def test_added_tags_stay_and_those_of_an_old_encoding_go(folder):
+    card = ModelCard.load(folder / "README.md")
+    card.data["tags"] = [*card.data["tags"], "mine"]
+    card.save(folder / "README.md")
+    WhatWhereLlamaForCausalLM(config(position_encoding="cope+rope")).save_pretrained(folder)
+    tags = ModelCard.load(folder / "README.md").data.tags
+    assert tags == ["whatwhere", "whatwhere_llama", "position-encoding", "cope", "rope", "mine"]
+
+
+def test_a_card_about_these_weights_is_kept_without_its_results_files(measured):
+    before = script.write_card(measured).read_bytes()
+    for name in ("results.json", "length.json", "lm_eval.json"):
+        (measured / name).unlink()
+    complete_card(measured, config(position_encoding="pope"))
+    assert (measured / "README.md").read_bytes() == before
 
 
 def test_a_card_without_results_says_so(folder):

@@ -141,6 +141,14 @@ def test_measured_results_travel_with_their_weights(hub, model, tmp_path, traine
     assert ("2.3457" in card.text) != trained_further
     assert bool(card.data.eval_results) != trained_further
     assert "results.json" not in hub.files
+    # The Hub's card was generated: it is written again with the next weights, and not with the same ones.
+    before = hub.files["README.md"]
+    model.push_to_hub(REPOSITORY)
+    assert hub.files["README.md"] == before
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    model.push_to_hub(REPOSITORY)
+    assert "2.3457" not in card_of(hub.files).text
 
 
 def test_save_pretrained_that_pushes(hub, model, tmp_path):

@@ -13,7 +13,7 @@ import pathlib
 
 import transformers
 
-from ...model_card import model_card, read_results
+from ...model_card import folder_card, read_results
 
 
 def write_card(folder: str | pathlib.Path) -> pathlib.Path:
@@ -30,14 +30,7 @@ def write_card(folder: str | pathlib.Path) -> pathlib.Path:
         raise ValueError(
             f"folder={str(folder)!r} holds a model of type {config.model_type!r}, which is not one of ours."
         )
-    results = read_results(folder)
-    card = model_card(
-        config,
-        results=results,
-        name=folder.resolve().name,
-        has_tokenizer=(folder / "tokenizer_config.json").is_file(),
-        figure="length.png" if "length" in (results or {}) and (folder / "length.png").is_file() else None,
-    )
+    card = folder_card(folder, config, results=read_results(folder), name=folder.resolve().name)
     path = folder / "README.md"
     card.save(path)
     return path

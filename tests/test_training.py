@@ -1,0 +1,460 @@
+"""The training loop: exact resume, interruption, processes, accumulation, records, and what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
+
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from whatwhere.scripts.training import loop
+from whatwhere.scripts.training.loop import Interrupted, Run, TrainingError, train
+from whatwhere.scripts.training.recipe import parse_recipe
+
+# What differs between two runs that are otherwise equal.
+CLOCK = {"tokens_per_second"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Keeps the copies that `datasets` makes out of the user's cache."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for split, count in (("train", 12), ("validation", 3), ("test", 3)):
+        rows = [{"text": f"{split} {i}: " + "é how now brown cow, " * (3 + i % 4)} for i in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def recipe(**changes):
+    """A recipe that trains in a second; keys are written `training__steps`."""
+    values = {
+        "name": "tiny",
+        "data": {
+            "source": "local",
+            "splits": {split: f"{split}.jsonl" for split in ("train", "validation", "test")},
+            "sequence_length": 24,
+        },
+        "model": {
+            "family": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            # so that a resumed run depends on the state of the random numbers
+            "attention_dropout": 0.1,
+        },
+        "training": {
+            "steps": 6,
+            "batch_size": 4,
+            "learning_rate": 0.01,
+            "warmup_steps": 1,
+            "weight_decay": 0.1,
+            "clip_norm": 1.0,
+            "log_every": 1,
+        },
+        "evaluation": {"every": 3, "blocks": 3},
+    }
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        target = values
+        for section in sections:
+            target = target[section]
+        target[last] = value
+    return parse_recipe(values)
+
+
+def metrics(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+
+
+def stop_after(monkeypatch, step, number=signal.SIGTERM):
+    """Sends this process a signal in the step after `step`."""
+    train_step = Run.train_step
+
+    def interrupted(self, batch):
+        if self.step == step:
+            signal.raise_signal(number)
+        return train_step(self, batch)
+
+    monkeypatch.setattr(Run, "train_step", interrupted)
+
+
+# --- a whole run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, data_dir):
+    output = tmp_path_factory.mktemp("finished") / "run"
+    results = train(recipe(), output, data_dir=data_dir, arguments=["tiny.yaml", "--output", "a b"])
+    return output, results
+
+
+def test_finished_folder(finished):
+    output, results = finished
+    names = {path.name for path in output.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "checkpoints"} <= names
+    assert {"recipe.yaml", "metrics.jsonl", "results.json"} <= names
+    assert json.loads((output / "results.json").read_text()) == results
+    assert results["recipe"] == recipe().resolved()
+    assert results["command"] == "python -m whatwhere.scripts.train tiny.yaml --output 'a b'"
+    assert (results["steps"], results["tokens_trained"], results["seed"]) == (6, 6 * 4 * 24, 0)
+    assert results["data"]["split"] == "test"
+    assert {"torch", "transformers", "accelerate", "datasets"} <= set(results["versions"])
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000006"]
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    tokens = tokenizer("how now", return_tensors="pt")["input_ids"]
+    assert model.generate(tokens, max_new_tokens=2, do_sample=False).shape == (1, 9)
+
+
+def test_metrics_file(finished):
+    lines = metrics(finished[0])
+    trained = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens"] for line in trained] == [96 * i for i in range(1, 7)]
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    assert [line["step"] for line in lines if "validation_bits_per_byte" in line] == [3, 6]
+
+
+def test_scores_by_hand(finished, data_dir):
+    """Bits per byte of the saved model on the test split, from the logits and the bytes of the text."""
+    output, results = finished
+    model = AutoModelForCausalLM.from_pretrained(output).eval()
+    texts = [json.loads(line)["text"] for line in (data_dir / "test.jsonl").read_text().splitlines()]
+    stream = [token for text in texts for token in [*text.encode(), 256]]
+    bits, size, nats, count = 0.0, 0, 0.0, 0
+    for start in range(0, len(stream) - 23, 24):
+        block = torch.tensor(stream[start : start + 24])
+        with torch.no_grad():
+            chances = model(block[None]).logits[0].double().log_softmax(-1)
+        for place in range(1, 24):
+            nats -= chances[place - 1, block[place]].item()
+            count += 1
+            size += block[place].item() < 256
+    bits = nats / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    assert results["tokens"] == count
+    assert results["metrics"]["bits_per_byte"]["value"] == pytest.approx(bits / size, rel=1e-5)
+    assert results["metrics"]["perplexity"]["value"] == pytest.approx(2.718281828459045 ** (nats / count), rel=1e-5)
+
+
+def test_seed_decides_the_run(finished, data_dir, tmp_path):
+    train(recipe(), tmp_path / "same", data_dir=data_dir)
+    assert metrics(tmp_path / "same") == metrics(finished[0])
+    train(recipe(seed=1), tmp_path / "other", data_dir=data_dir)
+    assert metrics(tmp_path / "other")[0]["loss"] != metrics(finished[0])[0]["loss"]
+
+
+# --- resume
+
+
+def assert_same_run(one, other):
+    assert metrics(one) == metrics(other)
+    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch, number):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, number)
+        with pytest.raises(Interrupted, match="after step 4") as caught:
+            train(recipe(), output, data_dir=data_dir)
+    assert caught.value.number == number
+    assert not (output / "results.json").exists()
+    torch.rand(7)
+    train(recipe(), output, resume=True, data_dir=data_dir)
+    assert_same_run(output, finished[0])
+
+
+def test_killed_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch):
+    """Killed outright: the steps after the last checkpoint are made again, a half-written line and checkpoint go."""
+    output = tmp_path / "run"
+    changed = recipe(training__checkpoint_every=2)
+
+    class Killed(BaseException):
+        pass
+
+    train_step = Run.train_step
+
+    def killed(self, batch):
+        if self.step == 5:
+            raise Killed
+        return train_step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train_step", killed)
+        with pytest.raises(Killed):
+            train(changed, output, data_dir=data_dir)
+    assert [line["step"] for line in metrics(output)][-1] == 5
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    draft = output / "checkpoints" / ".step-00000006"
+    draft.mkdir()
+    train(changed, output, resume=True, data_dir=data_dir)
+    assert_same_run(output, finished[0])
+    # `keep_checkpoints` is 2; the draft was finished
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_resume_before_the_first_checkpoint(finished, data_dir, tmp_path, monkeypatch):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(), output, data_dir=data_dir)
+    train(recipe(), output, resume=True, data_dir=data_dir)
+    assert_same_run(output, finished[0])
+
+
+def test_streamed_run_resumes_exactly(data_dir, tmp_path, monkeypatch):
+    changed = recipe(data__streaming=True, data__shuffle_buffer=4, evaluation__final_blocks=3)
+    train(changed, tmp_path / "whole", data_dir=data_dir)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Interrupted):
+            train(changed, tmp_path / "run", data_dir=data_dir)
+    train(changed, tmp_path / "run", resume=True, data_dir=data_dir)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_random_state_matters(finished, data_dir, tmp_path, monkeypatch):
+    """The tests above would see it if the state of the random numbers were lost: dropout depends on it."""
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Interrupted):
+            train(recipe(), output, data_dir=data_dir)
+    load = Run.load_newest_checkpoint
+
+    def forgetful(self):
+        load(self)
+        torch.manual_seed(123)
+
+    monkeypatch.setattr(Run, "load_newest_checkpoint", forgetful)
+    train(recipe(), output, resume=True, data_dir=data_dir)
+    assert metrics(output) != metrics(finished[0])
+
+
+def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Interrupted):
+            train(recipe(), output, data_dir=data_dir)
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(TrainingError, match=r"now\): training\.learning_rate: 0\.01 → 0\.02\.$"):
+        train(recipe(training__learning_rate=0.02), output, resume=True, data_dir=data_dir)
+    with pytest.raises(TrainingError, match=r"is not empty.*--resume"):
+        train(recipe(), output, data_dir=data_dir)
+    with pytest.raises(TrainingError, match="finished run"):
+        train(recipe(), finished[0], resume=True, data_dir=data_dir)
+    with pytest.raises(TrainingError, match="no run to resume"):
+        train(recipe(), tmp_path / "nothing", resume=True, data_dir=data_dir)
+    other = tmp_path / "other text"
+    other.mkdir()
+    for file in data_dir.iterdir():
+        (other / file.name).write_text(file.read_text().replace("cow", "sow"))
+    with pytest.raises(TrainingError, match="other text"):
+        train(recipe(), output, resume=True, data_dir=other)
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+# --- refusals
+
+
+def test_unwritable_output(data_dir, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(loop, "load_text", lambda *a, **k: pytest.fail("work was done before the folder was checked"))
+    with pytest.raises(TrainingError, match="cannot be written"):
+        train(recipe(), tmp_path / "file" / "run", data_dir=data_dir)
+
+
+def test_divergence_stops_without_saving(data_dir, tmp_path):
+    output = tmp_path / "run"
+    with pytest.raises(TrainingError, match=r"(loss|gradient_norm)=(nan|inf) at step \d: training has diverged"):
+        train(recipe(training__learning_rate=1e30, training__clip_norm=None), output, data_dir=data_dir)
+    assert not (output / "model.safetensors").exists()
+    assert not (output / "checkpoints").exists()
+
+
+def test_recipe_errors_come_before_the_folder(data_dir, tmp_path):
+    with pytest.raises(ValueError, match="position_encoding='nope'"):
+        train(recipe(model__position_encoding="nope"), tmp_path / "run", data_dir=data_dir)
+    assert not (tmp_path / "run").exists()
+
+
+# --- how a batch is divided
+
+
+def first_step(changes, data_dir, tmp_path):
+    """The loss of the first step, the norm of its gradient, and the gradient."""
+    run = Run(recipe(model__attention_dropout=0.0, training__clip_norm=None, **changes), tmp_path / "x", data_dir)
+    gradients = {}
+
+    run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
+    loss, norm = run.train_step(run.batches(0))
+    return loss, norm, gradients
+
+
+@pytest.mark.parametrize("pack", ["concat", "documents"])
+def test_accumulation_equals_the_whole_batch(data_dir, tmp_path, pack):
+    loss, norm, gradients = first_step({"data__pack": pack}, data_dir, tmp_path)
+    for micro_batch_size in (1, 2):
+        changes = {"data__pack": pack, "training__micro_batch_size": micro_batch_size}
+        other_loss, other_norm, others = first_step(changes, data_dir, tmp_path)
+        torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(other_norm, norm, rtol=1e-5, atol=0)
+        assert gradients.keys() == others.keys()
+        assert gradients
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_activation_checkpointing_changes_nothing(data_dir, tmp_path):
+    loss, norm, _ = first_step({}, data_dir, tmp_path)
+    other_loss, other_norm, _ = first_step({"training__activation_checkpointing": True}, data_dir, tmp_path)
+    torch.testing.assert_close((other_loss, other_norm), (loss, norm), rtol=1e-5, atol=0)
+
+
+def test_bf16_is_used_and_close(data_dir, tmp_path):
+    loss, norm, _ = first_step({}, data_dir, tmp_path)
+    other_loss, other_norm, _ = first_step({"training__mixed_precision": "bf16"}, data_dir, tmp_path)
+    assert other_loss != loss
+    torch.testing.assert_close((other_loss, other_norm), (loss, norm), rtol=0.02, atol=0)
+
+
+def launch(arguments, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **options
+    )
+
+
+def write_recipe(folder, changed):
+    import yaml
+
+    file = folder / "tiny.yaml"
+    file.write_text(yaml.safe_dump(changed.resolved()))
+    return str(file)
+
+
+TRAIN = ["-m", "whatwhere.scripts.train"]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory, data_dir):
+    """A run on two processes. (`accelerate launch --cpu --num_processes 2` would start one.)"""
+    folder = tmp_path_factory.mktemp("two")
+    file = write_recipe(folder, recipe(model__attention_dropout=0.0))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "0",
+        *TRAIN,
+        file,
+    ]
+    process = launch([*command, "--output", str(folder / "run"), "--data-dir", str(data_dir)])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return folder / "run"
+
+
+def test_two_processes_equal_one(two_processes, data_dir, tmp_path):
+    results = json.loads((two_processes / "results.json").read_text())
+    assert results["processes"] == 2
+    train(recipe(model__attention_dropout=0.0), tmp_path / "one", data_dir=data_dir)
+    lines, others = metrics(tmp_path / "one"), metrics(two_processes)
+    assert len(lines) == len(others) == 8
+    for line, other in zip(lines, others):
+        assert other == pytest.approx(line, rel=2e-4)
+    weights, other_weights = (load_file(folder / "model.safetensors") for folder in (tmp_path / "one", two_processes))
+    for name, weight in weights.items():
+        torch.testing.assert_close(other_weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_processes_must_divide_the_batch(data_dir, tmp_path, monkeypatch):
+    from accelerate import Accelerator
+
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 3))
+    with pytest.raises(TrainingError, match=r"training\.batch_size=4.*number of processes, 3"):
+        train(recipe(), tmp_path / "run", data_dir=data_dir)
+    assert not (tmp_path / "run").exists()
+
+
+# --- the command line
+
+
+def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
+    """A real SIGTERM to a real process; the command that it prints finishes the run."""
+    changed = recipe(training__steps=2000, evaluation__every=None)
+    output = tmp_path / "a run"
+    command = [sys.executable, *TRAIN, write_recipe(tmp_path, changed), "--output", str(output)]
+    process = launch([*command, "--data-dir", str(data_dir)])
+    deadline = time.monotonic() + 100
+    while not (output / "metrics.jsonl").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "Go on with" in said
+    assert "Traceback" not in said
+    (checkpoint,) = (output / "checkpoints").glob("step-*")
+    assert metrics(output)[-1]["step"] == int(checkpoint.name[5:])
+
+    import shlex
+
+    from whatwhere.scripts import train as script
+
+    line = next(line for line in said.splitlines() if "--resume" in line)
+    arguments = shlex.split(line)[3:]
+    assert arguments[-2:] == ["--data-dir", str(data_dir)]
+    # finished in this process, after as many steps as it takes to see that it went on from there
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, int(checkpoint.name[5:]) + 1)
+        with pytest.raises(SystemExit) as caught:
+            script.main(arguments)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert metrics(output)[-1]["step"] == int(checkpoint.name[5:]) + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_recipe"], "error: recipe 'no_such_recipe'"),
+        (["demo_rope", "--set", "training.stepps=1"], "Did you mean 'steps'"),
+        (["demo_rope", "--set", "data.source=local", "--set", "data.splits={train: a, validation: b}"], "--data-dir"),
+    ],
+)
+def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
+    from whatwhere.scripts import train as script
+
+    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        script.main([*arguments, "--output", str(tmp_path / "run")])
+    assert message in str(caught.value.code)
+    assert "\n" not in str(caught.value.code)
