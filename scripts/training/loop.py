@@ -134,7 +134,11 @@ class Run:
         self.step, self.seconds = 0, 0.0
         training = recipe.training
         self.accelerator = Accelerator(
-            mixed_precision=training.mixed_precision, log_with=training.trackers or None, project_dir=str(output)
+            mixed_precision=training.mixed_precision,
+            log_with=training.trackers or None,
+            project_dir=str(output),
+            # Without this, each of several processes on a machine without a GPU would believe that it is alone.
+            cpu=not torch.accelerator.is_available(),
         )
         processes = self.accelerator.num_processes
         if training.batch_size % (processes * (training.micro_batch_size or 1)):
@@ -430,9 +434,8 @@ class Run:
             }
             write_json(self.output / "results.json", results)
             write_card(self.output)
-        if recipe.training.trackers:
-            self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
         return results
 
 
