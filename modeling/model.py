@@ -4,6 +4,7 @@ Axes: B batch, H query heads, G key heads, Q query length, K key length, D head 
 """
 
 import os
+import re
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         elif hasattr(config, "rope_parameters"):
             del config.rope_parameters
         super().__init__(config, *inputs, **kwargs)
+
+    def post_init(self) -> None:
+        super().post_init()
+        if self.config.base_model_tp_plan is None:
+            return
+        # On every rank, position parameters see the gradient of the local heads only.
+        for name, module in self.named_modules():
+            if "position_encoding" in name.split(".") and any(True for _ in module.parameters(recurse=False)):
+                pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
+                self._tp_plan[pattern] = "replicated_with_grad_allreduce"
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         chosen = choose_implementation(self.config, requested_attention)
@@ -155,6 +166,8 @@ def attend(
             f"A paged cache does not serve position_encoding={module.config.position_encoding!r}. Use generate()."
         )
     encoding = module.position_encoding
+    if query.shape[1] != module.config.num_attention_heads:
+        position_context = {**position_context, "head_offset": _first_local_head(module, query.shape[1])}
     query, key = encoding.rotate(query, key, position_context)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
@@ -171,6 +184,12 @@ def attend(
         **kwargs,
     )
     return output.reshape(*output.shape[:2], -1).contiguous(), weights
+
+
+def _first_local_head(module: nn.Module, local_heads: int) -> int:
+    # Under tensor parallelism a rank sees its own heads only; what belongs to a head is looked up by its number.
+    mesh = next(p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh"))  # type: ignore[attr-defined]
+    return mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * local_heads
 
 
 def prepare_forward(

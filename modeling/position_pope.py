@@ -78,6 +78,25 @@ class _BoundedPhase(torch.autograd.Function):
         return grad.masked_fill(outward, 0)
 
 
+class PhaseShift(nn.Module):
+    """The learned phase shifts delta: weight (H, R), in radians."""
+
+    def __init__(self, heads: int, channels: int, start: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, channels))
+        self.start = start
+
+    def reset(self) -> None:
+        if self.start == "zeros":
+            init.zeros_(self.weight)
+        else:
+            init.uniform_(self.weight, -2 * math.pi, 0)
+
+    def forward(self) -> torch.Tensor:
+        """Returns delta bounded to [-2 pi, 0]: float32 (H, R)."""
+        return _BoundedPhase.apply(self.weight.float())
+
+
 class PolarTables(SharedPositionEncoding):
     """Cosines and sines of all query and key positions, once per forward pass."""
 
@@ -121,18 +140,11 @@ class PoPE(PositionEncoding):
     def __init__(self, config: Any, parameters: PoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
         self.rotated = rotated_channels(config, parameters)
-        # (H, R), radians
         self.delta = (
-            nn.Parameter(torch.empty(config.num_attention_heads, self.rotated)) if parameters.use_delta else None
+            PhaseShift(config.num_attention_heads, self.rotated, parameters.delta_init)
+            if parameters.use_delta
+            else None
         )
-
-    def reset(self) -> None:
-        if self.delta is None:
-            return
-        if self.parameters_.delta_init == "zeros":
-            init.zeros_(self.delta)
-        else:
-            init.uniform_(self.delta, -2 * math.pi, 0)
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
@@ -158,7 +170,7 @@ class PoPE(PositionEncoding):
         if self.delta is not None:
             # The key's phase is s theta + delta (Eq. 7); on the query that is t theta - delta.
             head = context.get("head_offset", 0)
-            delta = _BoundedPhase.apply(self.delta[head : head + query.shape[1]].float())[:, None, :]
+            delta = self.delta()[head : head + query.shape[1], None]
             delta_cos, delta_sin = delta.cos(), delta.sin()
             query_cos, query_sin = (
                 query_cos * delta_cos + query_sin * delta_sin,

@@ -39,7 +39,7 @@ def test_against_the_paper(parameters, length):
     query = torch.randn(1, 4, length, head_dim, dtype=torch.float64, requires_grad=True)
     key = torch.randn(1, 2, length, head_dim, dtype=torch.float64, requires_grad=True)
     value = torch.randn(1, 2, length, head_dim, dtype=torch.float64, requires_grad=True)
-    delta = encoding.delta
+    delta = None if encoding.delta is None else encoding.delta.weight
     if delta is not None:
         torch.nn.init.uniform_(delta, -6, -0.1)
     positions = torch.arange(length)[None] + 3
@@ -91,7 +91,7 @@ def test_delta_returns_after_a_step_too_far():
 @pytest.mark.parametrize(("init", "low", "high"), [("zeros", 0.0, 0.0), ("uniform", -2 * math.pi, 0.0)])
 def test_initial_delta(init, low, high):
     config = tiny_config("gpt2", "pope", position_encoding_parameters={"delta_init": init})
-    delta = causal_lm_class("gpt2")(config).transformer.h[0].attn.position_encoding["pope"].delta
+    delta = causal_lm_class("gpt2")(config).transformer.h[0].attn.position_encoding["pope"].delta.weight
     assert delta.shape == (4, 8)
     assert delta.min() >= low
     assert delta.max() <= high

@@ -1,0 +1,37 @@
+"""Run by torchrun: every encoding on two ranks gives the logits and gradients of one. See test_tensor_parallel.py."""
+
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers.distributed import DistributedConfig
+
+import whatwhere
+from tiny import tiny_model, tokens
+
+
+def main() -> None:
+    folder = pathlib.Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    ids = tokens(2, 20)
+    for encoding in whatwhere.list_position_encodings():
+        model = tiny_model("llama", encoding)
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder / encoding)
+        dist.barrier()
+        parallel = type(model).from_pretrained(folder / encoding, distributed_config=DistributedConfig(tp_size=2)).eval()
+        expected, outputs = model(ids, labels=ids), parallel(ids, labels=ids)
+        torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        expected.loss.backward()
+        outputs.loss.backward()
+        for (name, one), other in zip(model.named_parameters(), parallel.parameters()):
+            gradient = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
+            torch.testing.assert_close(gradient, one.grad, rtol=1e-3, atol=1e-4, msg=f"{encoding} {name}")
+        if dist.get_rank() == 0:
+            print("agrees:", encoding, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
