@@ -83,11 +83,19 @@ class CoPETerm(Term):
 
     def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
         super().__init__(tensors, parameters, attention)
-        self.table = tensors[0].to(attention.dtype)
+        table = tensors[0].to(attention.dtype)
+        self.last = table.shape[1] - 1
         self.scale = parameters["scale"]
-        self.last = self.table.shape[1] - 1
-        self.guess = 4 * self.table.shape[1]
-        self.grad_table = torch.zeros_like(self.table)
+        # A constant of a row is invisible to softmax: less z[last], the rest of the row stays as it is.
+        values = (table - table[:, -1:]) * self.scale
+        steps = torch.zeros_like(table)
+        torch.sub(table[:, 1:], table[:, :-1], out=steps[:, :-1]).mul_(self.scale)
+        # One product gives both: side by side to gather from; interleaved, a pair is one complex number to scatter to.
+        self.beside = torch.cat([values, steps], 1)
+        self.interleaved = torch.stack([values, steps], -1).flatten(1)
+        self.grad_interleaved = torch.zeros_like(self.interleaved)
+        # With gates near 0.5, and some rows.
+        self.guess = 3 * table.shape[1]
         self.state: tuple[torch.Tensor, ...] = ()
 
     def _window(self, logits: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,64 +105,55 @@ class CoPETerm(Term):
         while True:
             gates = torch.sigmoid(logits[..., :width])
             positions = gates.cumsum(-1)
-            # The number of columns in which some row still counts.
-            counting = int((positions.amin((0, 1, 2)) < self.last).sum())
-            if counting < width:
-                # Rounded up, and a little more, for the next block.
-                self.guess = (counting // 32 + 2) * 32
-                break
             if width == W:
-                self.guess = 1 << 62
+                break
+            saturated = positions[..., -1] >= self.last
+            if bool(saturated.all()):
                 break
             # A row that sees nothing further left is complete too.
-            if not block.causal_only:
-                saturated = positions[..., -1] >= self.last
-                if bool((saturated | (logits[..., width:].amax(-1) < MASKED / 2)).all()):
-                    break
+            if not block.causal_only and bool((saturated | (logits[..., width:].amax(-1) < MASKED / 2)).all()):
+                break
             width = min(W, 2 * width)
+        # The first row of the block counts furthest, as a rule: its count, rounded up, is the guess for the next block.
+        counting = int((positions[:, :, 0].amin((0, 1)) < self.last).sum())
+        self.guess = (counting // 16 + 2) * 16 if counting < width else max(self.guess, 2 * W)
         return gates, positions.clamp_(0, self.last)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
-        z = torch.matmul(block.query.to(self.table.dtype), self.table).mul_(self.scale)
-        step = torch.zeros_like(z)
-        torch.sub(z[..., 1:], z[..., :-1], out=step[..., :-1])
+        values, steps = torch.matmul(block.query.to(self.beside.dtype), self.beside).split(self.last + 1, -1)
         gates, positions = self._window(logits, block)
-        width = gates.shape[-1]
         floor = positions.long()
-        # One gather for both: the pair (z, step) is one complex number.
-        pair = torch.view_as_real(torch.complex(z, step).gather(-1, floor))
-        fraction = positions.sub_(floor)
-        window = logits[..., :width]
-        window.add_(pair[..., 0]).addcmul_(pair[..., 1], fraction)
-        logits[..., width:].add_(z[..., -1:])
+        fraction = positions.frac_()
+        step = steps.gather(-1, floor)
+        logits[..., : gates.shape[-1]].add_(values.gather(-1, floor)).addcmul_(step, fraction)
         if keep:
-            self.state = (gates, floor, fraction, pair[..., 1], z)
+            self.state = (gates, floor, fraction, step)
 
     def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
-        gates, floor, fraction, step, z = self.state
+        gates, floor, fraction, step = self.state
         self.state = ()
-        window = grad[..., : gates.shape[-1]]
-        # z[floor] gets 1 - fraction, z[floor + 1] the fraction. (At floor = last, the fraction is 0.)
-        sums = torch.zeros(z.shape, dtype=torch.complex(z[:0], z[:0]).dtype, device=z.device)
-        sums = torch.view_as_real(sums.scatter_add_(-1, floor, torch.complex(window, window * fraction)))
-        whole, part = sums[..., 0], sums[..., 1]
-        grad_z = whole - part
-        grad_z[..., 1:] += part[..., :-1]
-        # Left of the window all is clamped, and a row of `grad` sums to 0.
-        grad_z[..., -1] -= whole.sum(-1)
-        # dL/dg_ik sums dL/dp_ij over j <= k: here, over the columns from k on.
-        grad_gates = torch.mul(window, step)
-        running = grad_gates.cumsum(-1)
-        grad_gates += running[..., -1:] - running
-        window += torch.ops.aten.sigmoid_backward(grad_gates, gates)
-        D, P = self.table.shape
-        grad_z *= self.scale
-        query = block.query.to(self.table.dtype)
-        self.grad_table += query.reshape(-1, D).T @ grad_z.reshape(-1, P)
-        return grad_z @ self.table.T
+        C, n, R, width = gates.shape
+        window = grad[..., :width]
+        pair = torch.complex(window, fraction.mul_(window))
+        sums = torch.zeros(C, n, R, self.last + 1, dtype=pair.dtype, device=pair.device).scatter_add_(-1, floor, pair)
+        sums = torch.view_as_real(sums).flatten(3)
+        # dL/dg_ik sums dL/dp_ij over j <= k: here, over the columns from k on. (Its negative is what is computed.)
+        grad_positions = step.mul_(window)
+        running = grad_positions.cumsum(-1)
+        total = running[..., -1:].clone()
+        grad_gates = running.sub_(grad_positions).sub_(total)
+        window.sub_(torch.ops.aten.sigmoid_backward(grad_gates, gates))
+        query = block.query.to(sums.dtype)
+        self.grad_interleaved.addmm_(query.reshape(-1, query.shape[-1]).T, sums.view(-1, sums.shape[-1]))
+        return torch.matmul(sums, self.interleaved.T)
 
     def gradients(self) -> list[torch.Tensor]:
-        return [self.grad_table]
+        values, steps = self.grad_interleaved.mul(self.scale).view(*self.tensors[0].shape, 2).unbind(-1)
+        grad = values.clone()
+        grad[:, -1] -= values.sum(-1)
+        grad[:, :-1] -= steps[:, :-1]
+        grad[:, 1:] += steps[:, :-1]
+        return [grad]
 
 
 TERMS["cope"] = CoPETerm
