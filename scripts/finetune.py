@@ -14,7 +14,7 @@ CHECKPOINT is a folder or Hub id of one of our models or of a stock GPT-2 or Lla
 under a new encoding are loaded; the rest starts anew, and is listed. On several processes, start it with torchrun.
 
 What the output folder holds at its top: without --lora or with --merge a whole model; with --lora alone the adapter,
-and if the encoding is new or the checkpoint is a stock one also `base/`, the converted model that the adapter belongs to.
+and if the encoding is new or the checkpoint is a stock one also `base/`, the converted model that the adapter is for.
 Ctrl-C or SIGTERM writes a checkpoint before the run stops; `--resume` goes on from the newest one.
 """
 
@@ -25,6 +25,30 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from whatwhere.model_card import weights_fingerprint
+from whatwhere.position_encodings import reach
+
+from .data.corpus import load_text
+from .data.pack import add_labels, make_blocks
+from .data.tokenize import build_tokenizer, bytes_per_token
+from .evaluation.card import write_card
+from .evaluation.results import provenance, write_json
+from .training.loop import Interrupted, TrainingError, check_folder, stop_signals
+from .training.model import FAMILIES
+from .training.recipe import differences
+
+try:
+    import peft
+    from accelerate import PartialState
+except ImportError as error:
+    raise ImportError('fine-tuning needs `accelerate` and `peft`: pip install "whatwhere[train]"') from error
 
 
 class FinetuneError(ValueError):
@@ -90,11 +114,6 @@ def load_model(
     Raises:
         FinetuneError: there is no such checkpoint, it is of another kind, or the encoding is not possible.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import PreTrainedConfig
-
-    from .training.model import FAMILIES
-
     if os.path.exists(checkpoint) and not os.path.exists(os.path.join(checkpoint, "config.json")):
         raise FinetuneError(f"checkpoint={checkpoint!r} is not valid: it has no config.json.")
     try:
@@ -115,7 +134,7 @@ def load_model(
     changes = {key: value for key, value in asked.items() if value is not None}
     try:
         model, report = FAMILIES[family][1].from_pretrained(checkpoint, output_loading_info=True, **changes)
-    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+    except (OSError, ValueError, RuntimeError, StrictDataclassError, SafetensorError) as error:
         raise FinetuneError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
     return model, set(report["missing_keys"])
 
@@ -124,52 +143,103 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
     """Fine-tunes as the parsed command line says and returns the contents of `results.json`.
 
     Raises:
-        FinetuneError: the checkpoint, the output folder or an option is not valid.
+        ValueError: the checkpoint, the data or an option is not valid.
+        TrainingError: the output folder is not usable.
         Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
     """
-    try:
-        import peft
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ImportError('fine-tuning needs `accelerate` and `peft`: pip install "whatwhere[train]"') from error
-    import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
-    from transformers.trainer_utils import get_last_checkpoint
-
-    from whatwhere.model_card import weights_fingerprint
-    from whatwhere.position_encodings import reach
-
-    from .data.corpus import load_text
-    from .data.pack import add_labels, make_blocks
-    from .data.tokenize import build_tokenizer, bytes_per_token
-    from .evaluation.card import write_card
-    from .evaluation.results import provenance, write_json
-    from .training.loop import Interrupted, stop_signals
-
     output = Path(options.output)
     settings = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
-    check_output(output, settings, resume=options.resume)
+    check_folder(output, resume=options.resume, record="finetune.json")
+    if options.resume:
+        old = json.loads((output / "finetune.json").read_text(encoding="utf-8"))
+        if changed := differences(old, json.loads(json.dumps(settings))):
+            raise FinetuneError(
+                f"output={str(output)!r} holds a run with other options. Different (before → now): "
+                f"{'; '.join(changed)}."
+            )
     if options.merge and not options.lora:
         raise FinetuneError("--merge has no effect without --lora.")
-    state = PartialState(cpu=options.cpu)
 
+    processes = PartialState(cpu=options.cpu or not torch.accelerator.is_available())
     set_seed(options.seed)
     model, fresh = load_model(options.checkpoint, options.position_encoding, options.position_encoding_parameters)
-    length = options.sequence_length or model.config.max_position_embeddings
-    limit = reach(model.config)
+    tokenizer, blocks, split = _load_data(options, model.config)
+    if processes.is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / "finetune.json", settings)
+        if fresh:
+            print(f"newly initialised: {', '.join(sorted(fresh))}")
+    if options.lora:
+        converted = options.position_encoding is not None or not _is_ours(options.checkpoint)
+        if converted and processes.is_main_process and not options.resume:
+            model.save_pretrained(output / "base")
+            tokenizer.save_pretrained(output / "base")
+        processes.wait_for_everyone()
+        model = _add_adapter(
+            model, options, base=str(output / "base") if converted else options.checkpoint, fresh=fresh
+        )
+
+    with stop_signals() as received:
+        trainer = _trainer(model, options, blocks, received)
+        checkpoints = output / "checkpoints"
+        last = get_last_checkpoint(str(checkpoints)) if options.resume and checkpoints.exists() else None
+        trainer.train(resume_from_checkpoint=last)
+    if received and trainer.state.global_step < options.steps:
+        raise Interrupted(received[0], trainer.state.global_step)
+
+    loss = trainer.evaluate()["eval_loss"]
+    if not math.isfinite(loss):
+        raise TrainingError(f"eval_loss={loss!r}: training has diverged. Nothing was saved after the last checkpoint.")
+    if not processes.is_main_process:
+        return {}
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    if options.merge:
+        trained.save_pretrained(output / "adapter")
+        trained = trained.merge_and_unload()
+    trained.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    labels = blocks["test"][:]["input_ids"][:, 1:].flatten()
+    size = int(bytes_per_token(tokenizer)[labels].sum())
+    whole = not options.lora or options.merge
+    results = {
+        "metrics": {
+            "bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)},
+            "perplexity": {"value": math.exp(loss)},
+        },
+        "data": {"source": options.data, "dataset": options.dataset, "splits": options.splits, "split": split},
+        "length": blocks["test"][0]["input_ids"].shape[0],
+        "tokens": len(labels),
+        "base_model": None if os.path.exists(options.checkpoint) else options.checkpoint,
+        "recipe": settings,
+        "seed": options.seed,
+        "steps": trainer.state.global_step,
+        "newly_initialised": sorted(fresh),
+        **({"weights_sha256": weights_fingerprint(output)} if whole else {}),
+        **provenance("whatwhere.scripts.finetune", arguments),
+    }
+    write_json(output / "results.json", results)
+    if whole:
+        write_card(output)
+    return results
+
+
+def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str, Any], str]:
+    """Returns the tokenizer, the blocks of `train` and `test`, and the name of the split that serves as `test`."""
+    length = options.sequence_length or config.max_position_embeddings
+    limit = reach(config)
     if limit is not None and length > limit:
         raise FinetuneError(
-            f"--sequence-length={length!r} is not valid: position_encoding={model.config.position_encoding!r} reaches "
+            f"--sequence-length={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "
             f"{limit} tokens."
         )
     try:
         tokenizer = build_tokenizer(options.tokenizer or options.checkpoint)
     except ValueError as error:
         raise FinetuneError(f"no tokenizer: give one with --tokenizer. ({error})") from error
-    if len(tokenizer) > model.config.vocab_size:
+    if len(tokenizer) > config.vocab_size:
         raise FinetuneError(
             f"--tokenizer={options.tokenizer!r} is not valid: it has {len(tokenizer)} tokens, the model has "
-            f"{model.config.vocab_size}."
+            f"{config.vocab_size}."
         )
     corpus = load_text(
         options.data,
@@ -180,37 +250,33 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
         text_field=options.text_field,
     )
     split = "test" if "test" in corpus else "validation"
-    train_blocks = make_blocks(corpus["train"], tokenizer, sequence_length=length)
-    test_blocks = make_blocks(corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks)
+    blocks = {
+        "train": make_blocks(corpus["train"], tokenizer, sequence_length=length),
+        "test": make_blocks(corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks),
+    }
+    return tokenizer, blocks, split
 
-    if state.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(output / "finetune.json", settings)
-    if fresh and state.is_main_process:
-        print(f"newly initialised: {', '.join(sorted(fresh))}")
-    if options.lora:
-        base = options.checkpoint
-        if fresh or options.position_encoding or not _is_ours(options.checkpoint):
-            # The adapter belongs to the converted model, not to the checkpoint on the disk.
-            base = str(output / "base")
-            if state.is_main_process and not options.resume:
-                model.save_pretrained(base)
-                tokenizer.save_pretrained(base)
-            state.wait_for_everyone()
-        model = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                task_type="CAUSAL_LM",
-                base_model_name_or_path=base,
-                r=options.lora_rank,
-                lora_alpha=options.lora_alpha,
-                lora_dropout=options.lora_dropout,
-                target_modules="all-linear",
-                # Low-rank changes of weights that hold nothing yet are of no use: they are trained in full.
-                modules_to_save=sorted({name.rpartition(".")[0] for name in fresh}) or None,
-            ),
-        )
 
+def _add_adapter(model: Any, options: argparse.Namespace, *, base: str, fresh: set[str]) -> Any:
+    """Returns the model with low-rank adapters on its linear layers; `base` is where the model itself is saved."""
+    # peft writes this name down as that of the adapter's base.
+    model.name_or_path = base
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear",
+        # GPT-2's layers hold their weights transposed.
+        fan_in_fan_out=model.config.model_type == "whatwhere_gpt2",
+        # Weights that hold nothing yet are trained in full. They are named by their modules: peft passes over a name
+        # that is not one.
+        modules_to_save=sorted({name.rpartition(".")[0] for name in fresh}) or None,
+    )
+    return peft.get_peft_model(model, config)
+
+
+def _trainer(model: Any, options: argparse.Namespace, blocks: dict[str, Any], received: list[int]) -> Trainer:
     class StopOnSignal(TrainerCallback):
         """Saves and stops after the step in which a signal arrives."""
 
@@ -218,10 +284,10 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
             if received:
                 control.should_save = control.should_training_stop = True
 
-    trainer = Trainer(
+    return Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(output / "checkpoints"),
+            output_dir=os.path.join(options.output, "checkpoints"),
             max_steps=options.steps,
             per_device_train_batch_size=options.batch_size,
             per_device_eval_batch_size=options.batch_size,
@@ -236,76 +302,17 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
             seed=options.seed,
             bf16=options.bf16,
             activation_checkpointing=options.activation_checkpointing,
-            use_cpu=options.cpu,
+            use_cpu=options.cpu or not torch.accelerator.is_available(),
             report_to="none",
         ),
-        train_dataset=train_blocks,
-        eval_dataset=test_blocks,
+        train_dataset=blocks["train"],
+        eval_dataset=blocks["test"],
         data_collator=lambda rows: add_labels({"input_ids": torch.stack([row["input_ids"] for row in rows])}),
         callbacks=[StopOnSignal()],
     )
-    last = (
-        get_last_checkpoint(str(output / "checkpoints"))
-        if options.resume and (output / "checkpoints").exists()
-        else None
-    )
-    with stop_signals() as received:
-        trainer.train(resume_from_checkpoint=last)
-    if received and trainer.state.global_step < options.steps:
-        raise Interrupted(received[0], trainer.state.global_step)
-
-    loss = trainer.evaluate()["eval_loss"]
-    labels = torch.cat([rows["input_ids"][:, 1:].flatten() for rows in test_blocks.iter(batch_size=64)])
-    size = int(bytes_per_token(tokenizer)[labels].sum())
-    results: dict[str, Any] = {}
-    if trainer.is_world_process_zero():
-        trained = trainer.accelerator.unwrap_model(trainer.model)
-        if options.merge:
-            trained.save_pretrained(output / "adapter")
-            trained = trained.merge_and_unload()
-        trained.save_pretrained(output)
-        tokenizer.save_pretrained(output)
-        whole = not options.lora or options.merge
-        results = {
-            "metrics": {
-                "bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)},
-                "perplexity": {"value": math.exp(loss)},
-            },
-            "data": {"source": options.data, "dataset": options.dataset, "splits": options.splits, "split": split},
-            "length": length,
-            "tokens": len(labels),
-            "base_model": None if os.path.exists(options.checkpoint) else options.checkpoint,
-            "recipe": settings,
-            "seed": options.seed,
-            "steps": trainer.state.global_step,
-            "newly_initialised": sorted(fresh),
-            **({"weights_sha256": weights_fingerprint(output)} if whole else {}),
-            **provenance("whatwhere.scripts.finetune", arguments),
-        }
-        write_json(output / "results.json", results)
-        if whole:
-            write_card(output)
-    return results
-
-
-def check_output(output: Path, settings: dict[str, Any], *, resume: bool) -> None:
-    """Refuses a folder that is not usable, or to resume a run with other options."""
-    from .training.loop import check_folder
-    from .training.recipe import differences
-
-    check_folder(output, resume=resume, record="finetune.json")
-    if resume:
-        old = json.loads((output / "finetune.json").read_text(encoding="utf-8"))
-        if changed := differences(old, json.loads(json.dumps(settings))):
-            raise FinetuneError(
-                f"output={str(output)!r} holds a run with other options. Different (before → now): "
-                f"{'; '.join(changed)}."
-            )
 
 
 def _is_ours(checkpoint: str) -> bool:
-    from transformers import PreTrainedConfig
-
     return str(PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")).startswith("whatwhere_")
 
 
@@ -313,8 +320,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    from .training.loop import Interrupted, TrainingError
-
     try:
         results = finetune(options, arguments)
     except (ValueError, TrainingError) as error:

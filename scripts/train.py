@@ -26,6 +26,9 @@ import sys
 
 import yaml
 
+from .training.loop import Interrupted, TrainingError, train
+from .training.recipe import load_recipe
+
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
@@ -46,10 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    # Here, so that --help needs none of these libraries.
-    from .training.loop import Interrupted, TrainingError, train
-    from .training.recipe import load_recipe
-
     output = None
     try:
         recipe = load_recipe(options.recipe, options.set)

@@ -1,0 +1,260 @@
+"""Fine-tuning with the stock Trainer: stock and own checkpoints, full and LoRA, new encodings, resume, refusals."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
+
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from whatwhere.scripts import finetune as script
+from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.training.loop import Interrupted, TrainingError
+
+# peft 0.21 asks the model by the name that transformers has replaced.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+TINY = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 256}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Keeps the copies that `datasets` makes out of the user's cache."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for split, count in (("train", 8), ("test", 3)):
+        rows = [{"text": f"{split} {i}: " + "how now brown cow, " * (2 + i % 3)} for i in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory):
+    """Folders of a stock GPT-2 and a stock Llama, with tokenizers."""
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_positions=32, n_embd=16, n_layer=2, n_head=2, **TINY))
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            max_position_embeddings=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            **TINY,
+        )
+    )
+    folders = {}
+    for name, model in (("gpt2", gpt2), ("llama", llama)):
+        folders[name] = str(tmp_path_factory.mktemp("stock") / name)
+        model.save_pretrained(folders[name])
+        build_tokenizer("bytes").save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture
+def run(data_dir, tmp_path):
+    """Runs the command line on a checkpoint; returns the output folder and the results."""
+
+    def run(checkpoint, *arguments, output="run"):
+        splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
+        fixed = [
+            "--data",
+            "local",
+            "--data-dir",
+            str(data_dir),
+            "--splits",
+            splits,
+            "--cpu",
+            "--output",
+            str(tmp_path / output),
+        ]
+        fast = ["--steps", "4", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "4"]
+        options = script.parser().parse_args([checkpoint, *fixed, *fast, "--learning-rate", "0.01", *arguments])
+        return tmp_path / output, script.finetune(options, arguments=[])
+
+    return run
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(10, 20)[None]).logits
+
+
+# --- what is trained and saved
+
+
+@pytest.mark.parametrize(
+    ("family", "encoding", "fresh"),
+    [
+        ("gpt2", None, set()),
+        ("gpt2", "cope", {f"transformer.h.{i}.attn.position_encoding.cope.table.weight" for i in range(2)}),
+        ("llama", "pope", {f"model.layers.{i}.self_attn.position_encoding.pope.delta.weight" for i in range(2)}),
+    ],
+)
+def test_full(run, stock, data_dir, family, encoding, fresh):
+    arguments = ["--position-encoding", encoding] if encoding else []
+    output, results = run(stock[family], *arguments)
+    assert set(results["newly_initialised"]) == fresh
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.position_encoding == (encoding or "absolute")
+    assert AutoTokenizer.from_pretrained(output).eos_token_id == 256
+    before, _ = script.load_model(stock[family], encoding)
+    after = dict(model.named_parameters())
+    for name, parameter in before.named_parameters():
+        assert not torch.equal(after[name], parameter), f"{name} was not trained"
+    assert json.loads((output / "results.json").read_text()) == results
+    assert (output / "README.md").exists()
+    # held-out loss by hand
+    texts = [json.loads(line)["text"] for line in (data_dir / "test.jsonl").read_text().splitlines()]
+    stream = [token for text in texts for token in [*text.encode(), 256]]
+    blocks = torch.tensor(stream[: 4 * 16]).view(4, 16)
+    with torch.no_grad():
+        loss = model.eval()(blocks, labels=blocks).loss.item()
+    size = (blocks[:, 1:] < 256).sum().item()
+    expected = loss * blocks[:, 1:].numel() / (size * torch.log(torch.tensor(2.0)).item())
+    assert results["metrics"]["bits_per_byte"]["value"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("family", "encoding"), [("gpt2", "cope"), ("llama", "pope")])
+def test_lora_with_a_new_encoding(run, stock, family, encoding):
+    output, _ = run(stock[family], "--position-encoding", encoding, "--lora", "--lora-rank", "2", "--merge")
+    adapter = load_file(output / "adapter" / "adapter_model.safetensors")
+    assert any("lora_A" in name for name in adapter)
+    position = {name: tensor for name, tensor in adapter.items() if "position_encoding" in name and "lora" not in name}
+    assert len(position) == 2, "the new parameters of both layers belong to the adapter"
+    before, _ = script.load_model(stock[family], encoding)
+    initial = dict(before.named_parameters())
+    for name, tensor in position.items():
+        assert not torch.equal(tensor, initial[name.removeprefix("base_model.model.")]), f"{name} was not trained"
+    merged = AutoModelForCausalLM.from_pretrained(output)
+    assert not any("lora" in name for name in merged.state_dict())
+    weights = dict(merged.named_parameters())
+    unchanged = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
+    assert torch.equal(weights[unchanged], initial[unchanged])
+
+    # the adapter on its base gives the same model, loaded in the way that peft users know
+    import peft
+
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(output / "adapter")
+    assert model.config.position_encoding == encoding
+    torch.testing.assert_close(logits(model), logits(merged), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(merged), logits(before), atol=1e-3)
+
+
+def test_lora_of_our_own_checkpoint(run, stock):
+    own, _ = run(stock["llama"], "--position-encoding", "cope", output="own")
+    output, results = run(str(own), "--lora", "--lora-rank", "2", output="lora")
+    assert results["newly_initialised"] == []
+    assert not (output / "base").exists()
+    assert not (output / "model.safetensors").exists()
+    # transformers loads an adapter folder by itself
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert not torch.allclose(logits(model), logits(AutoModelForCausalLM.from_pretrained(own)), atol=1e-3)
+
+
+def test_accumulation_and_activation_checkpointing_change_nothing(run, stock):
+    whole, _ = run(stock["llama"], "--batch-size", "4", output="whole")
+    parts, _ = run(
+        stock["llama"], "--batch-size", "1", "--accumulation", "4", "--activation-checkpointing", output="parts"
+    )
+    weights, others = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+# --- resume
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"]], ids=["full", "lora"])
+def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
+    from transformers import Trainer
+
+    arguments = [stock["llama"], "--position-encoding", "cope", *lora]
+    whole, results = run(*arguments, output="whole")
+    training_step, calls = Trainer.training_step, []
+
+    def interrupted(self, *args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return training_step(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", interrupted)
+        with pytest.raises(Interrupted, match="after step 2"):
+            run(*arguments, output="parts")
+    parts, resumed = run(*arguments, "--resume", output="parts")
+    assert resumed["metrics"] == results["metrics"]
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    weights, others = load_file(whole / file), load_file(parts / file)
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight), name
+
+
+def test_what_resume_refuses(run, stock):
+    output, _ = run(stock["llama"])
+    with pytest.raises(TrainingError, match="is not empty"):
+        run(stock["llama"])
+    with pytest.raises(TrainingError, match="finished run"):
+        run(stock["llama"], "--resume")
+    (output / "results.json").unlink()
+    with pytest.raises(ValueError, match=r"weight_decay: 0\.0 → 0\.5"):
+        run(stock["llama"], "--resume", "--weight-decay", "0.5")
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--position-encoding", "pop"], "position_encoding='pop'.*'pope'"),
+        (["--position-encoding-parameters", '{"thta": 1}'], "thta"),
+        (["--position-encoding", "absolute", "--sequence-length", "64"], "--sequence-length=64.*reaches 32"),
+        (["--merge"], "--merge has no effect"),
+        (["--tokenizer", "./no/tokenizer"], "no tokenizer"),
+    ],
+)
+def test_bad_options(run, stock, arguments, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        run(stock["llama"], *arguments)
+
+
+def test_bad_checkpoints(run, tmp_path, stock, capsys):
+    with pytest.raises(ValueError, match="no/such/folder"):
+        run("./no/such/folder")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        run(str(tmp_path / "empty"))
+    BertConfig().save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"model_type is 'bert'\. Allowed: .*'whatwhere_llama'"):
+        run(str(tmp_path / "bert"))
+    broken = tmp_path / "broken"
+    LlamaConfig.from_pretrained(stock["llama"]).save_pretrained(broken)
+    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="broken' cannot be loaded"):
+        run(str(broken))
+    # no folder is left behind, and the command line says it in one line
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit) as caught:
+        script.main([str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
+    assert str(caught.value.code).startswith("error: checkpoint=")
