@@ -12,8 +12,8 @@ On several CPU processes (`accelerate launch --cpu` starts only one):
 
     torchrun --nproc_per_node 2 -m whatwhere.scripts.train demo_rope
 
-RECIPE is a YAML file or the name of a shipped one; `whatwhere.scripts.training.recipe` has the keys. Any key can be set
-on the command line: `--set training.steps=2000 --set model.position_encoding=alibi`.
+RECIPE is a YAML file or the name of a shipped one (their comments explain every key). Any key can be set on the command
+line: `--set training.steps=2000 --set model.position_encoding=alibi`.
 
 Ctrl-C or SIGTERM writes a checkpoint before the run stops. `--resume` goes on from the newest checkpoint, exactly: the
 weights and metrics are those of a run that was never interrupted.

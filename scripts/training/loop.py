@@ -45,6 +45,10 @@ except ImportError as error:
     raise ImportError('training needs `accelerate`: pip install "whatwhere[train]"') from error
 
 
+# Nats a token; its exponential still fits a float.
+_HOPELESS = 700.0
+
+
 class TrainingError(RuntimeError):
     """A run that cannot start or go on, with the reason."""
 
@@ -146,6 +150,12 @@ class Run:
                 f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of "
                 f"training.micro_batch_size={training.micro_batch_size!r} times the number of processes, {processes}."
             )
+        for tracker in training.trackers:
+            # accelerate leaves out what is not installed.
+            if tracker not in [str(name) for name in self.accelerator.log_with]:
+                raise TrainingError(
+                    f"training.trackers={training.trackers!r} is not valid: {tracker!r} is not installed."
+                )
         self.micro_batch_size = training.micro_batch_size or training.batch_size // processes
         self._prepare_data(data_dir)
         set_seed(recipe.seed)
@@ -325,6 +335,11 @@ class Run:
         nats, tokens, size_in_bytes = self.accelerator.reduce(
             sums.to(self.accelerator.device), reduction="sum"
         ).tolist()
+        if not nats / tokens < _HOPELESS:
+            raise TrainingError(
+                f"a loss of {nats / tokens!r} nats a token on the {split} split at step {self.step}: training has "
+                "diverged."
+            )
         return {
             "bits_per_byte": nats / (math.log(2) * size_in_bytes),
             "perplexity": math.exp(nats / tokens),
@@ -345,7 +360,9 @@ class Run:
         folder = self.output / "checkpoints" / f"step-{self.step:08d}"
         draft = folder.with_name(f".{folder.name}")
         if self.accelerator.is_main_process:
-            shutil.rmtree(draft, ignore_errors=True)
+            # what a killed run left unfinished
+            for stale in folder.parent.glob(".step-*"):
+                shutil.rmtree(stale)
             draft.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(draft))

@@ -248,7 +248,8 @@ def _parse(cls: Any, values: Any, prefix: str) -> Any:
             for key, v in values.items()
         }
     )
-    parsed.validate() if hasattr(parsed, "validate") else None
+    if hasattr(parsed, "validate"):
+        parsed.validate()
     return parsed
 
 
