@@ -14,13 +14,17 @@ from tiny import tiny_model, tokens
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     dist.init_process_group("gloo")
+    torch.set_num_threads(1)
     ids = tokens(2, 20)
     for encoding in whatwhere.list_position_encodings():
+        torch.manual_seed(0)
         model = tiny_model("llama", encoding)
         if dist.get_rank() == 0:
             model.save_pretrained(folder / encoding)
         dist.barrier()
-        parallel = type(model).from_pretrained(folder / encoding, distributed_config=DistributedConfig(tp_size=2)).eval()
+        parallel = (
+            type(model).from_pretrained(folder / encoding, distributed_config=DistributedConfig(tp_size=2)).eval()
+        )
         expected, outputs = model(ids, labels=ids), parallel(ids, labels=ids)
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-4)
         expected.loss.backward()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
@@ -209,9 +210,18 @@ def test_inputs_given_twice_or_not_at_all():
 
 
 @pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
-def test_continuous_batching_is_refused_where_it_would_be_wrong(encoding):
+def test_continuous_batching_is_right_or_refused(encoding):
     model = tiny_model("llama", encoding)
     if "flash_attention" in supported_implementations(model.config):
+        prompts = [tokens(1, length, seed=length) for length in (5, 9, 7)]
+        options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        # Without sizes the paged cache takes most of the machine's memory.
+        sizes = ContinuousBatchingConfig(page_size=32, num_blocks=8, max_batch_tokens=64)
+        inputs = [prompt[0].tolist() for prompt in prompts]
+        outputs = model.generate_batch(inputs, generation_config=options, continuous_batching_config=sizes)
+        for prompt, output in zip(prompts, outputs.values()):
+            alone = model.generate(prompt, generation_config=options)
+            assert output.generated_tokens == alone[0, prompt.shape[1] :].tolist()
         return
     for call in (model.generate_batch, model.init_continuous_batching):
         with pytest.raises(ValueError, match="Continuous batching does not serve position_encoding"):
