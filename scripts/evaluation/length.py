@@ -152,7 +152,8 @@ def measure(
     losses = torch.empty(total, dtype=torch.float64)
     bytes_ = byte_counts[1:].to("cpu", torch.float64)
     cells = []
-    with tqdm(total=total * len(reached), desc=name, unit="token", leave=False) as bar:
+    # `disable=None`: on a terminal only.
+    with tqdm(total=total * len(reached), desc=name, unit="token", leave=False, disable=None) as bar:
         for length in lengths:
             multiple = length / trained_length
             if length not in reached:
