@@ -335,6 +335,19 @@ def test_loss_head_and_embedding_options(family, encoding):
         close(model(ids).logits[..., :61], logits)
 
 
+@pytest.mark.parametrize("encoding", ["rope", "pope", "alibi", "relative"])
+def test_flex_attention_agrees(encoding):
+    # The first call compiles; one family and no gradient, which CPUs do not have here.
+    ids = tokens(2, 40)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :7] = 0
+    model = build("llama", encoding, hidden_size=128)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        model.set_attn_implementation("flex_attention")
+        close(model(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()], 2e-4)
+
+
 @every_model
 def test_classification(family, encoding):
     name = "WhatWhereLlamaForSequenceClassification" if family == "llama" else "WhatWhereGPT2ForSequenceClassification"
