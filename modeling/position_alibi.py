@@ -68,7 +68,7 @@ class ALiBi(PositionEncoding):
     """
 
     name = "alibi"
-    paper = "Press et al. 2022, Train Short, Test Long, arXiv 2108.12409"
+    paper = "Press et al. 2022 (2108.12409)"
     summary = "fixed linear penalty of the distance, another slope for each head"
     default_implementation = "blockwise"
     has_bias = True

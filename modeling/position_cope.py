@@ -192,7 +192,7 @@ class CoPE(PositionEncoding):
     """
 
     name = "cope"
-    paper = "Golovneva et al. 2024, Contextual Position Encoding, arXiv 2405.18719"
+    paper = "Golovneva et al. 2024 (2405.18719)"
     summary = "counts the keys whose content opens a gate; learned embedding of the (fractional) count"
     parameters_class = CoPEParameters
     shared_class = SharedCoPE

@@ -173,7 +173,7 @@ class RelativePosition(PositionEncoding):
     """
 
     name = "relative"
-    paper = "Shaw et al. 2018, Self-Attention with Relative Position Representations, arXiv 1803.02155"
+    paper = "Shaw et al. 2018 (1803.02155)"
     summary = "learned embedding of the distance i - j on the keys, one table for all heads and layers"
     parameters_class = RelativeParameters
     shared_class = SharedRelative
