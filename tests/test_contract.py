@@ -335,8 +335,8 @@ def test_loss_head_and_embedding_options(family, encoding):
         close(model(ids).logits[..., :61], logits)
 
 
-# Transformers calls create_block_mask in a way that PyTorch deprecates.
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+# PyTorch's compiler and Transformers' mask function call what PyTorch itself deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("encoding", ["rope", "pope", "alibi", "relative"])
 def test_flex_attention_agrees(encoding):
     # The first call compiles; one family and no gradient, which CPUs do not have here.
