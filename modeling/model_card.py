@@ -271,7 +271,8 @@ def _snippet(auto: str, name: str, has_tokenizer: bool) -> str:
     lines += ["", f'name = "{name}"  # the id of this repository, or the path of this folder']
     lines.append(f"model = {auto}.from_pretrained(name, trust_remote_code=True)")
     if has_tokenizer:
-        lines.append("tokenizer = AutoTokenizer.from_pretrained(name)")
+        # It reads the model's configuration, which is code of this repository.
+        lines.append("tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)")
         lines.append('inputs = tokenizer("def main(", return_tensors="pt")')
         if auto == "AutoModelForCausalLM":
             lines.append("output = model.generate(**inputs, max_new_tokens=40)")

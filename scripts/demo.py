@@ -58,7 +58,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, prompt, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(prompt, return_tensors="pt")
 torch.manual_seed(0)
 output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, top_k=20, temperature=0.7)
@@ -157,7 +157,8 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
         command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt, str(new_tokens)]
-        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, env=environment, check=False, **streams)
     if done.returncode:
         raise DemoError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
     return done.stdout
