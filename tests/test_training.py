@@ -130,6 +130,8 @@ def test_metrics_file(finished):
     assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
     assert [line["tokens"] for line in trained] == [96 * i for i in range(1, 7)]
     assert trained[-1]["loss"] < trained[0]["loss"]
+    # that of the step, not of the next one: the warm-up starts at 0 and is over after one step
+    assert [line["learning_rate"] for line in trained[:2]] == [0.0, 0.01]
     assert [line["step"] for line in lines if "validation_bits_per_byte" in line] == [3, 6]
 
 

@@ -229,6 +229,7 @@ class Run:
         started, marked, marked_step = time.monotonic() - self.seconds, time.monotonic(), self.step
         with bar, stop_signals() as received:
             while self.step < training.steps:
+                rate = self.scheduler.get_last_lr()[0]
                 loss, norm = self.train_step(self.batches(self.step))
                 self.step += 1
                 last = self.step == training.steps
@@ -240,7 +241,7 @@ class Run:
                     self.log(
                         {
                             **values,
-                            "learning_rate": self.scheduler.get_last_lr()[0],
+                            "learning_rate": rate,
                             "tokens": self.step * tokens_per_step,
                             "tokens_per_second": (self.step - marked_step) * tokens_per_step / (now - marked),
                         }
