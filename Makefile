@@ -29,7 +29,7 @@ benchmark: $(VENV)/installed
 	$(RUN) -m whatwhere.scripts.benchmark
 
 gpu-check: $(VENV)/installed
-	$(RUN) -m whatwhere.scripts.benchmark --device cuda
+	$(RUN) -m whatwhere.scripts.benchmark --device cuda --dtype bfloat16
 
 # Nothing is installed again until one of these two files changes.
 $(VENV)/installed: pyproject.toml constraints.txt
