@@ -43,10 +43,11 @@ class Parameters:
         return self
 
 
-def _matches(value: Any, annotation: Any) -> bool:
+def matches_type(value: Any, annotation: Any) -> bool:
+    """Returns True if `value` is of the annotated type: `bool`, `int`, `float`, `str`, `Literal`, or a union."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, argument) for argument in typing.get_args(annotation))
+        return any(matches_type(value, argument) for argument in typing.get_args(annotation))
     if origin is typing.Literal:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(annotation))
     if annotation is type(None):
@@ -60,11 +61,12 @@ def _matches(value: Any, annotation: Any) -> bool:
     return isinstance(value, annotation)
 
 
-def _describe(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
+    """Returns the words in which an error message says what is allowed."""
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(argument) for argument in typing.get_args(annotation))
+        return " or ".join(describe_type(argument) for argument in typing.get_args(annotation))
     return "None" if annotation is type(None) else f"of type {annotation.__name__}"
 
 
@@ -87,8 +89,8 @@ def parse_parameters(cls: type[Parameters], values: dict, field: str) -> Paramet
     for key, value in values.items():
         if key not in fields:
             raise ValueError(f"{field} has the unknown key {key!r}. {suggest(key, fields)}")
-        if not _matches(value, fields[key]):
-            raise ValueError(f"{field}[{key!r}]={value!r} is not valid: it must be {_describe(fields[key])}.")
+        if not matches_type(value, fields[key]):
+            raise ValueError(f"{field}[{key!r}]={value!r} is not valid: it must be {describe_type(fields[key])}.")
     return cls(**values)
 
 

@@ -50,6 +50,13 @@ try:
 except ImportError as error:
     raise ImportError('fine-tuning needs `accelerate` and `peft`: pip install "whatwhere[train]"') from error
 
+# The name before Transformers renamed it.
+_CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    else "gradient_checkpointing"
+)
+
 
 class FinetuneError(ValueError):
     """A fine-tuning that cannot run, with the reason."""
@@ -301,7 +308,7 @@ def _trainer(model: Any, options: argparse.Namespace, blocks: dict[str, Any], re
             save_total_limit=2,
             seed=options.seed,
             bf16=options.bf16,
-            activation_checkpointing=options.activation_checkpointing,
+            **{_CHECKPOINTING: options.activation_checkpointing},
             use_cpu=options.cpu or not torch.accelerator.is_available(),
             report_to="none",
         ),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from whatwhere.position_encoding import _describe, _matches, suggest
+from whatwhere.position_encoding import describe_type, matches_type, suggest
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -235,12 +235,12 @@ def _parse(cls: Any, values: Any, prefix: str) -> Any:
     for key, value in values.items():
         if key not in fields:
             raise RecipeError(f"unknown key {prefix + str(key)!r} (given: {value!r}). {suggest(key, fields)}")
-        if not _matches(value, fields[key].type):
-            raise RecipeError(f"{prefix}{key}={value!r} is not valid: it must be {_describe(fields[key].type)}.")
+        if not matches_type(value, fields[key].type):
+            raise RecipeError(f"{prefix}{key}={value!r} is not valid: it must be {describe_type(fields[key].type)}.")
         _check_limits(f"{prefix}{key}", value, fields[key].metadata)
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise RecipeError(f"{prefix}{name} is missing: it must be {_describe(field.type)}.")
+            raise RecipeError(f"{prefix}{name} is missing: it must be {describe_type(field.type)}.")
     # Numbers are stored as their field's type, so that a recipe that says 1 equals one that says 1.0.
     parsed = cls(
         **{
