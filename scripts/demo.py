@@ -86,10 +86,11 @@ def train(encoding: str, folder: pathlib.Path, overrides: list[str]) -> None:
 
     Raises:
         ValueError: the recipe is not valid.
+        DemoError: the folder holds a finished run of another recipe.
         whatwhere.scripts.training.loop.TrainingError: the folder holds something else, or training failed.
     """
     from .training import loop
-    from .training.recipe import load_recipe
+    from .training.recipe import differences, load_recipe
 
     name = f"demo_{encoding}"
     recipe = load_recipe(name, overrides)
@@ -97,8 +98,11 @@ def train(encoding: str, folder: pathlib.Path, overrides: list[str]) -> None:
         finished = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         finished = {}
-    same = finished.get("recipe") == json.loads(json.dumps(recipe.resolved()))
-    if same and finished.get("weights_sha256") == weights_fingerprint(folder):
+    if finished:
+        changed = differences(finished["recipe"], json.loads(json.dumps(recipe.resolved())))
+        if changed or finished.get("weights_sha256") != weights_fingerprint(folder):
+            reason = f"of another recipe (before → now): {'; '.join(changed)}" if changed else "of other weights"
+            raise DemoError(f"{folder} holds a finished run {reason}. Choose another --output, or delete it.")
         print(f"{folder} holds a finished run of the same recipe: reused")
         return
     resume = (folder / "recipe.yaml").exists()

@@ -104,12 +104,14 @@ def test_a_finished_run_of_the_same_recipe_is_reused(finished, capsys):
     demo.train("rope", folder / "rope", overrides)
     assert "reused" in capsys.readouterr().out
     assert weights.stat().st_mtime_ns == before
-    with pytest.raises(TrainingError, match="seed: 0 → 1"):
+    with pytest.raises(demo.DemoError, match="seed: 0 → 1"):
         demo.train("rope", folder / "rope", [*overrides, "seed=1"])
     # An interrupted run has a recipe and no results: it goes on, and gives the same numbers.
     results = folder / "rope" / "results.json"
     metrics = json.loads(results.read_text(encoding="utf-8"))["metrics"]
     results.unlink()
+    with pytest.raises(TrainingError, match="seed: 0 → 1"):
+        demo.train("rope", folder / "rope", [*overrides, "seed=1"])
     demo.train("rope", folder / "rope", overrides)
     assert json.loads(results.read_text(encoding="utf-8"))["metrics"] == metrics
 
