@@ -8,7 +8,14 @@ import whatwhere
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere.position_encodings import supported_implementations
 
-ENCODINGS = whatwhere.list_position_encodings()
+# Settings that take other paths than the defaults.
+VARIANTS = {
+    "cope:shared": {"num_positions": 6, "share_across_layers": True},
+    "pope:partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
+    "relative:last": {"num_positions": 8, "beyond": "last"},
+    "relative:none": {"num_positions": 8, "beyond": "none"},
+}
+ENCODINGS = [*whatwhere.list_position_encodings(), *VARIANTS]
 # Scaled down to saturate within the tiny sequences.
 FIELDS = {
     "cope": {"position_encoding_parameters": {"num_positions": 6}},
@@ -19,8 +26,22 @@ CASES = [pytest.param(family, encoding, id=f"{family}-{encoding}") for family in
 every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
 
 
+def settings(encoding):
+    """The name of an encoding or variant as the configuration takes it, and its fields."""
+    parameters = VARIANTS.get(encoding)
+    return encoding.split(":")[0], {"position_encoding_parameters": parameters} if parameters else FIELDS.get(
+        encoding, {}
+    )
+
+
 def build(family, encoding, implementation=None, **fields):
-    return tiny_model(family, encoding, implementation, **{**FIELDS.get(encoding, {}), **fields})
+    name, own = settings(encoding)
+    return tiny_model(family, name, implementation, **{**own, **fields})
+
+
+def build_config(family, encoding, **fields):
+    name, own = settings(encoding)
+    return tiny_config(family, name, **own, **fields)
 
 
 def close(actual, expected, tolerance=2e-5):
@@ -211,7 +232,7 @@ def test_fresh_parameters_are_initialised_after_loading(family, encoding, tmp_pa
     model.save_pretrained(tmp_path)
     state = {name: p for name, p in model.state_dict().items() if "position_encoding" not in name and "wpe" not in name}
     loaded = type(model).from_pretrained(None, config=model.config, state_dict=state)
-    reference = type(model)._from_config(tiny_config(family, encoding, **FIELDS.get(encoding, {})))
+    reference = type(model)._from_config(build_config(family, encoding))
     for name, parameter in loaded.named_parameters():
         assert parameter.isfinite().all(), name
         if "position_encoding" in name:
@@ -353,7 +374,7 @@ def test_flex_attention_agrees(encoding):
 @every_model
 def test_classification(family, encoding):
     name = "WhatWhereLlamaForSequenceClassification" if family == "llama" else "WhatWhereGPT2ForSequenceClassification"
-    config = tiny_config(family, encoding, num_labels=3, **FIELDS.get(encoding, {}))
+    config = build_config(family, encoding, num_labels=3)
     model = getattr(whatwhere, name)(config).eval()
     ids = tokens(2, 9)
     padded = torch.cat((ids, torch.zeros(2, 3, dtype=torch.long)), dim=1)
