@@ -24,7 +24,7 @@ def repeat_heads(states: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def eager_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -72,7 +72,7 @@ def causal_mask(query_length: int, key_length: int, device: torch.device) -> tor
 
 
 def blockwise_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -95,7 +95,7 @@ def _pad_value(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def sdpa_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -123,7 +123,7 @@ def sdpa_attention_forward(
 
 
 def flex_attention_forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -178,7 +178,7 @@ def blockwise_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=q_offset,  # type: ignore[arg-type]
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,

@@ -54,6 +54,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         if self.config.base_model_tp_plan is None:
             return
         # On every rank, position parameters see the gradient of the local heads only.
+        assert self._tp_plan is not None, "the base class takes it from the configuration"
         for name, module in self.named_modules():
             if "position_encoding" in name.split(".") and any(True for _ in module.parameters(recurse=False)):
                 pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
@@ -71,8 +72,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         # The parts of position encodings fill themselves.
-        if hasattr(module, "reset"):
-            module.reset()
+        reset = getattr(module, "reset", None)
+        if callable(reset):
+            reset()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Saves weights, configuration, the code that loads them, and a model card if the folder has none.
@@ -95,11 +97,11 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         }
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True) and os.path.isdir(save_directory):
-            complete_card(save_directory, self.config, source=self._loaded_from())
+            complete_card(os.fspath(save_directory), self.config, source=self._loaded_from())
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # Called between the generic card, which Transformers writes when it pushes, and the upload.
-        complete_card(working_dir, self.config, source=self._loaded_from(), name=repo_id)
+        complete_card(os.fspath(working_dir), self.config, source=self._loaded_from(), name=repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def _loaded_from(self) -> str | None:
@@ -136,7 +138,7 @@ class WhatWhereGenerationMixin:
 
 
 def attend(
-    module: nn.Module,
+    module: Any,
     interface: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -188,7 +190,7 @@ def attend(
 
 def _first_local_head(module: nn.Module, local_heads: int) -> int:
     # Under tensor parallelism a rank sees its own heads only; what belongs to a head is looked up by its number.
-    mesh = next(p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh"))  # type: ignore[attr-defined]
+    mesh = next(p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh"))
     return mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * local_heads
 
 
@@ -227,7 +229,7 @@ def prepare_forward(
     _check_reach(config, model.position_encoding.reach, position_ids)
     key_length = past_key_values.get_mask_sizes(length, 0)[0] if past_key_values is not None else length
     context = model.position_encoding(inputs_embeds, position_ids, attention_mask, past_length, key_length)
-    mask = create_causal_mask(
+    mask: Any = create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
@@ -277,7 +279,8 @@ def causal_lm_output(
     kept = (
         slice(-logits_to_keep if logits_to_keep else None, None) if isinstance(logits_to_keep, int) else logits_to_keep
     )
-    logits = model.lm_head(outputs.last_hidden_state[:, kept])
+    hidden_states: Any = outputs.last_hidden_state
+    logits = model.lm_head(hidden_states[:, kept])
     loss = None
     if labels is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **kwargs)

@@ -37,7 +37,7 @@ def _norm(config: WhatWhereGPT2Config) -> nn.Module:
 class WhatWhereGPT2Attention(nn.Module):
     """Self-attention with one fused projection; everything about positions is in `position_encoding`."""
 
-    def __init__(self, config: WhatWhereGPT2Config, layer_idx: int) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -95,7 +95,8 @@ class WhatWhereGPT2Block(GradientCheckpointingLayer):
         self.mlp = GPT2MLP(config.n_inner if config.n_inner is not None else 4 * config.n_embd, config)
         # Transformers initialises modules of code outside the library only if they own parameters themselves: the
         # projections must know that they end a residual path.
-        self.attn.c_proj.ends_residual_path = self.mlp.c_proj.ends_residual_path = True
+        for projection in (self.attn.c_proj, self.mlp.c_proj):
+            setattr(projection, "ends_residual_path", True)  # noqa: B010
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         attended, _ = self.attn(self.ln_1(hidden_states), **kwargs)
@@ -142,7 +143,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.wte
 
-    def set_input_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_input_embeddings(self, new_embeddings: Any) -> None:
         self.wte = new_embeddings
 
     @merge_with_config_defaults
@@ -177,10 +178,10 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)
-        position_ids, mask, context, past_key_values = prepare_forward(
+        positions, mask, context, past_key_values = prepare_forward(
             self, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
         )
-        hidden_states = inputs_embeds if self.wpe is None else self.wpe(inputs_embeds, position_ids)
+        hidden_states = inputs_embeds if self.wpe is None else self.wpe(inputs_embeds, positions)
         if token_type_ids is not None:
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
@@ -189,7 +190,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
                 hidden_states,
                 attention_mask=mask,
                 position_context=context,
-                position_ids=position_ids,
+                position_ids=positions,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 **kwargs,
@@ -202,7 +203,7 @@ class WhatWhereGPT2ForCausalLM(WhatWhereGenerationMixin, WhatWhereGPT2PreTrained
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: WhatWhereGPT2Config) -> None:

@@ -27,7 +27,7 @@ from .position_encodings import PositionEncodings, SharedPositionEncodings, embe
 class WhatWhereLlamaAttention(nn.Module):
     """Grouped-head self-attention; everything about positions is in `position_encoding`."""
 
-    def __init__(self, config: WhatWhereLlamaConfig, layer_idx: int) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -140,18 +140,18 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        position_ids, mask, context, past_key_values = prepare_forward(
+        positions, mask, context, past_key_values = prepare_forward(
             self, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
         )
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
-            hidden_states = self.embed_positions(hidden_states, position_ids)
+            hidden_states = self.embed_positions(hidden_states, positions)
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=mask,
                 position_context=context,
-                position_ids=position_ids,
+                position_ids=positions,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 **kwargs,
@@ -164,7 +164,7 @@ class WhatWhereLlamaForCausalLM(WhatWhereGenerationMixin, WhatWhereLlamaPreTrain
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: WhatWhereLlamaConfig) -> None:

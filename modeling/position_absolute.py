@@ -11,7 +11,9 @@ from .position_encoding import PositionEncoding
 class AbsoluteEmbedding(nn.Embedding):
     """The table; its weight has the shape (max_position_embeddings, hidden_size), as GPT-2's `wpe`."""
 
-    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
         """Adds position embeddings.
 
         Args:

@@ -192,12 +192,14 @@ class PositionEncodings(nn.ModuleDict):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__({cls.name: cls(config, parameters, layer_idx) for cls, parameters in parse(config)})
-        self.biases = [name for name, part in self.items() if part.has_bias]
         # Hooks that do nothing are not called: a decoding step is short.
-        self.rotations = [n for n, part in self.items() if type(part).rotate is not PositionEncoding.rotate]
-        self.cached_rotations = [
-            n for n, part in self.items() if type(part).rotate_cached is not PositionEncoding.rotate_cached
-        ]
+        parts = classes(config)
+        self.biases = [cls.name for cls in parts if cls.has_bias]
+        self.rotations = [cls.name for cls in parts if cls.rotate is not PositionEncoding.rotate]
+        self.cached_rotations = [cls.name for cls in parts if cls.rotate_cached is not PositionEncoding.rotate_cached]
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
@@ -217,7 +219,8 @@ class PositionEncodings(nn.ModuleDict):
 
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
         """Returns the sum of all biases; each sees the content logits only. See `PositionEncoding.bias`."""
-        return sum(self[name].bias(logits, query, context, scaling) for name in self.biases)
+        first, *others = (self[name].bias(logits, query, context, scaling) for name in self.biases)
+        return sum(others, start=first)
 
     def block_terms(self, context: PositionContext, scaling: float) -> list:
         """Returns the terms of the blockwise path."""

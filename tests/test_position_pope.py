@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
+
 from oracles import pope_attention
 from tiny import causal_lm_class, tiny_config, tiny_model, tokens
-
 from whatwhere.attention import eager_attention_forward
 from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
 from whatwhere.position_pope import _BoundedPhase, pope_frequencies
-
 
 PARAMETERS = [
     {},

@@ -6,10 +6,10 @@ import re
 import shlex
 
 import pytest
-from tiny import tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import whatwhere
+from tiny import tiny_model
 from whatwhere.position_encodings import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
