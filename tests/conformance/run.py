@@ -6,7 +6,7 @@
 The tests are not in the installed package: the source distribution of the same version is fetched once, by pip, and
 kept in `.conformance/`. They run for the stock models too. A test that the stock model of the family passes must not
 fail for ours: the table counts those that do, and the exit code is 1 if there are any. The lines after the table name
-what failed, and what a test skips by itself (the RoPE tests skip a model that does not rotate). The report is also
+what failed, and what is skipped (the RoPE tests skip a model that does not rotate). The report is also
 written to `.conformance/report.md`, pytest's output to `.conformance/log.txt`.
 
 Not run, because the distribution does not hold them: the generation, export and pipeline tests.
@@ -123,7 +123,7 @@ def make_report(outcomes: dict[str, Outcomes]) -> tuple[str, int]:
     if failures:
         parts += ["", "Failed:", "", *failures]
     if skips:
-        parts += ["", "Skipped by the test itself, though the stock model passes it:", ""]
+        parts += ["", "Skipped, though the stock model passes it:", ""]
         parts += [f"- {test} ({', '.join(subjects)})" for test, subjects in skips.items()]
     return "\n".join(parts), worse
 
