@@ -83,7 +83,7 @@ class PhaseShift(nn.Module):
 
     def __init__(self, heads: int, channels: int, start: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, channels))
+        self.weight = nn.Parameter(torch.zeros(heads, channels))
         self.start = start
 
     def reset(self) -> None:
