@@ -107,6 +107,9 @@ def sdpa_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' `sdpa`; a bias that needs no content logits is materialised into the mask (B, H, Q, K)."""
     encoding = module.position_encoding
+    if key.shape[-1] != value.shape[-1] and query.shape[2] == 1 and not module.training:
+        # One row is no work for a fused kernel, but padding all cached values would be.
+        return blockwise_attention_forward(module, query, key, value, attention_mask, scaling)
     if encoding.biases:
         if attention_mask is None:
             attention_mask = causal_mask(query.shape[2], key.shape[2], query.device)[None, None]

@@ -48,6 +48,10 @@ class PoPEParameters(Parameters):
             )
 
 
+# Positions whose cosines and sines a model keeps on a CPU: at 64 channels a table has 64 MiB.
+KEPT_POSITIONS = 131072
+
+
 def rotated_channels(config: Any, parameters: PoPEParameters) -> int:
     """Returns R, the number of polar channels of a head."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -98,21 +102,42 @@ class PhaseShift(nn.Module):
 
 
 class PolarTables(SharedPositionEncoding):
-    """Cosines and sines of all query and key positions, once per forward pass."""
+    """Cosines and sines of all query and key positions, once per forward pass.
+
+    On a CPU, those of the positions 0, 1, 2, ... are kept: in a decoding step they would cost as much as a layer.
+    """
+
+    def __init__(self, config: Any, parameters: PoPEParameters) -> None:
+        super().__init__(config, parameters)
+        self.rotated = rotated_channels(config, parameters)
+        # cos and sin, float32 (positions, R); depends on nothing but theta and R, which do not change.
+        self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cos and sin, float32 (1 or B, 1, T, R), of int64 positions (1 or B, T)."""
+        if positions.device.type != "cpu" or torch.compiler.is_compiling() or positions.numel() == 0:
+            return self._compute(positions[:, None])
+        length = int(positions.max()) + 1
+        if length > KEPT_POSITIONS:
+            return self._compute(positions[:, None])
+        if self.kept is None or self.kept[0].shape[0] < length:
+            self.kept = self._compute(torch.arange(min(KEPT_POSITIONS, max(256, 2 * length))))
+        # Slots that are masked may have a negative position, of which nothing depends.
+        rows = positions.clamp(min=0)[:, None]
+        return self.kept[0][rows], self.kept[1][rows]
+
+    def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(positions.device.type, enabled=False):
+            frequencies = pope_frequencies(self.rotated, self.parameters_.theta, positions.device)
+            phases = positions[..., None].float() * frequencies
+            return phases.cos(), phases.sin()
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, ...]:
         """Returns cos and sin of the queries, then of the keys: float32 (1 or B, 1, Q or K, R)."""
         query_positions, key_positions = context["query_positions"], context["key_positions"]
-        frequencies = pope_frequencies(
-            rotated_channels(self.config, self.parameters_), self.parameters_.theta, query_positions.device
-        )
-        with torch.autocast(query_positions.device.type, enabled=False):
-            key_phases = key_positions[:, None, :, None].float() * frequencies
-            key_tables = key_phases.cos(), key_phases.sin()
-            if query_positions is key_positions:
-                return *key_tables, *key_tables
-            query_phases = query_positions[:, None, :, None].float() * frequencies
-            return query_phases.cos(), query_phases.sin(), *key_tables
+        key_tables = self._of(key_positions)
+        query_tables = key_tables if query_positions is key_positions else self._of(query_positions)
+        return *query_tables, *key_tables
 
 
 class PoPE(PositionEncoding):
@@ -179,6 +204,14 @@ class PoPE(PositionEncoding):
         return self._turn(query, query_cos, query_sin), self._turn(key, key_cos, key_sin)
 
     def _turn(self, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        polar = features[..., : self.rotated]
+        R = self.rotated
+        polar = features[..., :R]
         cos, sin = cos.to(features.dtype), sin.to(features.dtype)
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # A decoding step turns all cached keys: it writes them once.
+            turned = features.new_empty(*features.shape[:-1], features.shape[-1] + R)
+            torch.mul(polar, cos, out=turned[..., :R])
+            torch.mul(polar, sin, out=turned[..., R : 2 * R])
+            turned[..., 2 * R :] = features[..., R:]
+            return turned
         return torch.cat((polar * cos, polar * sin, features[..., self.rotated :]), dim=-1)
