@@ -2,6 +2,7 @@
 
     make conformance
     make conformance CONFORMANCE="--encodings cope pope --families llama -k save_load"
+    make conformance CONFORMANCE="--encodings cope --families llama -k 'test_tp_ or fsdp2_save' --distributed"
 
 The tests are not in the installed package: the source distribution of the same version is fetched once, by pip, and
 kept in `.conformance/`. They run for the stock models too. A test that the stock model of the family passes must not
@@ -39,7 +40,17 @@ def fetch_tests(version: str) -> pathlib.Path:
     folder = CACHE / f"transformers-{version}"
     package = folder / "transformers_tests"
     if not package.is_dir():
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+        ]
         subprocess.run([*command, "--dest", str(CACHE), f"transformers=={version}"], check=True)
         partial = folder / "partial"
         partial.mkdir(parents=True, exist_ok=True)
