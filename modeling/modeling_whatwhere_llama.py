@@ -144,7 +144,8 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
             self, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
         )
         hidden_states = inputs_embeds
-        if self.embed_positions is not None:
+        # Under pipeline parallelism later stages get hidden states in place of embeddings; others own the first layer.
+        if self.embed_positions is not None and isinstance(self.layers[0], WhatWhereLlamaDecoderLayer):
             hidden_states = self.embed_positions(hidden_states, positions)
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(

@@ -1,4 +1,4 @@
-"""Tensor parallelism on two CPU processes."""
+"""Tensor and pipeline parallelism on two CPU processes."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import whatwhere
 
 
 def test_two_ranks_equal_one(tmp_path):
-    worker = pathlib.Path(__file__).parent / "tensor_parallel_worker.py"
+    worker = pathlib.Path(__file__).parent / "model_parallel_worker.py"
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker, tmp_path],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

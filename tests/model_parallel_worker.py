@@ -1,4 +1,4 @@
-"""Run by torchrun: every encoding on two ranks gives the logits and gradients of one. See test_tensor_parallel.py."""
+"""Run by torchrun: every encoding on two ranks gives the logits and gradients of one. See test_model_parallel.py."""
 
 import pathlib
 import sys
@@ -32,6 +32,9 @@ def main() -> None:
         for (name, one), other in zip(model.named_parameters(), parallel.parameters()):
             gradient = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
             torch.testing.assert_close(gradient, one.grad, rtol=1e-3, atol=1e-4, msg=f"{encoding} {name}")
+        stages = type(model).from_pretrained(folder / encoding, distributed_config=DistributedConfig(pp_size=2)).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(stages(ids, use_cache=False).logits, expected.logits, rtol=1e-4, atol=1e-4)
         if dist.get_rank() == 0:
             print("agrees:", encoding, flush=True)
     dist.destroy_process_group()
