@@ -37,6 +37,8 @@ class WhatWhereGPT2Config(WhatWhereConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {
         "hidden_size": "n_embd",
+        # The name that most models use.
+        "layer_norm_eps": "layer_norm_epsilon",
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",

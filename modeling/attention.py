@@ -228,7 +228,9 @@ def choose_implementation(config: Any, requested: str | None) -> str:
     # Paged attention keeps keys as they were when they entered the cache, and knows no bias.
     if family not in supported or (requested.startswith("paged|") and "flash_attention" not in supported):
         raise ValueError(
-            f"attn_implementation={requested!r} does not serve position_encoding={config.position_encoding!r}. "
+            # Transformers' own words, by which its users and tests know the error.
+            f'Specified `attn_implementation="{requested}"` is not supported: it does not serve '
+            f"position_encoding={config.position_encoding!r}. "
             f"Allowed: {', '.join(map(repr, supported))}."
         )
     return requested

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -47,6 +48,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 config.convert_rope_params_to_dict()
         elif hasattr(config, "rope_parameters"):
             del config.rope_parameters
+        self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
 
     def post_init(self) -> None:
@@ -219,7 +221,8 @@ def prepare_forward(
     batch, length = inputs_embeds.shape[:2]
     if use_cache and past_key_values is None:
         past_key_values = DynamicCache(config=config)
-    past_length: Any = past_key_values.get_seq_length() if past_key_values is not None else 0
+    first = first_own_layer(model)
+    past_length: Any = past_key_values.get_seq_length(first) if past_key_values is not None else 0
     if isinstance(past_length, torch.Tensor):
         # A static cache returns its live counter, which every layer's update changes.
         past_length = past_length.clone().to(inputs_embeds.device)
@@ -227,7 +230,7 @@ def prepare_forward(
         position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
     _check_mask(attention_mask, batch, length, past_length)
     _check_reach(config, model.position_encoding.reach, position_ids)
-    key_length = past_key_values.get_mask_sizes(length, 0)[0] if past_key_values is not None else length
+    key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
     context = model.position_encoding(inputs_embeds, position_ids, attention_mask, past_length, key_length)
     mask: Any = create_causal_mask(
         config=config,
@@ -237,6 +240,12 @@ def prepare_forward(
         position_ids=position_ids,
     )
     return position_ids, mask, context, past_key_values
+
+
+def first_own_layer(model: Any) -> int:
+    """Returns the index of the first decoder layer that this process has: not 0 on later pipeline stages."""
+    layers = getattr(model, "layers", None) or model.h
+    return next((index for index, layer in enumerate(layers) if isinstance(layer, GradientCheckpointingLayer)), 0)
 
 
 def _check_mask(attention_mask: Any, batch: int, length: int, past_length: Any) -> None:

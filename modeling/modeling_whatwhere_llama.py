@@ -19,7 +19,14 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
-from .model import WhatWhereGenerationMixin, WhatWherePreTrainedModel, attend, causal_lm_output, prepare_forward
+from .model import (
+    WhatWhereGenerationMixin,
+    WhatWherePreTrainedModel,
+    attend,
+    causal_lm_output,
+    first_own_layer,
+    prepare_forward,
+)
 from .position_encoding import PositionContext
 from .position_encodings import PositionEncodings, SharedPositionEncodings, embedding
 
@@ -144,8 +151,8 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
             self, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
         )
         hidden_states = inputs_embeds
-        # Under pipeline parallelism later stages get hidden states in place of embeddings; others own the first layer.
-        if self.embed_positions is not None and isinstance(self.layers[0], WhatWhereLlamaDecoderLayer):
+        # Later pipeline stages get hidden states in place of embeddings.
+        if self.embed_positions is not None and first_own_layer(self) == 0:
             hidden_states = self.embed_positions(hidden_states, positions)
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(

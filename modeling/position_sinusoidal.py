@@ -15,13 +15,21 @@ class SinusoidalParameters(Parameters):
 
     Attributes:
         theta: the base of the wavelengths, > 1.
+        scale: the amplitude, > 0; None for `initializer_range`, so that positions are as large as freshly initialised
+            tokens. In the paper both are about 1: its token embeddings are multiplied by sqrt(hidden_size).
     """
 
     theta: float = 10000.0
+    scale: float | None = None
+
+    def resolve(self, config: Any) -> "SinusoidalParameters":
+        return self if self.scale is not None else dataclasses.replace(self, scale=float(config.initializer_range))
 
     def validate(self, config: Any) -> None:
         if not self.theta > 1:
             raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be greater than 1.")
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"position_encoding_parameters['scale']={self.scale!r} must be positive.")
         if config.hidden_size % 2:
             raise ValueError(f"hidden_size={config.hidden_size!r} must be even for position_encoding='sinusoidal'.")
 
@@ -29,12 +37,13 @@ class SinusoidalParameters(Parameters):
 class SinusoidalEmbedding(nn.Module):
     """Computes the sines from the positions at every call: no buffer, hence no limit on length."""
 
-    def __init__(self, theta: float) -> None:
+    def __init__(self, theta: float, scale: float) -> None:
         super().__init__()
         self.theta = theta
+        self.scale = scale
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Adds sin(t / theta^(2c/E)) to the even channels 2c and the cosine to the odd ones.
+        """Adds scale * sin(t / theta^(2c/E)) to the even channels 2c and the cosine to the odd ones.
 
         Args:
             hidden: token embeddings (B, Q, E), E even.
@@ -47,7 +56,7 @@ class SinusoidalEmbedding(nn.Module):
         channels = torch.arange(0, width, 2, device=hidden.device, dtype=torch.float32)
         phases = position_ids[..., None].float() * self.theta ** (-channels / width)
         table = torch.stack((phases.sin(), phases.cos()), dim=-1).flatten(-2)
-        return hidden + table.to(hidden.dtype)
+        return hidden + (self.scale * table).to(hidden.dtype)
 
 
 class SinusoidalPositionEncoding(PositionEncoding):
@@ -61,4 +70,4 @@ class SinusoidalPositionEncoding(PositionEncoding):
 
     @classmethod
     def embedding(cls, config: Any, parameters: Any) -> nn.Module:
-        return SinusoidalEmbedding(parameters.theta)
+        return SinusoidalEmbedding(parameters.theta, parameters.scale)

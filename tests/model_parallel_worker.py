@@ -35,6 +35,8 @@ def main() -> None:
         stages = type(model).from_pretrained(folder / encoding, distributed_config=DistributedConfig(pp_size=2)).eval()
         with torch.no_grad():
             torch.testing.assert_close(stages(ids, use_cache=False).logits, expected.logits, rtol=1e-4, atol=1e-4)
+        options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+        assert torch.equal(stages.generate(ids[:, :9], **options), model.generate(ids[:, :9], **options)), encoding
         if dist.get_rank() == 0:
             print("agrees:", encoding, flush=True)
     dist.destroy_process_group()
