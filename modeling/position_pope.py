@@ -82,6 +82,61 @@ class _BoundedPhase(torch.autograd.Function):
         return grad.masked_fill(outward, 0)
 
 
+class _Softplus(torch.autograd.Function):
+    """softplus whose backward needs the result only, and one tensor of memory.
+
+    (PyTorch's own reports wrong strides to torch.compile.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor) -> torch.Tensor:
+        magnitude = nn.functional.softplus(features)
+        ctx.save_for_backward(magnitude)
+        return magnitude
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (magnitude,) = ctx.saved_tensors
+        # The derivative is sigmoid(x) = 1 - exp(-softplus(x)).
+        return torch.neg(magnitude).expm1_().neg_().mul_(grads[0])
+
+
+class _Turn(torch.autograd.Function):
+    """(mu cos, mu sin, plain) from (mu, plain): the products are written once, and read once by the backward.
+
+    features (B, H, T, D), cos and sin (1 or B, 1 or H, T, R), float32 or the type of the features.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        R = cos.shape[-1]
+        ctx.save_for_backward(features, cos, sin)
+        turned = features.new_empty(*features.shape[:-1], features.shape[-1] + R)
+        polar = features[..., :R]
+        if torch.compiler.is_compiling():
+            turned[..., :R] = polar * cos
+            turned[..., R : 2 * R] = polar * sin
+        else:
+            torch.mul(polar, cos, out=turned[..., :R])
+            torch.mul(polar, sin, out=turned[..., R : 2 * R])
+        if features.shape[-1] > R:
+            turned[..., 2 * R :] = features[..., R:]
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        features, cos, sin = ctx.saved_tensors
+        R = cos.shape[-1]
+        real, imaginary, plain = grads[0].split((R, R, features.shape[-1] - R), dim=-1)
+        grad_features = (real * cos).addcmul_(imaginary, sin)
+        if plain.shape[-1]:
+            grad_features = torch.cat((grad_features, plain), dim=-1)
+        if not ctx.needs_input_grad[1]:
+            return grad_features, None, None
+        polar = features[..., :R]
+        return grad_features, (real * polar).sum_to_size(cos.shape), (imaginary * polar).sum_to_size(sin.shape)
+
+
 class PhaseShift(nn.Module):
     """The learned phase shifts delta: weight (H, R), in radians."""
 
@@ -182,9 +237,7 @@ class PoPE(PositionEncoding):
         if kind == "identity":
             return features
         polar, plain = features[..., : self.rotated], features[..., self.rotated :]
-        zero = torch.zeros((), device=features.device)
-        # logaddexp, not softplus: the latter's backward reports wrong strides to torch.compile.
-        polar = torch.relu(polar) if kind == "relu" else torch.logaddexp(polar.float(), zero).to(features.dtype)
+        polar = torch.relu(polar) if kind == "relu" else _Softplus.apply(polar.float()).to(features.dtype)
         return torch.cat((polar, plain), dim=-1) if plain.shape[-1] else polar
 
     def rotate_cached(
@@ -201,17 +254,6 @@ class PoPE(PositionEncoding):
                 query_cos * delta_cos + query_sin * delta_sin,
                 query_sin * delta_cos - query_cos * delta_sin,
             )
-        return self._turn(query, query_cos, query_sin), self._turn(key, key_cos, key_sin)
-
-    def _turn(self, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        R = self.rotated
-        polar = features[..., :R]
-        cos, sin = cos.to(features.dtype), sin.to(features.dtype)
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # A decoding step turns all cached keys: it writes them once.
-            turned = features.new_empty(*features.shape[:-1], features.shape[-1] + R)
-            torch.mul(polar, cos, out=turned[..., :R])
-            torch.mul(polar, sin, out=turned[..., R : 2 * R])
-            turned[..., 2 * R :] = features[..., R:]
-            return turned
-        return torch.cat((polar * cos, polar * sin, features[..., self.rotated :]), dim=-1)
+        query_tables = query_cos.to(query.dtype), query_sin.to(query.dtype)
+        key_tables = key_cos.to(key.dtype), key_sin.to(key.dtype)
+        return _Turn.apply(query, *query_tables), _Turn.apply(key, *key_tables)
