@@ -107,7 +107,8 @@ def sdpa_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' `sdpa`; a bias that needs no content logits is materialised into the mask (B, H, Q, K)."""
     encoding = module.position_encoding
-    if key.shape[-1] != value.shape[-1] and query.shape[2] == 1 and not module.training:
+    wider = key.shape[-1] != value.shape[-1]
+    if wider and query.shape[2] == 1 and not module.training:
         # One row is no work for a fused kernel, but padding all cached values would be.
         return blockwise_attention_forward(module, query, key, value, attention_mask, scaling)
     if encoding.biases:
@@ -118,11 +119,11 @@ def sdpa_attention_forward(
             attention_mask = torch.where(attention_mask, bias, torch.finfo(query.dtype).min)
         else:
             attention_mask = attention_mask + bias
-    padded = _pad_value(key, value)
+    padded = _pad_value(key, value) if wider else value
     output, _ = stock_sdpa_attention_forward(
         module, query, key, padded, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
-    return output if padded is value else output[..., : value.shape[-1]], None
+    return output[..., : value.shape[-1]] if wider else output, None
 
 
 def flex_attention_forward(

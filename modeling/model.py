@@ -165,17 +165,19 @@ def attend(
     Returns:
         The output (B, Q, H * D), and the weights (B, H, Q, K) from an implementation that has them.
     """
-    if kwargs.get("cache") is not None and "flash_attention" not in supported_implementations(module.config):
+    if "cache" in kwargs and "flash_attention" not in supported_implementations(module.config):
         raise ValueError(
             f"A paged cache does not serve position_encoding={module.config.position_encoding!r}. Use generate()."
         )
     encoding = module.position_encoding
-    if query.shape[1] != module.config.num_attention_heads:
+    if query.shape[1] != module.num_heads:
         position_context = {**position_context, "head_offset": _first_local_head(module, query.shape[1])}
-    query, key = encoding.rotate(query, key, position_context)
+    if encoding.rotations:
+        query, key = encoding.rotate(query, key, position_context)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
-    query, key = encoding.rotate_cached(query, key, position_context)
+    if encoding.cached_rotations:
+        query, key = encoding.rotate_cached(query, key, position_context)
     output, weights = interface(
         module,
         query,

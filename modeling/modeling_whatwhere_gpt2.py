@@ -42,6 +42,7 @@ class WhatWhereGPT2Attention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.n_embd // config.n_head
+        self.num_heads = config.n_head
         self.num_key_value_groups = config.n_head // config.num_key_value_heads
         self.split_sizes = [config.n_embd, *[config.num_key_value_heads * self.head_dim] * 2]
         self.scaling = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
