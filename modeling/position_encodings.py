@@ -206,7 +206,7 @@ class PositionEncodings(nn.ModuleDict):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PositionEncoding.rotate`."""
         for name in self.rotations:
-            query, key = self._modules[name].rotate(query, key, context)  # type: ignore[union-attr, operator]
+            query, key = self._modules[name].rotate(query, key, context)  # type: ignore[operator]
         return query, key
 
     def rotate_cached(
@@ -214,7 +214,7 @@ class PositionEncodings(nn.ModuleDict):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `PositionEncoding.rotate_cached`."""
         for name in self.cached_rotations:
-            query, key = self._modules[name].rotate_cached(query, key, context)  # type: ignore[union-attr, operator]
+            query, key = self._modules[name].rotate_cached(query, key, context)  # type: ignore[operator]
         return query, key
 
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
