@@ -1,5 +1,6 @@
 """What both configurations share: the position encoding's fields, and the refusal of misspelt fields."""
 
+import copy
 import dataclasses
 import difflib
 import importlib
@@ -8,6 +9,8 @@ from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -34,6 +37,23 @@ _BASE_KEYWORDS = {
     "transformers_version",
     "use_return_dict",
 }
+# What Transformers' rotary functions read.
+_ROPE_PARAMETERS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "short_factor",
+    "truncate",
+)
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -54,6 +74,15 @@ def _registry() -> Any:
         if error.name != name:
             raise
         return None
+
+
+def _kept(old: str, saved: dict | None, new: str) -> dict | None:
+    """Returns the saved parameters of encoding `old` that have a meaning in `new`, nested as `new` takes them."""
+    if not saved:
+        return None
+    nested = saved if "+" in old else {old: saved}
+    kept = {name: nested[name] for name in new.split("+") if name in nested}
+    return kept if "+" in new else kept.get(new)
 
 
 @strict
@@ -82,7 +111,7 @@ class WhatWhereConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown_fields(kwargs)
-        rope = {key: kwargs.pop(key) for key in _ROPE_KEYS if kwargs.get(key) is not None}
+        rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
         for key in _ROPE_KEYS:
             kwargs.pop(key, None)
         if self.rotates:
@@ -92,6 +121,7 @@ class WhatWhereConfig(PreTrainedConfig):
                 != 1
             ):
                 raise ValueError("rope_parameters['partial_rotary_factor'] must be 1.0: 'rope' rotates whole heads.")
+            self._refuse_unknown_rope(self.rope_parameters or rope.get("rope_scaling") or {}, rope.get("rope_theta"))
             kwargs.update(rope)
         elif rope:
             key, value = next(iter(rope.items()))
@@ -101,6 +131,59 @@ class WhatWhereConfig(PreTrainedConfig):
             )
         super().__post_init__(**kwargs)
         self.resolve_position_encoding()
+
+    def apply_aliases(self, kwargs: dict[str, Any]) -> None:
+        """Moves values given under a name of `attribute_map` to their fields.
+
+        The base class does that too late for defaults and checks that depend on them.
+        """
+        for alias, field in self.attribute_map.items():
+            if alias in kwargs:
+                setattr(self, field, kwargs.pop(alias))
+
+    def check_ranges(
+        self,
+        *,
+        positive: tuple[str, ...] = (),
+        probabilities: tuple[str, ...] = (),
+        not_negative: tuple[str, ...] = (),
+        activations: tuple[str, ...] = (),
+    ) -> None:
+        """Raises ValueError for a field out of its range; fields that are None are left out.
+
+        Args:
+            positive: fields that must be greater than 0.
+            probabilities: fields that must be in [0, 1).
+            not_negative: fields that must be at least 0.
+            activations: fields that name an activation function.
+        """
+        for names, holds, allowed in (
+            (positive, lambda value: value > 0, "greater than 0"),
+            (probabilities, lambda value: 0 <= value < 1, "in [0, 1)"),
+            (not_negative, lambda value: value >= 0, "at least 0"),
+            (activations, lambda value: value in ACT2FN, f"one of {', '.join(map(repr, sorted(ACT2FN)))}"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not holds(value):
+                    raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
+
+    @staticmethod
+    def _refuse_unknown_rope(parameters: dict[str, Any], theta: Any) -> None:
+        allowed = {"rope_type", "type", *_ROPE_PARAMETERS}
+        for key in parameters:
+            if key not in allowed:
+                near = difflib.get_close_matches(str(key), sorted(allowed), n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"rope_parameters has the unknown key {key!r}.{hint} Allowed: {sorted(allowed)}.")
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"rope_parameters['rope_type']={kind!r} is not valid. Allowed: {['default', *ROPE_INIT_FUNCTIONS]}."
+            )
+        theta = parameters.get("rope_theta", theta)
+        if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0):
+            raise ValueError(f"rope_theta={theta!r} is not valid: it must be a number greater than 0.")
 
     @property
     def rotates(self) -> bool:
@@ -167,7 +250,8 @@ class WhatWhereConfig(PreTrainedConfig):
         """Builds the configuration from a file's dictionary; keywords override it before anything is checked.
 
         A stock configuration of the same family is read too. When a keyword changes `position_encoding`, the file's
-        parameters of the old encoding (and its RoPE parameters) are dropped.
+        parameters of encodings that stay part of it are kept, the others (and RoPE's) are dropped. A keyword
+        `position_encoding_parameters` replaces those of the file as a whole: what it leaves out takes its default.
 
         Raises:
             ValueError: the dictionary belongs to another kind of model, or a field is misspelt.
@@ -176,8 +260,8 @@ class WhatWhereConfig(PreTrainedConfig):
         names = cls.field_names() | set(GenerationConfig().to_dict())
         if "position_encoding" in kwargs:
             old = config_dict.get("position_encoding", cls.position_encoding)
-            if kwargs["position_encoding"] != old and "position_encoding_parameters" not in kwargs:
-                config_dict.pop("position_encoding_parameters", None)
+            saved = config_dict.pop("position_encoding_parameters", None)
+            config_dict["position_encoding_parameters"] = _kept(str(old), saved, str(kwargs["position_encoding"]))
             if "rope" not in str(kwargs["position_encoding"]).split("+"):
                 for key in _ROPE_KEYS:
                     config_dict.pop(key, None)

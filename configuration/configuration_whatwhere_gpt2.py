@@ -75,6 +75,7 @@ class WhatWhereGPT2Config(WhatWhereConfig):
     num_key_value_heads: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.apply_aliases(kwargs)
         if self.n_head < 1 or self.n_embd % self.n_head != 0:
             raise ValueError(f"n_embd={self.n_embd!r} must be a multiple of n_head={self.n_head!r}.")
         if self.num_key_value_heads is None:
@@ -83,7 +84,13 @@ class WhatWhereGPT2Config(WhatWhereConfig):
 
     def validate_architecture(self) -> None:
         """Checks the fields against each other; raises ValueError."""
-        groups = self.num_key_value_heads or self.n_head
+        self.check_ranges(
+            positive=("vocab_size", "n_positions", "n_embd", "n_layer", "n_inner", "layer_norm_epsilon"),
+            probabilities=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+            not_negative=("initializer_range",),
+            activations=("activation_function",),
+        )
+        groups = self.n_head if self.num_key_value_heads is None else self.num_key_value_heads
         if groups < 1 or self.n_head % groups != 0:
             raise ValueError(f"n_head={self.n_head!r} must be a multiple of num_key_value_heads={groups!r}.")
         if self.add_cross_attention:

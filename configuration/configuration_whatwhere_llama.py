@@ -74,7 +74,21 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
 
     def validate_architecture(self) -> None:
         """Checks the fields against each other; raises ValueError."""
-        groups = self.num_key_value_heads or self.num_attention_heads
+        self.check_ranges(
+            positive=(
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "max_position_embeddings",
+                "rms_norm_eps",
+                "head_dim",
+            ),
+            probabilities=("attention_dropout",),
+            not_negative=("initializer_range",),
+            activations=("hidden_act",),
+        )
+        groups = self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
         if groups < 1 or self.num_attention_heads % groups != 0:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads!r} must be a multiple of "

@@ -228,17 +228,23 @@ def prepare_forward(
     if isinstance(past_length, torch.Tensor):
         # A static cache returns its live counter, which every layer's update changes.
         past_length = past_length.clone().to(inputs_embeds.device)
+    consecutive = position_ids is None
     if position_ids is None:
         position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
-    _check_mask(attention_mask, batch, length, past_length)
+    _check_positions(position_ids, batch, length)
     _check_reach(config, model.position_encoding.reach, position_ids)
     key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
-    context = model.position_encoding(inputs_embeds, position_ids, attention_mask, past_length, key_length)
+    _check_mask(config, attention_mask, batch, length, past_length, key_length)
+    # Positions that are not given number the slots, masked ones too; those that are given skip what is masked.
+    seen = None if consecutive else attention_mask
+    context = model.position_encoding(inputs_embeds, position_ids, seen, past_length, key_length)
+    # Transformers looks for packed documents only where no cache is given; an empty one hides nothing.
+    empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
     mask: Any = create_causal_mask(
         config=config,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
-        past_key_values=past_key_values,
+        past_key_values=None if empty and not consecutive else past_key_values,
         position_ids=position_ids,
     )
     return position_ids, mask, context, past_key_values
@@ -246,11 +252,22 @@ def prepare_forward(
 
 def first_own_layer(model: Any) -> int:
     """Returns the index of the first decoder layer that this process has: not 0 on later pipeline stages."""
-    layers = getattr(model, "layers", None) or model.h
+    layers = model.layers if hasattr(model, "layers") else model.h
     return next((index for index, layer in enumerate(layers) if isinstance(layer, GradientCheckpointingLayer)), 0)
 
 
-def _check_mask(attention_mask: Any, batch: int, length: int, past_length: Any) -> None:
+def _check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None:
+    shape = tuple(position_ids.shape)
+    if length == 0:
+        raise ValueError("The input has no tokens: its shape is (batch, 0); allowed: at least one token.")
+    if shape not in ((1, length), (batch, length)) or position_ids.is_floating_point():
+        raise ValueError(
+            f"position_ids has the shape {shape} and type {position_ids.dtype}; allowed: integers of the shape "
+            f"({batch}, {length}) or (1, {length})."
+        )
+
+
+def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_length: Any, key_length: int) -> None:
     if not isinstance(attention_mask, torch.Tensor):
         return
     shape = tuple(attention_mask.shape)
@@ -260,10 +277,20 @@ def _check_mask(attention_mask: Any, batch: int, length: int, past_length: Any) 
                 f"attention_mask has the shape {shape}; allowed: (batch, past + new tokens) = "
                 f"({batch}, {past_length + length}), or a 4D mask."
             )
-    elif attention_mask.ndim != 4 or shape[2] != length or shape[0] not in (1, batch):
+        return
+    fits = (
+        attention_mask.ndim == 4
+        and shape[0] in (1, batch)
+        and shape[1] in (1, config.num_attention_heads)
+        and shape[2] == length
+        # A paged cache, which only the attention layers see, brings more keys.
+        and shape[3] >= key_length
+        and (attention_mask.dtype == torch.bool or attention_mask.is_floating_point())
+    )
+    if not fits:
         raise ValueError(
-            f"attention_mask has the shape {shape}; allowed: 2D (batch, past + new tokens), or 4D "
-            f"(batch, 1 or heads, {length}, keys)."
+            f"attention_mask has the shape {shape} and type {attention_mask.dtype}; allowed: 2D (batch, past + new "
+            f"tokens), or 4D bool or floating (batch, 1 or heads, {length}, {key_length})."
         )
 
 
@@ -272,7 +299,7 @@ def _check_reach(config: Any, limit: int | None, position_ids: torch.Tensor) -> 
         return
     length = int(position_ids.max()) + 1
     if length > limit:
-        unlimited = "alibi, cope, none, pope, rope, sinusoidal"
+        unlimited = "alibi, cope, cope+rope, none, pope, rope, sinusoidal, relative with beyond='last' or 'none'"
         raise ValueError(
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} reaches "
             f"({limit} tokens). Shorten it, or use an encoding without a limit: {unlimited}."

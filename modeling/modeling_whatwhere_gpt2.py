@@ -167,7 +167,8 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
             past_key_values: the cache.
             attention_mask: (B, past + Q) with 0 for padding, or 4D (B, 1, Q, K).
             token_type_ids: int64 (B, Q), token ids whose embeddings are added, as in GPT-2.
-            position_ids: int64 (B, Q); resetting positions separate packed documents.
+            position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
+                attention_mask nor anything in the cache.
             inputs_embeds: (B, Q, E).
             use_cache: whether to return a cache.
 

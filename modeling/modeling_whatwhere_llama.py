@@ -135,7 +135,8 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
         Args:
             input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
             attention_mask: (B, past + Q) with 0 for padding, or 4D (B, 1, Q, K).
-            position_ids: int64 (B, Q); resetting positions separate packed documents.
+            position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
+                attention_mask nor anything in the cache.
             past_key_values: the cache.
             inputs_embeds: (B, Q, E).
             use_cache: whether to return a cache.

@@ -34,8 +34,8 @@ class PoPEParameters(Parameters):
     partial_rotary_factor: float = 1.0
 
     def validate(self, config: Any) -> None:
-        if not self.theta > 1:
-            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be greater than 1.")
+        if not 1 < self.theta < math.inf:
+            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be finite, greater than 1.")
         if not 0 < self.partial_rotary_factor <= 1:
             raise ValueError(
                 f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} must be in "
@@ -98,6 +98,9 @@ class _Softplus(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (magnitude,) = ctx.saved_tensors
         # The derivative is sigmoid(x) = 1 - exp(-softplus(x)).
+        if torch.is_grad_enabled():
+            # A second derivative is wanted: nothing may change in place.
+            return grads[0] * -torch.expm1(-magnitude)
         return torch.neg(magnitude).expm1_().neg_().mul_(grads[0])
 
 

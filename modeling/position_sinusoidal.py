@@ -1,6 +1,7 @@
 """Fixed sinusoidal absolute positions, added to the token embeddings (Vaswani et al. 2017, section 3.5)."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ class SinusoidalParameters(Parameters):
         return self if self.scale is not None else dataclasses.replace(self, scale=float(config.initializer_range))
 
     def validate(self, config: Any) -> None:
-        if not self.theta > 1:
-            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be greater than 1.")
-        if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"position_encoding_parameters['scale']={self.scale!r} must be positive.")
+        if not 1 < self.theta < math.inf:
+            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be finite, greater than 1.")
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ValueError(f"position_encoding_parameters['scale']={self.scale!r} must be finite and positive.")
         if config.hidden_size % 2:
             raise ValueError(f"hidden_size={config.hidden_size!r} must be even for position_encoding='sinusoidal'.")
 

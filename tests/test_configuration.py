@@ -45,7 +45,7 @@ SHARED = {
     ),
     "theta too small": (
         {"position_encoding": "pope", "position_encoding_parameters": {"theta": 0.5}},
-        r"\['theta'\]=0.5 must be greater than 1",
+        r"\['theta'\]=0.5 must be finite, greater than 1",
     ),
     "no rotated channel": (
         {"position_encoding": "pope", "position_encoding_parameters": {"partial_rotary_factor": 0.01}},
@@ -75,6 +75,27 @@ SHARED = {
         {"position_encoding": "rope", "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor'. must be 1",
     ),
+    "misspelt rope key": (
+        {"position_encoding": "rope", "rope_parameters": {"rope_typ": "yarn", "factor": 4.0}},
+        "rope_parameters has the unknown key 'rope_typ'. Did you mean 'rope_type'",
+    ),
+    "unknown rope type": (
+        {"position_encoding": "rope", "rope_parameters": {"rope_type": "foo"}},
+        "rope_parameters.'rope_type'.='foo' is not valid. Allowed: .'default'",
+    ),
+    "rope theta": ({"position_encoding": "rope", "rope_theta": -1.0}, "rope_theta=-1.0 is not valid"),
+    "infinite theta": (
+        {"position_encoding": "pope", "position_encoding_parameters": {"theta": float("inf")}},
+        "theta'.=inf must be finite",
+    ),
+    "no key heads": ({"num_key_value_heads": 0}, "must be a multiple of num_key_value_heads=0"),
+    "no layers": ({"num_hidden_layers": 0}, "(num_hidden_layers|n_layer)=0 is not valid: it must be greater than 0"),
+    "no positions": (
+        {"max_position_embeddings": 0},
+        "(max_position_embeddings|n_positions)=0 is not valid: it must be greater than 0",
+    ),
+    "no vocabulary": ({"vocab_size": 0}, "vocab_size=0 is not valid: it must be greater than 0"),
+    "negative spread": ({"initializer_range": -1.0}, "initializer_range=-1.0 is not valid: it must be at least 0"),
     "key heads do not divide": ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
     "wrong type of a stock field": ({"vocab_size": "many"}, "vocab_size.*expected int, got str"),
 }
@@ -96,8 +117,11 @@ def test_bad_fields_of_one_family():
         ({"norm_type": "batchnorm"}, "norm_type.*'layernorm', 'rmsnorm'"),
         (
             {"position_encoding": "sinusoidal", "position_encoding_parameters": {"scale": 0.0}},
-            "scale'.=0.0 must be pos",
+            "scale'.=0.0 must be finite",
         ),
+        ({"attn_pdrop": 2.0}, "attn_pdrop=2.0 is not valid: it must be in .0, 1"),
+        ({"activation_function": "nope"}, "activation_function='nope' is not valid: it must be one of .*'gelu_new'"),
+        ({"hidden_size": 33, "num_attention_heads": 4}, "n_embd=33 must be a multiple of n_head=4"),
         ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         ({"n_embd": 30, "n_head": 4}, "n_embd=30 must be a multiple of n_head=4"),
     ):
@@ -157,6 +181,31 @@ def test_loading_overrides(family, tmp_path):
     assert unused == {"a_model_argument": 3}
 
 
+def test_aliases_decide_what_depends_on_them():
+    config = WhatWhereGPT2Config(hidden_size=96, num_attention_heads=24, num_hidden_layers=1)
+    assert (config.n_embd, config.n_head, config.n_layer, config.num_key_value_heads) == (96, 24, 1, 24)
+    assert WhatWhereGPT2Config(layer_norm_eps=0.25).layer_norm_epsilon == 0.25
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_of_an_encoding_that_stays_are_kept(family, tmp_path):
+    parameters = {"num_positions": 9, "scale_positions": False}
+    tiny_config(family, "cope", position_encoding_parameters=parameters).save_pretrained(tmp_path)
+    config_class = type(tiny_config(family, "none"))
+    summed = config_class.from_pretrained(tmp_path, position_encoding="cope+rope")
+    assert summed.position_encoding_parameters["cope"].items() >= parameters.items()
+    summed.save_pretrained(tmp_path)
+    alone = config_class.from_pretrained(tmp_path, position_encoding="cope")
+    assert alone.position_encoding_parameters.items() >= parameters.items()
+    assert config_class.from_pretrained(tmp_path, position_encoding="alibi").position_encoding_parameters == {}
+
+
+def test_rope_parameters_of_the_caller_are_left_alone():
+    given = {"rope_type": "linear", "factor": 2.0}
+    tiny_config("llama", "rope", rope_scaling=given)
+    assert given == {"rope_type": "linear", "factor": 2.0}
+
+
 def test_default_constructors():
     assert WhatWhereLlamaConfig().position_encoding == "rope"
     assert WhatWhereGPT2Config().position_encoding == "absolute"
@@ -196,12 +245,23 @@ def test_unsupported_attention_is_refused_by_name(encoding):
 def test_masks_of_the_wrong_shape():
     model = tiny_model("llama", "cope")
     ids = tokens(2, 9)
-    for shape in ((2, 8), (2, 10), (1, 9), (2, 9, 9), (2, 1, 8, 9)):
+    for shape in ((2, 8), (2, 10), (1, 9), (2, 9, 9), (2, 1, 8, 9), (2, 1, 9, 8), (2, 3, 9, 9), (2, 1, 9, 9)):
         with pytest.raises(ValueError, match=re.escape(f"attention_mask has the shape {shape}")):
             model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match=r"\(2, 10\)"):
         model(ids[:, :1], attention_mask=torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+
+
+def test_positions_of_the_wrong_shape():
+    for encoding in ("cope", "rope", "relative"):
+        model = tiny_model("llama", encoding)
+        ids = tokens(2, 9)
+        for positions in (torch.arange(9), torch.arange(8)[None], torch.arange(9.0)[None]):
+            with pytest.raises(ValueError, match="position_ids has the shape"):
+                model(ids, position_ids=positions)
+        with pytest.raises(ValueError, match="The input has no tokens"):
+            model(ids[:, :0])
 
 
 def test_inputs_given_twice_or_not_at_all():

@@ -165,14 +165,44 @@ def test_decoding_after_right_padding(family, encoding):
 
 
 @every_model
-def test_packed_documents_equal_separate_ones(family, encoding):
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_equal_separate_ones(family, encoding, use_cache):
     model = build(family, encoding)
     first, second = tokens(1, 11), tokens(1, 8, seed=5)
     positions = torch.cat((torch.arange(11), torch.arange(8)))[None]
     with torch.no_grad():
-        packed = model(torch.cat((first, second), dim=1), position_ids=positions, use_cache=False).logits
+        packed = model(torch.cat((first, second), dim=1), position_ids=positions, use_cache=use_cache).logits
         close(packed[:, :11], model(first).logits)
         close(packed[:, 11:], model(second).logits)
+
+
+@every_model
+@pytest.mark.parametrize("given", [False, True], ids=["slots", "positions"])
+def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
+    model = build(family, encoding)
+    ids = tokens(1, 20)
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, 6:11] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0) if given else None
+
+    def run(start, end, **options):
+        own = None if positions is None else positions[:, start:end]
+        return model(ids[:, start:end], attention_mask=mask[:, :end], position_ids=own, **options)
+
+    with torch.no_grad():
+        full = run(0, 20, use_cache=False).logits
+        prefill = run(0, 13, use_cache=True)
+        close(run(13, 20, past_key_values=prefill.past_key_values).logits, full[:, 13:])
+
+
+@every_model
+def test_second_derivatives_in_eager(family, encoding):
+    model = build(family, encoding, "eager")
+    ids = tokens(1, 8)
+    parameters = [p for name, p in model.named_parameters() if "position" in name or "norm" in name or "ln" in name]
+    gradients = torch.autograd.grad(model(ids, labels=ids).loss, parameters, create_graph=True)
+    sum(gradient.square().sum() for gradient in gradients).backward()
+    assert all(p.grad.isfinite().all() for p in parameters if p.grad is not None)
 
 
 @every_model
