@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, ImportError, DemoError, TrainingError) as error:
         parser.exit(2, f"error: {error}\n")
     except (Interrupted, KeyboardInterrupt) as stop:
-        parser.exit(130, f"{stop or 'interrupted'}. Run the same command again to go on.\n")
+        parser.exit(130, f"{str(stop).strip() or 'interrupted'}. Run the same command again to go on.\n")
     total = round(time.perf_counter() - begin, 1)
     write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
     print(f"\nAll of it took {total:.0f} s. Results: {options.output}")

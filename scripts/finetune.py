@@ -154,6 +154,7 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
         TrainingError: the output folder is not usable.
         Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
     """
+    _check_ranges(options)
     output = Path(options.output)
     settings = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
     check_folder(output, resume=options.resume, record="finetune.json")
@@ -230,9 +231,25 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
     return results
 
 
+def _check_ranges(options: argparse.Namespace) -> None:
+    least = {
+        **dict.fromkeys(("steps", "batch_size", "accumulation", "save_every", "evaluation_blocks", "lora_rank"), 1),
+        "sequence_length": 2,
+        **dict.fromkeys(("warmup_steps", "weight_decay", "seed"), 0),
+    }
+    for name, minimum in least.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise FinetuneError(f"--{name.replace('_', '-')}={value!r} is not valid: it must be at least {minimum}.")
+    if options.learning_rate is not None and not options.learning_rate > 0:
+        raise FinetuneError(f"--learning-rate={options.learning_rate!r} is not valid: it must be greater than 0.")
+    if not 0 <= options.lora_dropout < 1:
+        raise FinetuneError(f"--lora-dropout={options.lora_dropout!r} is not valid: it must be in [0, 1).")
+
+
 def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str, Any], str]:
     """Returns the tokenizer, the blocks of `train` and `test`, and the name of the split that serves as `test`."""
-    length = options.sequence_length or config.max_position_embeddings
+    length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     limit = reach(config)
     if limit is not None and length > limit:
         raise FinetuneError(
@@ -266,8 +283,8 @@ def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str,
 
 def _add_adapter(model: Any, options: argparse.Namespace, *, base: str, fresh: set[str]) -> Any:
     """Returns the model with low-rank adapters on its linear layers; `base` is where the model itself is saved."""
-    # peft writes this name down as that of the adapter's base.
-    model.name_or_path = base
+    # peft writes this name down as that of the adapter's base: a folder must be found from anywhere.
+    model.name_or_path = os.path.abspath(base) if os.path.exists(base) else base
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.lora_rank,
@@ -291,6 +308,7 @@ def _trainer(model: Any, options: argparse.Namespace, blocks: dict[str, Any], re
             if received:
                 control.should_save = control.should_training_stop = True
 
+    default_rate = 2e-4 if options.lora else 5e-5
     return Trainer(
         model=model,
         args=TrainingArguments(
@@ -299,7 +317,7 @@ def _trainer(model: Any, options: argparse.Namespace, blocks: dict[str, Any], re
             per_device_train_batch_size=options.batch_size,
             per_device_eval_batch_size=options.batch_size,
             gradient_accumulation_steps=options.accumulation,
-            learning_rate=options.learning_rate or (2e-4 if options.lora else 5e-5),
+            learning_rate=default_rate if options.learning_rate is None else options.learning_rate,
             lr_scheduler_type="cosine",
             warmup_steps=options.warmup_steps,
             weight_decay=options.weight_decay,
@@ -329,10 +347,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     try:
         results = finetune(options, arguments)
-    except (ValueError, TrainingError) as error:
+    except (ValueError, OSError, TrainingError) as error:
         sys.exit(f"error: {error}")
     except (Interrupted, KeyboardInterrupt) as stop:
-        print(f"{stop or 'interrupted'}. Go on with the same command and --resume.", file=sys.stderr)
+        begun = os.path.exists(os.path.join(options.output, "finetune.json"))
+        advice = "Go on with the same command and --resume." if begun else "Nothing was written yet: start again."
+        print(f"{str(stop).strip() or 'interrupted'}. {advice}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", 2))
     if results:
         scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results["metrics"].items())

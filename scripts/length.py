@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from ..model_card import weights_fingerprint
 from .evaluation import length as length_evaluation
-from .evaluation.results import provenance, write_json
+from .evaluation.results import check_writable, provenance, write_json
 
 DEFAULT_MULTIPLES = (1.0, 2.0, 4.0, 8.0, 10.0)
 
@@ -73,14 +74,15 @@ def load_test_texts(
         dataset: the id of `hub`.
         files: for `local` a glob pattern inside the folder, for `hub` a split such as `test[:100]`.
     """
-    from .data.corpus import SPLITS, load_text
+    from .data.corpus import SPLITS, load_text, text_of
 
     if source == "stdlib":
         return list(load_text()["test"]["text"])
     # Only one split is read: the same one under every name.
     chosen = files or ("test" if source == "hub" else "**/*.txt")
     splits = dict.fromkeys(SPLITS, chosen)
-    return [row["text"] for row in load_text(source, data_dir=data_dir, dataset=dataset, splits=splits)["test"]]
+    rows = load_text(source, data_dir=data_dir, dataset=dataset, splits=splits)["test"]
+    return [text_of(row) for row in rows]
 
 
 def trained_length_of(checkpoint: str, config: Any) -> int:
@@ -131,6 +133,9 @@ def evaluate(
 
     if trained_length is not None and trained_length < 1:
         raise ValueError(f"trained-length={trained_length!r} is not valid: it must be at least 1.")
+    for name, value in (("tokens", tokens), ("batch-tokens", batch_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value!r} is not valid: it must be at least 1.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Every configuration is read before the first model runs: mistakes should not wait for minutes.
     trained = {}
@@ -144,12 +149,15 @@ def evaluate(
 
     entries = []
     for checkpoint in checkpoints:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint,
-            trust_remote_code=trust_remote_code,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attn_implementation,
-        )
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint,
+                trust_remote_code=trust_remote_code,
+                dtype=getattr(torch, dtype),
+                attn_implementation=attn_implementation,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
         tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         token_ids, byte_counts = evaluation_stream(tokenizer, texts)
         count = length_evaluation.usable_tokens(tokens, len(token_ids), windows)
@@ -212,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lengths", default="1,2,4,8,10", help="multiples of the trained length (default %(default)s)")
     parser.add_argument("--trained-length", type=int, help="tokens; default: what the checkpoint says")
     parser.add_argument("--data", default="stdlib", choices=("stdlib", "hub", "local"), help="default %(default)s")
-    parser.add_argument("--data-dir", help="with --data local: a folder of .txt or .jsonl files")
+    parser.add_argument("--data-dir", help="with --data local: a folder of .txt files, or see --test-files")
     parser.add_argument("--dataset", help="with --data hub: the id of a dataset")
     parser.add_argument("--test-files", help="held-out files (a glob; local) or split (such as test[:100]; hub)")
     parser.add_argument("--tokens", type=int, help="tokens to score, at least (default: 16 of the longest windows)")
@@ -229,6 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.output is None:
             alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
             options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
+        check_writable(options.output)
         entries = evaluate(
             options.checkpoints,
             load_test_texts(options.data, data_dir=options.data_dir, dataset=options.dataset, files=options.test_files),

@@ -54,13 +54,17 @@ def main(arguments: list[str] | None = None) -> None:
         recipe = load_recipe(options.recipe, options.set)
         output = options.output or os.path.join("runs", recipe.name)
         results = train(recipe, output, resume=options.resume, data_dir=options.data_dir, arguments=arguments)
-    except (ValueError, TrainingError) as error:
+    except (ValueError, OSError, TrainingError) as error:
         sys.exit(f"error: {error}")
     except (Interrupted, KeyboardInterrupt) as stop:
         data_dir = ["--data-dir", options.data_dir] if options.data_dir else []
         command = [os.path.join(str(output), "recipe.yaml"), "--output", str(output), "--resume", *data_dir]
-        print(f"{stop or 'interrupted'}. Go on with:\n", file=sys.stderr)
-        print(f"    python -m whatwhere.scripts.train {shlex.join(command)}", file=sys.stderr)
+        reason = str(stop).strip() or "interrupted"
+        if os.path.exists(command[0]):
+            print(f"{reason}. Go on with:\n", file=sys.stderr)
+            print(f"    python -m whatwhere.scripts.train {shlex.join(command)}", file=sys.stderr)
+        else:
+            print(f"{reason}. Nothing was written yet: start again.", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", 2))
     if results:
         print(yaml.safe_dump({"output": str(output), "metrics": results["metrics"]}, sort_keys=False), end="")

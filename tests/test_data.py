@@ -420,3 +420,24 @@ def test_streamed_batches_continue_and_repeat():
     plain = StreamedBatches(rows, tokenizer, **{**options, "shuffle_buffer": 1})
     assert tokenizer.decode(plain(0)["input_ids"].flatten()).startswith("document 00.<|endoftext|>docu")
     assert not torch.equal(seen[0], StreamedBatches(rows, tokenizer, **{**options, "seed": 1})(0)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern", "message"),
+    [
+        ('{"text": "a"}\n{"text"', "*.jsonl", "cannot be read"),
+        ("", "*.jsonl", "cannot be read"),
+        ('{"text": "a"}\n', 5, "must be a pattern"),
+        ('{"text": "a"}\n', "/etc/*.txt", "relative to the data folder"),
+    ],
+    ids=["malformed", "empty", "no pattern", "absolute"],
+)
+def test_unreadable_local_data(content, pattern, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        corpus.load_text("local", data_dir=tmp_path, splits={"train": pattern, "validation": "*.jsonl"})
+
+
+def test_documents_without_a_text():
+    with pytest.raises(ValueError, match="A document has text=None; it must be a string"):
+        corpus.text_of({"text": None, "id": 3})

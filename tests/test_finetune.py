@@ -258,3 +258,22 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     with pytest.raises(SystemExit) as caught:
         script.main([str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
     assert str(caught.value.code).startswith("error: checkpoint=")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--steps", "0", "at least 1"),
+        ("--sequence-length", "0", "at least 2"),
+        ("--learning-rate", "0", "greater than 0"),
+        ("--evaluation-blocks", "0", "at least 1"),
+        ("--lora-dropout", "1.5", r"in \[0, 1\)"),
+    ],
+)
+def test_options_out_of_range(option, value, allowed, tmp_path):
+    options = script.parser().parse_args(["anything", "--output", str(tmp_path / "out"), option, value])
+    with pytest.raises(
+        script.FinetuneError, match=rf"{option}={float(value):g}(\.0)? is not valid: it must be {allowed}"
+    ):
+        script.finetune(options)
+    assert not (tmp_path / "out").exists()

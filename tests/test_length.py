@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from tiny import tiny_model
 from whatwhere.scripts import length as script
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import length as evaluation
@@ -225,3 +226,23 @@ def test_bad_input_is_one_clear_line(folders, capsys, monkeypatch, arguments, me
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (folders / "bad").exists()
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--batch-tokens"])
+def test_numbers_out_of_range(option, checkpoint_for_errors, capsys):
+    with pytest.raises(SystemExit):
+        script.main([str(checkpoint_for_errors), option, "-5"])
+    assert f"{option.removeprefix('--')}=-5 is not valid: it must be at least 1" in capsys.readouterr().err
+
+
+def test_corrupt_weights(checkpoint_for_errors, capsys):
+    (checkpoint_for_errors / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(SystemExit):
+        script.main([str(checkpoint_for_errors), "--lengths", "1", "--tokens", "32"])
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.fixture
+def checkpoint_for_errors(tmp_path):
+    tiny_model("llama", "rope").save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"

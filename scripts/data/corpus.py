@@ -150,7 +150,14 @@ def _load_local(
     _check_split_names(splits or {})
     result = {}
     for name, patterns in (splits or {}).items():
-        patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(patterns, (list, tuple)) or not all(
+            isinstance(pattern, str) and pattern and not Path(pattern).is_absolute() for pattern in patterns
+        ):
+            raise ValueError(
+                f"splits[{name!r}]={patterns!r} is not valid: it must be a pattern, or a list of patterns, relative to "
+                "the data folder."
+            )
         files: list[str] = []
         for pattern in patterns:
             found = sorted(str(file) for file in root.glob(pattern) if file.is_file())
@@ -161,8 +168,12 @@ def _load_local(
         if len(kinds) > 1:
             raise ValueError(f"splits[{name!r}]={patterns!r} mixes text and jsonl files: take one kind for a split.")
         options = {"sample_by": "document"} if kinds == {"text"} else {}
-        rows = datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=streaming, **options)
-        result[name] = _with_text(rows, "text" if options else text_field, f"splits[{name!r}]")
+        try:
+            rows = datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=streaming, **options)
+            result[name] = _with_text(rows, "text" if options else text_field, f"splits[{name!r}]")
+        except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:
+            reason = error.__cause__ or error or "it holds nothing"
+            raise ValueError(f"splits[{name!r}]={patterns!r} cannot be read: {reason}") from error
     return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
 
 
@@ -175,6 +186,14 @@ def _check_split_names(splits: Mapping[str, Any]) -> None:
             + (f"{unknown[0]!r} is no split; " if unknown else f"{missing[0]!r} is missing; ")
             + "it must have 'train' and 'validation', and may have 'test'."
         )
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """Returns the text of a document; raises ValueError if it has none."""
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise ValueError(f"A document has text={text!r}; it must be a string. Its other fields: {sorted(row)}.")
+    return text
 
 
 def _kind(file: str) -> str:

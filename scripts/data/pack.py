@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     raise ImportError('packing needs `datasets`: pip install "whatwhere[train]"') from error
 
+from .corpus import text_of
 from .tokenize import tokenize_documents
 
 IGNORED = -100
@@ -33,7 +34,7 @@ def iterate_blocks(
     """
     tokens: list[int] = []
     positions: list[int] = []
-    for ids in tokenize_documents(tokenizer, (row["text"] for row in documents)):
+    for ids in tokenize_documents(tokenizer, (text_of(row) for row in documents)):
         tokens += ids
         positions += range(len(ids))
         whole = len(tokens) - len(tokens) % sequence_length

@@ -18,6 +18,7 @@ import pathlib
 import platform
 import shlex
 import sys
+import tempfile
 from typing import Any
 
 PACKAGES = ("whatwhere", "torch", "transformers", "tokenizers", "datasets", "accelerate", "lm_eval")
@@ -47,6 +48,17 @@ def provenance(module: str, arguments: list[str] | None = None) -> dict[str, Any
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
     }
+
+
+def check_writable(folder: str | pathlib.Path) -> None:
+    """Raises OSError, which names the folder, if nothing can be written to it; it need not exist."""
+    folder = pathlib.Path(folder)
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise OSError(f"output={str(folder)!r} cannot be written: {error.strerror}.") from error
 
 
 def write_json(path: str | pathlib.Path, content: dict[str, Any]) -> None:

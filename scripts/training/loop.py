@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from ..data.corpus import load_text
 from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, make_blocks
 from ..data.tokenize import build_tokenizer, bytes_per_token
 from ..evaluation.card import write_card
-from ..evaluation.results import provenance, write_json
+from ..evaluation.results import check_writable, provenance, write_json
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe, differences
 
@@ -106,12 +105,10 @@ def check_folder(output: Path, *, resume: bool, record: str) -> None:
     Raises:
         TrainingError: the folder is refused.
     """
-    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        check_writable(output)
     except OSError as error:
-        raise TrainingError(f"output={str(output)!r} cannot be written: {error.strerror}.") from error
+        raise TrainingError(str(error)) from error
     if not resume and output.exists() and any(output.iterdir()):
         raise TrainingError(f"output={str(output)!r} is not empty. Choose another folder, or go on with --resume.")
     if resume and not (output / record).exists():
@@ -452,6 +449,8 @@ class Run:
             }
             write_json(self.output / "results.json", results)
             write_card(self.output)
+        # Freed while all processes are there: gloo can wait for ever for a neighbour that has gone.
+        self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return results
