@@ -15,6 +15,7 @@ under a new encoding are loaded; the rest starts anew, and is listed. On several
 
 What the output folder holds at its top: without --lora or with --merge a whole model; with --lora alone the adapter,
 and if the encoding is new or the checkpoint is a stock one also `base/`, the converted model that the adapter is for.
+(The card of an adapter is peft's own; that of a whole model is ours.)
 Ctrl-C or SIGTERM writes a checkpoint before the run stops; `--resume` goes on from the newest one.
 """
 

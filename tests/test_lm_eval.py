@@ -107,3 +107,8 @@ def test_lm_eval_command_line_on_a_saved_checkpoint(tmp_path, capsys):
         assert score["standard_error"] >= 0
         assert score["higher_is_better"] is True
     assert json.loads(json.dumps(content)) == content
+
+
+def test_no_question_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="questions=0 is not valid: it must be at least 1"):
+        code_completion.write_task(tmp_path, ["x = 1\n"], 0)

@@ -84,7 +84,12 @@ def write_task(output: str | pathlib.Path, texts: Sequence[str], count: int = 20
         texts: held-out documents.
         count: how many questions.
         seed: of the draw.
+
+    Raises:
+        ValueError: no question is asked for.
     """
+    if count < 1:
+        raise ValueError(f"questions={count!r} is not valid: it must be at least 1.")
     output = pathlib.Path(output)
     output.mkdir(parents=True, exist_ok=True)
     data = output / f"{TASK}.jsonl"
