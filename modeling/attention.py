@@ -12,10 +12,24 @@ from transformers.integrations.flex_attention import flex_attention_forward as s
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging
 
 from .attention_blockwise import blockwise_attention
+from .attention_triton import (
+    check_available,
+    dense_mask,
+    is_limits,
+    kernel_attention_forward,
+    limits_mask,
+    obstacle,
+    runs_by_default,
+    segments,
+    triton_attention_forward,
+)
 from .position_encoding import PositionContext
-from .position_encodings import supported_implementations
+from .position_encodings import pytorch_implementation, supported_implementations
+
+logger = logging.get_logger(__name__)
 
 
 def repeat_heads(states: torch.Tensor, groups: int) -> torch.Tensor:
@@ -205,20 +219,89 @@ def blockwise_mask(
     return segments
 
 
+def auto_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    position_context: PositionContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The Triton kernel of the encoding for a call on a GPU that it serves, else the encoding's PyTorch path.
+
+    Keys come as they are in the cache; for the rest see `eager_attention_forward`. Returns no weights.
+    """
+    encoding = module.position_encoding
+    if runs_by_default(query.device):
+        problem = obstacle(module, query, attention_mask, dropout)
+        if problem is None:
+            return kernel_attention_forward(module, query, key, value, attention_mask, scaling, position_context)
+        if dropout > 0 and not torch.compiler.is_compiling():
+            what, number, allowed = problem
+            logger.warning_once(
+                f"attn_implementation='auto' takes {encoding.pytorch_implementation!r}: the kernels do not serve "
+                f"{what}={number}; allowed: {allowed}."
+            )
+    attention_mask = pytorch_mask(attention_mask, query, key, encoding.pytorch_implementation)
+    if encoding.cached_rotations:
+        query, key = encoding.rotate_cached(query, key, position_context)
+    interface = PYTORCH_PATHS[encoding.pytorch_implementation][0]
+    return interface(module, query, key, value, attention_mask, scaling, dropout, position_context, **kwargs)
+
+
+def pytorch_mask(attention_mask: Any, query: torch.Tensor, key: torch.Tensor, implementation: str) -> Any:
+    """Returns what a PyTorch path reads in place of the kernels' mask; other masks as they are.
+
+    Args:
+        attention_mask: what `auto_mask` made, or a user's 4D mask.
+        query: (B, H, Q, D). key: (B, G, K, D).
+        implementation: "blockwise" or "sdpa".
+    """
+    query_length, key_length = query.shape[2], key.shape[2]
+    if is_limits(attention_mask):
+        if implementation == "blockwise" and query_length == key_length:
+            return segments(attention_mask, query_length)
+        return dense_mask(attention_mask, query_length)
+    if attention_mask is None and implementation == "sdpa" and 1 < query_length < key_length:
+        # PyTorch's own causal mask aligns the rows to the beginning of the keys.
+        return causal_mask(query_length, key_length, query.device)[None, None]
+    return attention_mask
+
+
+def auto_mask(*, config: Any, device: torch.device | str = "cpu", **kwargs: Any) -> Any:
+    """The mask of `auto_attention_forward`: the kernels' on a GPU that runs them, else that of the PyTorch path."""
+    if runs_by_default(torch.device(device)) and not kwargs.get("use_vmap"):
+        return limits_mask(device=device, **kwargs)
+    return PYTORCH_PATHS[pytorch_implementation(config)][1](config=config, device=device, **kwargs)
+
+
+# The attention function and the mask function of what "auto" takes without kernels.
+PYTORCH_PATHS: dict[str, tuple[Any, Any]] = {
+    "sdpa": (sdpa_attention_forward, sdpa_mask),
+    "blockwise": (blockwise_attention_forward, blockwise_mask),
+}
+
 ALL_ATTENTION_FUNCTIONS = AttentionInterface()
 # Local entries: two copies of this file in one process (the package and a checkpoint) keep their own.
 ALL_ATTENTION_FUNCTIONS["blockwise"] = blockwise_attention_forward
 ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
 ALL_ATTENTION_FUNCTIONS["flex_attention"] = flex_attention_forward
+ALL_ATTENTION_FUNCTIONS["triton"] = triton_attention_forward
+ALL_ATTENTION_FUNCTIONS["auto"] = auto_attention_forward
 # Transformers looks masks up globally; without an entry padding would be ignored.
 AttentionMaskInterface.register("blockwise", blockwise_mask)
+AttentionMaskInterface.register("triton", limits_mask)
+AttentionMaskInterface.register("auto", auto_mask)
 
 
 def choose_implementation(config: Any, requested: str | None) -> str:
     """Returns the attention implementation of a model.
 
     Raises:
-        ValueError: `requested` does not serve the position encoding.
+        ValueError: `requested` does not serve the position encoding, or can not run here.
     """
     supported = supported_implementations(config)
     if requested is None:
@@ -234,4 +317,6 @@ def choose_implementation(config: Any, requested: str | None) -> str:
             f"position_encoding={config.position_encoding!r}. "
             f"Allowed: {', '.join(map(repr, supported))}."
         )
+    if requested == "triton":
+        check_available(config, [name for name in supported if name != "triton"])
     return requested

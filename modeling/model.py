@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 
 from .attention import choose_implementation
+from .attention_triton import ROTATING, is_limits
 from .model_card import complete_card
 from .position_encoding import PositionContext
 from .position_encodings import check, supported_implementations
@@ -68,7 +69,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             logger.info(
                 "attn_implementation=%r: the fast one for position_encoding=%r.", chosen, self.config.position_encoding
             )
-        return chosen if chosen == "blockwise" else super().get_correct_attn_implementation(chosen, is_init_check)
+        # Transformers' own check does not know these.
+        ours = chosen in ("auto", "triton", "blockwise")
+        return chosen if ours else super().get_correct_attn_implementation(chosen, is_init_check)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -176,7 +179,7 @@ def attend(
         query, key = encoding.rotate(query, key, position_context)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
-    if encoding.cached_rotations:
+    if encoding.cached_rotations and module.config._attn_implementation not in ROTATING:
         query, key = encoding.rotate_cached(query, key, position_context)
     output, weights = interface(
         module,
@@ -211,7 +214,8 @@ def prepare_forward(
     Args:
         model: the base model, with `config` and `position_encoding`.
         inputs_embeds: (B, Q, E).
-        attention_mask: (B, past + Q) with 0 for padding, or a 4D mask (B, 1 or H, Q, K), or None.
+        attention_mask: (B, past + Q) with 0 for padding, or a 4D mask (B, 1 or H, Q, K), or None; or what
+            `create_masks_for_generate` made.
         position_ids: int64 (1 or B, Q), or None for consecutive positions after the cached ones.
         past_key_values: the cache, or None.
         use_cache: whether to make a cache if there is none.
@@ -277,6 +281,13 @@ def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_
                 f"attention_mask has the shape {shape}; allowed: (batch, past + new tokens) = "
                 f"({batch}, {past_length + length}), or a 4D mask."
             )
+        return
+    if (
+        config._attn_implementation in ROTATING
+        and is_limits(attention_mask)
+        and shape == (batch, 1, length + key_length, 2)
+    ):
+        # The kernels' mask, made by `create_masks_for_generate` for a static cache.
         return
     fits = (
         attention_mask.ndim == 4

@@ -198,6 +198,7 @@ class CoPE(PositionEncoding):
     shared_class = SharedCoPE
     stock_implementations: ClassVar[tuple[str, ...]] = ()
     default_implementation = "blockwise"
+    has_kernel = True
     has_bias = True
     biases_from_content = True
 
@@ -219,3 +220,19 @@ class CoPE(PositionEncoding):
     def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
         scale = scaling if self.parameters_.scale_positions else 1.0
         return BlockTerm("cope", (self._table(context),), {"scale": scale})
+
+    def kernel_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        limits: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        from .kernel_cope import cope_attention
+
+        scale = scaling if self.parameters_.scale_positions else 1.0
+        table = self._table(context)
+        return cope_attention(query, key, value, table, limits=limits, scaling=scaling, position_scale=scale)

@@ -7,7 +7,8 @@ A model calls the hooks in this order, and never asks which encoding it has:
 1. `embedding(config, parameters)`: a module that adds positions to the hidden states (absolute, sinusoidal).
 2. `SharedPositionEncoding.forward`: what all layers need once per forward (cosines, a table shared by layers).
 3. In every attention layer: `rotate` before the cache, `rotate_cached` after it, then the attention function, which
-   asks for `bias` (eager: the readable specification) or `block_term` (blockwise: the same, block by block).
+   asks for `bias` (eager: the readable specification), `block_term` (blockwise: the same, block by block) or
+   `kernel_attention` (triton, which also does what `rotate_cached` does).
 """
 
 import dataclasses
@@ -135,7 +136,9 @@ class PositionEncoding(nn.Module):
         shared_class: its part that exists once per model, or None.
         stock_implementations: Transformers' own attention implementations that can serve it. `eager` and `blockwise`
             serve every encoding.
-        default_implementation: what a model uses when none is asked for.
+        default_implementation: the fast one in PyTorch, which a model uses when none is asked for; with a kernel, under
+            the name "auto", where the kernel does not run.
+        has_kernel: True if it has a Triton kernel (`kernel_attention`).
         has_bias: True if it adds to the attention logits (`bias` and `block_term`).
         needs_key_positions: True if it needs the position of every cached key.
         biases_from_content: True if `bias` depends on the content logits (such an encoding comes first in a sum).
@@ -148,6 +151,7 @@ class PositionEncoding(nn.Module):
     shared_class: ClassVar[type[SharedPositionEncoding] | None] = None
     stock_implementations: ClassVar[tuple[str, ...]] = ("sdpa", "flex_attention")
     default_implementation: ClassVar[str] = "sdpa"
+    has_kernel: ClassVar[bool] = False
     has_bias: ClassVar[bool] = False
     needs_key_positions: ClassVar[bool] = False
     biases_from_content: ClassVar[bool] = False
@@ -198,3 +202,23 @@ class PositionEncoding(nn.Module):
     def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
         """Returns the same contribution for the blockwise path."""
         raise NotImplementedError(f"{type(self).__name__} has no block term")
+
+    def kernel_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        limits: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Returns the attention output (B, H, Q, D) of the Triton kernel; imports the kernel, called where Triton is.
+
+        Args:
+            query: (B, H, Q, D). key, value: (B, G, K, D); keys as they are in the cache, before `rotate_cached`.
+            context: the positions of this forward pass.
+            limits: the mask, see `attention_triton`, or None for causal.
+            scaling: the factor on q.k.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no kernel")

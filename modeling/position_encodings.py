@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_triton import is_limits, valid_slots
 from .position_absolute import AbsolutePositionEncoding
 from .position_alibi import ALiBi
 from .position_cope import CoPE
@@ -93,18 +94,33 @@ def check(config: Any) -> dict:
     return next(iter(resolved.values())) if len(resolved) == 1 else resolved
 
 
-def default_implementation(config: Any) -> str:
-    """Returns the attention implementation that a model uses when none is asked for: the fast one."""
+def kernel(config: Any) -> str | None:
+    """Returns the name of the encoding whose Triton kernel does the attention, or None."""
+    parts = classes(config)
+    found = [cls for cls in parts if cls.has_kernel]
+    # A kernel knows one encoding; what changes queries and keys before the cache goes with it.
+    others = [cls for cls in parts if cls.has_bias or cls.rotate_cached is not PositionEncoding.rotate_cached]
+    return found[0].name if found and all(cls in found for cls in others) and len(found) == 1 else None
+
+
+def pytorch_implementation(config: Any) -> str:
+    """Returns the attention implementation that is fast without kernels."""
     parts = classes(config)
     return next((cls.default_implementation for cls in parts if cls.has_bias), parts[0].default_implementation)
+
+
+def default_implementation(config: Any) -> str:
+    """Returns the attention implementation that a model uses when none is asked for: the fast one."""
+    return "auto" if kernel(config) else pytorch_implementation(config)
 
 
 def supported_implementations(config: Any) -> list[str]:
     """Returns the attention implementations that serve the encoding, the default first."""
     stock = [set(cls.stock_implementations) for cls in classes(config)]
     shared = [name for name in ("sdpa", "flex_attention", "flash_attention") if all(name in one for one in stock)]
+    kernels = ("auto", "triton") if kernel(config) else ()
     default = default_implementation(config)
-    return [default, *(name for name in (*shared, "blockwise", "eager") if name != default)]
+    return [default, *(name for name in (*kernels, *shared, "blockwise", "eager") if name != default)]
 
 
 def reach(config: Any) -> int | None:
@@ -174,7 +190,9 @@ def key_positions(
     if attention_mask is None:
         cached = position_ids[:, :1] + offsets
     else:
-        if attention_mask.ndim == 4:
+        if is_limits(attention_mask):
+            visible = valid_slots(attention_mask, query_length)
+        elif attention_mask.ndim == 4:
             visible = attention_mask[:, 0, -1]
             visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
         else:
@@ -197,6 +215,8 @@ class PositionEncodings(nn.ModuleDict):
         self.biases = [cls.name for cls in parts if cls.has_bias]
         self.rotations = [cls.name for cls in parts if cls.rotate is not PositionEncoding.rotate]
         self.cached_rotations = [cls.name for cls in parts if cls.rotate_cached is not PositionEncoding.rotate_cached]
+        self.kernel = kernel(config)
+        self.pytorch_implementation = pytorch_implementation(config)
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)
@@ -225,3 +245,17 @@ class PositionEncodings(nn.ModuleDict):
     def block_terms(self, context: PositionContext, scaling: float) -> list:
         """Returns the terms of the blockwise path."""
         return [self[name].block_term(context, scaling) for name in self.biases]
+
+    def kernel_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        limits: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        """See `PositionEncoding.kernel_attention`."""
+        assert self.kernel is not None, "choose_implementation refuses an encoding without a kernel"
+        return self[self.kernel].kernel_attention(query, key, value, context, limits=limits, scaling=scaling)

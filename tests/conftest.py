@@ -1,7 +1,9 @@
-"""What every test gets: a seed, one thread, no network."""
+"""What every test gets: a seed, one thread, no network, Triton kernels on the CPU."""
 
 import os
 
+# Read when Triton is imported: kernels run in its interpreter. Only attn_implementation="triton" asks for them here.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # Read by the Hugging Face libraries when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
