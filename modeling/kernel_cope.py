@@ -1,0 +1,1038 @@
+"""CoPE attention in Triton: outputs and all gradients in memory linear in the length.
+
+Contextual positions grow to the left, and are clamped to P - 1. So each row has a window of keys at its right end in
+which positions vary; left of it the bias is a constant of the row, z[P - 1], and attention is plain. The two parts are
+separate kernels, each with its own tiles:
+
+1. `_position_values`: z[i, n] = position_scale * q_i.e[n], for a chunk of rows.
+2. `_window_forward` walks key blocks right to left with a running sum of gates per row, until every row of its block
+   has reached P - 1 or has no keys left. It leaves the output and log-sum-exp over the window, the first key of the
+   window of each row block (`start`), and per row: where it stopped counting (`stop`), its count there (`total`), and
+   z[P - 1] (`constant`).
+3. `kernel_flash` attends to the keys before `start`, beginning from what the window left.
+
+Backward, with dL_ij the gradient of logit ij:
+
+4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates (in fixed point: exact); the gradient
+   of a gate is the running sum of the gradients of the positions left of it. It writes dq, and for every key block what
+   `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
+5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
+   one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
+   differences. `_table_rows` forms dz from them, and adds its part to dq; the gradient of the table is a product.
+6. `_window_columns` gives dk and dv of the window, block by block, in a fixed order: the result is deterministic.
+7. `kernel_flash` adds the gradients of the plain part.
+
+Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the carries (one pair per row and key block,
+which would be quadratic) stay within a budget proportional to the size of the query.
+
+Closed gates never reach P - 1: then the window is the whole row, correct and slower.
+
+Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
+P positions.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .kernel_flash import flash_backward_columns, flash_backward_rows, flash_decode, flash_forward, row_products
+from .kernel_launch import Tiles, block_width, launch, precision
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
+    raise
+
+# Far below every logit; -inf would give NaN in rows that see nothing of a block.
+MASKED = tl.constexpr(-1e30)
+# The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
+NOTHING = tl.constexpr(1e30)
+# Query rows of a window program; `start` has one entry for so many rows.
+WINDOW_ROWS = 64
+# Columns of a window program, at most.
+MOST_COLUMNS = 64
+# Scratch memory of the backward pass, as a multiple of the query's, and at least so many bytes.
+SCRATCH_FACTOR, SCRATCH_BYTES = 2, 32 << 20
+
+_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
+
+
+@triton.jit
+def _row_limits(limits, batch, rows, Q, K, LIMITS: tl.constexpr, SHARED: tl.constexpr):
+    """Returns (low, high) of the rows: keys low <= j < high. Rows past the end see nothing. SHARED: all see as row 0."""
+    if SHARED:
+        index = rows * 0
+        inside = rows >= 0
+    else:
+        index = rows
+        inside = rows < Q
+    if LIMITS:
+        base = limits + (batch * (Q + K) + index) * 2
+        low = tl.load(base, mask=inside, other=0)
+        high = tl.load(base + 1, mask=inside, other=0)
+    else:
+        low = index * 0
+        high = tl.where(inside, index + (K - Q + 1), 0)
+    return low, high
+
+
+@triton.jit
+def _visible(limits, batch, columns, low, high, Q, K, LIMITS: tl.constexpr):
+    """Returns which rows see which of the columns: (BLOCK_M, BLOCK_N)."""
+    seen = (columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None])
+    if LIMITS:
+        valid = tl.load(limits + (batch * (Q + K) + Q + columns) * 2, mask=columns < K, other=0)
+        seen = seen & (valid != 0)[None, :]
+    return seen
+
+
+@triton.jit
+def _tile(base, index, stride, count, channels, D):
+    """Loads rows `index` of a (count, D) matrix, zeros outside: (len(index), BLOCK_D)."""
+    mask = (index < count)[:, None] & (channels < D)[None, :]
+    return tl.load(base + index.to(tl.int64)[:, None] * stride + channels[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _counts(gates, counted, BITS: tl.constexpr):
+    """Gates as fixed-point numbers with BITS fractional bits, 0 where not counted: int32.
+
+    Sums of integers are exact in any order: forward and backward pass find the same positions, and counts can be taken
+    apart again. A gate is at most 1, so a level is never skipped.
+    """
+    return tl.where(counted, (gates * (1 << BITS) + 0.5).to(tl.int32), 0)
+
+
+@triton.jit
+def _interpolate(values, position, seen, P, BITS: tl.constexpr):
+    """Returns floor, fraction, z[floor] and z[floor + 1] - z[floor] at fixed-point positions 0 to P - 1.
+
+    At P - 1 the step is 0.
+    """
+    floor = position >> BITS
+    fraction = (position & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS))
+    below = tl.load(values + floor, mask=seen, other=0.0)
+    above = tl.load(values + tl.minimum(floor + 1, P - 1), mask=seen, other=0.0)
+    return floor, fraction, below, above - below
+
+
+@triton.jit
+def _position_values(
+    query,
+    table,
+    values,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    scale,
+    H,
+    D,
+    P,
+    first_row,
+    chunk_rows,
+    row_count,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """values (B * H, chunk_rows, P) = scale * query (rows from first_row) @ table (D, P), float32.
+
+    SPLIT: the table is float32 and the query is not; it is used as a sum of two numbers of the query's type.
+    """
+    member = tl.program_id(2).to(tl.int64)
+    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    channels = tl.arange(0, BLOCK_D)
+    base = query + (member // H) * stride_qb + (member % H) * stride_qh
+    q = _tile(base, first_row + local, stride_qm, row_count, channels, D)
+    mask = (channels < D)[:, None] & (columns < P)[None, :]
+    e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0)
+    if SPLIT:
+        leading = e.to(q.dtype)
+        rest = (e - leading.to(tl.float32)).to(q.dtype)
+        z = tl.dot(q, leading, input_precision=PRECISION) + tl.dot(q, rest, input_precision=PRECISION)
+    else:
+        z = tl.dot(q, e.to(q.dtype), input_precision=PRECISION)
+    to = values + (member * chunk_rows + local.to(tl.int64))[:, None] * P + columns[None, :]
+    tl.store(to, z * scale, mask=(local < chunk_rows)[:, None] & (columns < P)[None, :])
+
+
+@triton.jit
+def _window_forward(
+    query,
+    key,
+    gate_key,
+    value,
+    values,
+    limits,
+    out,
+    lse,
+    start,
+    end,
+    stop,
+    total,
+    constant,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    scaling,
+    H,
+    G,
+    Q,
+    K,
+    D,
+    P,
+    first_row,
+    chunk_rows,
+    row_count,
+    blocks,
+    LIMITS: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The window of one block of rows. `row_count` rows a head: Q, or, with SHARED, rows that all see what row 0 sees."""
+    member = tl.program_id(1).to(tl.int64)
+    batch = member // H
+    head = member % H
+    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = first_row + local
+    inside = rows < row_count
+    channels = tl.arange(0, BLOCK_D)
+    low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, SHARED)
+    high = tl.where(inside, high, 0)
+    q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, row_count, channels, D)
+    group = head // (H // G)
+    key += batch * stride_kb + group * stride_kh
+    value += batch * stride_vb + group * stride_vh
+    if GATE:
+        gate_key += batch * stride_gb + group * stride_gh
+    z = values + (member * chunk_rows + local.to(tl.int64)) * P
+    last = (P - 1) << BITS
+
+    sees = high > low
+    bottom = tl.min(tl.where(sees, low, K))
+    block = (tl.max(high) + BLOCK_N - 1) // BLOCK_N - 1
+    count = tl.zeros([BLOCK_M], tl.int32)
+    stopped = tl.where(sees, high, 0)
+    maximum = tl.full([BLOCK_M], MASKED, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    pending = tl.max(sees.to(tl.int32))
+    while (pending > 0) & (block * BLOCK_N + BLOCK_N > bottom):
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = _tile(key, columns, stride_kn, K, channels, D)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS)
+        if GATE:
+            opening = tl.dot(
+                q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D)), input_precision=PRECISION
+            )
+            gates = tl.sigmoid(opening * scaling)
+        else:
+            gates = tl.sigmoid(logits)
+        # A row stops counting where it has reached the last position: fixed-point numbers do not overflow.
+        counting = count < last
+        stopped = tl.where(counting & sees, block * BLOCK_N, stopped)
+        counts = _counts(gates, seen & counting[:, None], BITS)
+        position = tl.minimum(tl.cumsum(counts, 1, reverse=True) + count[:, None], last)
+        _, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
+        logits = tl.where(seen, logits + below + fraction * step, MASKED)
+        top = tl.maximum(maximum, tl.max(logits, 1))
+        shrink = tl.exp(maximum - top)
+        weights = tl.where(seen, tl.exp(logits - top[:, None]), 0.0)
+        weight = weight * shrink + tl.sum(weights, 1)
+        v = _tile(value, columns, stride_vn, K, channels, D)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        maximum = top
+        count += tl.sum(counts, 1)
+        unfinished = sees & (low < block * BLOCK_N) & (count < last)
+        pending = tl.max(unfinished.to(tl.int32))
+        block -= 1
+
+    some = weight > 0
+    flat = member * row_count + rows.to(tl.int64)
+    result = sums / tl.where(some, weight, 1.0)[:, None]
+    to = out + flat[:, None] * D + channels[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=inside[:, None] & (channels < D)[None, :])
+    tl.store(lse + flat, tl.where(some, maximum + tl.log(tl.where(some, weight, 1.0)), NOTHING), mask=inside)
+    tl.store(total + flat, count, mask=inside)
+    tl.store(stop + flat, stopped, mask=inside)
+    tl.store(constant + flat, tl.load(z + P - 1, mask=inside, other=0.0), mask=inside)
+    this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
+    tl.store(start + this, (block + 1) * BLOCK_N)
+    tl.store(end + this, tl.max(high))
+
+
+@triton.jit
+def _window_rows(
+    grad,
+    query,
+    key,
+    gate_key,
+    value,
+    values,
+    limits,
+    lse,
+    delta,
+    start,
+    end,
+    stop,
+    total,
+    grad_query,
+    level_sums,
+    level_fractions,
+    carried_count,
+    carried_slope,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    scaling,
+    H,
+    G,
+    Q,
+    K,
+    D,
+    P,
+    first_row,
+    chunk_rows,
+    blocks,
+    LIMITS: tl.constexpr,
+    GATE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dq of the window of one block of rows, prefix sums of dL per level, carries per key block; all float32.
+
+    grad_query (B * H, chunk_rows, D); level_sums, level_fractions (B * H, chunk_rows, P), zero where nothing is
+    written; carries (B * H, key blocks, chunk_rows).
+    """
+    member = tl.program_id(1).to(tl.int64)
+    batch = member // H
+    head = member % H
+    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = first_row + local
+    inside = rows < Q
+    channels = tl.arange(0, BLOCK_D)
+    low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
+    q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D)
+    do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D)
+    group = head // (H // G)
+    key += batch * stride_kb + group * stride_kh
+    value += batch * stride_vb + group * stride_vh
+    if GATE:
+        gate_key += batch * stride_gb + group * stride_gh
+    flat = member * Q + rows.to(tl.int64)
+    row_lse = tl.load(lse + flat, mask=inside, other=NOTHING)
+    row_delta = tl.load(delta + flat, mask=inside, other=0.0)
+    row_stop = tl.load(stop + flat, mask=inside, other=0)
+    here = member * chunk_rows + local.to(tl.int64)
+    z = values + here * P
+    key_blocks = (K + BLOCK_N - 1) // BLOCK_N
+    carries = member * key_blocks * chunk_rows + local
+    last = (P - 1) << BITS
+
+    # The count of the keys that are still ahead, the one at the left edge of the block included.
+    count = tl.load(total + flat, mask=inside, other=0)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    sum_before = tl.zeros([BLOCK_M], tl.float32)
+    fraction_before = tl.zeros([BLOCK_M], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
+    first = tl.load(start + this)
+    for block in range(first // BLOCK_N, (tl.load(end + this) + BLOCK_N - 1) // BLOCK_N):
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS) & (columns >= first)[None, :]
+        tl.store(carried_count + carries + block * chunk_rows, count, mask=inside)
+        tl.store(carried_slope + carries + block * chunk_rows, slope, mask=inside)
+        k = _tile(key, columns, stride_kn, K, channels, D)
+        v = _tile(value, columns, stride_vn, K, channels, D)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        if GATE:
+            gk = _tile(gate_key, columns, stride_gn, K, channels, D)
+            gates = tl.sigmoid(tl.dot(q, tl.trans(gk), input_precision=PRECISION) * scaling)
+        else:
+            gates = tl.sigmoid(logits)
+        counted = seen & (columns[None, :] >= row_stop[:, None])
+        counts = _counts(gates, counted, BITS)
+        after = count[:, None] - tl.cumsum(counts, 1)
+        position = tl.minimum(after + counts, last)
+        floor, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
+        weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
+        dlogits = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - row_delta[:, None])
+        dposition = dlogits * step
+        dgates = slope[:, None] + tl.cumsum(dposition, 1)
+        dgates = tl.where(counted, dgates * gates * (1.0 - gates), 0.0)
+        if GATE:
+            dq += tl.dot(dgates.to(gk.dtype), gk, input_precision=PRECISION)
+            dq += tl.dot(dlogits.to(k.dtype), k, input_precision=PRECISION)
+        else:
+            dq += tl.dot((dlogits + dgates).to(k.dtype), k, input_precision=PRECISION)
+        # The last key of a level, going right, leaves the sums up to it.
+        leaving = seen & ((tl.minimum(after, last) >> BITS) < floor)
+        until = sum_before[:, None] + tl.cumsum(dlogits, 1)
+        to = here[:, None] * P + floor
+        tl.store(level_sums + to, until, mask=leaving)
+        part = dlogits * fraction
+        until = fraction_before[:, None] + tl.cumsum(part, 1)
+        tl.store(level_fractions + to, until, mask=leaving)
+        sum_before += tl.sum(dlogits, 1)
+        fraction_before += tl.sum(part, 1)
+        slope += tl.sum(dposition, 1)
+        count -= tl.sum(counts, 1)
+    # Every row ends in level 0.
+    tl.store(level_sums + here * P, sum_before, mask=inside)
+    tl.store(level_fractions + here * P, fraction_before, mask=inside)
+    to = grad_query + here[:, None] * D + channels[None, :]
+    tl.store(to, dq * scaling, mask=inside[:, None] & (channels < D)[None, :])
+
+
+@triton.jit
+def _difference(base, index, P, inside):
+    """Returns E[index] - E[index + 1], with E = 0 outside 0..P - 1: (BLOCK_M, BLOCK_N) from row pointers (BLOCK_M,)."""
+    mask = inside[:, None]
+    here = tl.load(base[:, None] + index[None, :], mask=mask & ((index >= 0) & (index < P))[None, :], other=0.0)
+    above = tl.load(base[:, None] + index[None, :] + 1, mask=mask & ((index >= 0) & (index + 1 < P))[None, :], other=0.0)
+    return here - above
+
+
+@triton.jit
+def _table_rows(
+    table,
+    limits,
+    start,
+    window_query,
+    level_sums,
+    level_fractions,
+    grad_values,
+    grad_query,
+    scale,
+    H,
+    Q,
+    K,
+    D,
+    P,
+    first_row,
+    chunk_rows,
+    blocks,
+    LIMITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """grad_values (B * H, chunk_rows, P): the gradient of z; grad_query (B, H, Q, D): window_query + its part of dq.
+
+    z enters by z[floor] (1 - fraction) + z[floor + 1] fraction, so with sums S of dL and F of dL * fraction over level
+    n, dz[n] = S[n] - F[n] + F[n - 1]. The plain part belongs to the last level; all dL of a row sum to 0.
+    """
+    member = tl.program_id(1).to(tl.int64)
+    batch = member // H
+    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = first_row + local
+    inside = (rows < Q) & (local < chunk_rows)
+    channels = tl.arange(0, BLOCK_D)
+    here = member * chunk_rows + local.to(tl.int64)
+    sums = level_sums + here * P
+    fractions = level_fractions + here * P
+    low, _ = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
+    first = tl.load(start + member * blocks + rows // WINDOW, mask=inside, other=0)
+    plain = tl.where(first > low, -tl.load(sums, mask=inside, other=0.0), 0.0)
+    mask = inside[:, None] & (channels < D)[None, :]
+    dq = tl.load(window_query + here[:, None] * D + channels[None, :], mask=mask, other=0.0)
+    for block in range(0, (P + BLOCK_N - 1) // BLOCK_N):
+        level = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        of_fraction = _difference(fractions, level, P, inside)
+        dz = _difference(sums, level, P, inside) - of_fraction + _difference(fractions, level - 1, P, inside)
+        dz += tl.where((level == P - 1)[None, :], plain[:, None], 0.0)
+        dz *= scale
+        known = (level < P)[None, :]
+        rounded = dz.to(grad_values.dtype.element_ty)
+        tl.store(grad_values + here[:, None] * P + level[None, :], rounded, mask=inside[:, None] & known)
+        e = tl.load(table + channels[:, None] * P + level[None, :], mask=(channels < D)[:, None] & known, other=0.0)
+        dq += tl.dot(rounded, tl.trans(e.to(rounded.dtype)), input_precision=PRECISION)
+    flat = member * Q + rows.to(tl.int64)
+    to = grad_query + flat[:, None] * D + channels[None, :]
+    tl.store(to, dq.to(grad_query.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _window_columns(
+    grad,
+    query,
+    key,
+    gate_key,
+    value,
+    values,
+    limits,
+    lse,
+    delta,
+    start,
+    end,
+    stop,
+    carried_count,
+    carried_slope,
+    grad_key,
+    grad_gate_key,
+    grad_value,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_gb,
+    stride_gh,
+    stride_gn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    scaling,
+    H,
+    G,
+    Q,
+    K,
+    D,
+    P,
+    first_row,
+    chunk_rows,
+    blocks,
+    LIMITS: tl.constexpr,
+    GATE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds the chunk's part of dk, dv (and of the gate keys) to float32 (B, G, K, D), for one block of keys.
+
+    ROW_BLOCKS: a power of two, at least the row blocks of a chunk.
+    """
+    member = tl.program_id(1).to(tl.int64)
+    batch = member // G
+    group = member % G
+    block = tl.program_id(0)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    channels = tl.arange(0, BLOCK_D)
+    k = _tile(key + batch * stride_kb + group * stride_kh, columns, stride_kn, K, channels, D)
+    v = _tile(value + batch * stride_vb + group * stride_vh, columns, stride_vn, K, channels, D)
+    if GATE:
+        gk = _tile(gate_key + batch * stride_gb + group * stride_gh, columns, stride_gn, K, channels, D)
+        dgk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    key_blocks = (K + BLOCK_N - 1) // BLOCK_N
+    last = (P - 1) << BITS
+    touched = 0
+    candidates = tl.arange(0, ROW_BLOCKS)
+    for head in range(group * (H // G), (group + 1) * (H // G)):
+        of_head = batch * H + head
+        index = of_head * blocks + first_row // BLOCK_M + candidates
+        known = (candidates * BLOCK_M < chunk_rows) & (first_row // BLOCK_M + candidates < blocks)
+        starts = tl.load(start + index, mask=known, other=0)
+        ends = tl.load(end + index, mask=known, other=0)
+        needed = known & (starts < (block + 1) * BLOCK_N) & (ends > block * BLOCK_N)
+        touched = tl.maximum(touched, tl.max(needed.to(tl.int32)))
+        begin = tl.min(tl.where(needed, candidates, ROW_BLOCKS))
+        finish = tl.max(tl.where(needed, candidates + 1, 0))
+        for row_block in range(begin, finish):
+            this = of_head * blocks + first_row // BLOCK_M + row_block
+            first = tl.load(start + this)
+            if first < (block + 1) * BLOCK_N:
+                local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+                rows = first_row + local
+                inside = rows < Q
+                low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
+                seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS) & (columns >= first)[None, :]
+                q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D)
+                do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D)
+                flat = of_head * Q + rows.to(tl.int64)
+                row_lse = tl.load(lse + flat, mask=inside, other=NOTHING)
+                row_delta = tl.load(delta + flat, mask=inside, other=0.0)
+                row_stop = tl.load(stop + flat, mask=inside, other=0)
+                carry = (of_head * key_blocks + block) * chunk_rows + local
+                count = tl.load(carried_count + carry, mask=inside, other=0)
+                slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
+                logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+                if GATE:
+                    gates = tl.sigmoid(tl.dot(q, tl.trans(gk), input_precision=PRECISION) * scaling)
+                else:
+                    gates = tl.sigmoid(logits)
+                counted = seen & (columns[None, :] >= row_stop[:, None])
+                counts = _counts(gates, counted, BITS)
+                position = tl.minimum(count[:, None] - tl.cumsum(counts, 1) + counts, last)
+                z = values + (of_head * chunk_rows + local.to(tl.int64)) * P
+                _, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
+                weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
+                dlogits = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - row_delta[:, None])
+                dgates = slope[:, None] + tl.cumsum(dlogits * step, 1)
+                dgates = tl.where(counted, dgates * gates * (1.0 - gates), 0.0)
+                dv += tl.dot(tl.trans(weights.to(do.dtype)), do, input_precision=PRECISION)
+                if GATE:
+                    dgk += tl.dot(tl.trans(dgates.to(q.dtype)), q, input_precision=PRECISION)
+                    dk += tl.dot(tl.trans(dlogits.to(q.dtype)), q, input_precision=PRECISION)
+                else:
+                    dk += tl.dot(tl.trans((dlogits + dgates).to(q.dtype)), q, input_precision=PRECISION)
+    if touched > 0:
+        mask = (columns < K)[:, None] & (channels < D)[None, :]
+        to = (member * K + columns.to(tl.int64))[:, None] * D + channels[None, :]
+        tl.store(grad_key + to, tl.load(grad_key + to, mask=mask) + dk * scaling, mask=mask)
+        tl.store(grad_value + to, tl.load(grad_value + to, mask=mask) + dv, mask=mask)
+        if GATE:
+            tl.store(grad_gate_key + to, tl.load(grad_gate_key + to, mask=mask) + dgk * scaling, mask=mask)
+
+
+def _window_tiles(head_dim: int, dtype: torch.dtype) -> list[Tiles]:
+    """The tiles of the window kernels, the preferred first; all with the same columns, on which the carries depend."""
+    if dtype == torch.float32:
+        columns = 32 if head_dim <= 64 else 16
+    else:
+        columns = 32
+    return [Tiles(WINDOW_ROWS, columns, warps=8), Tiles(WINDOW_ROWS, columns, warps=4)]
+
+
+def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, columns: int) -> int:
+    """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
+    B, H, Q, D = query.shape
+    per_row = B * H * (4 * D + (12 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, columns))
+    budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
+    fitting, all_blocks = max(1, budget // (per_row * WINDOW_ROWS)), triton.cdiv(Q, WINDOW_ROWS)
+    # A power of two, of which a kernel has a constant.
+    return WINDOW_ROWS * (all_blocks if all_blocks <= fitting else 1 << (fitting.bit_length() - 1))
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor with its channels side by side in memory."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+class _Pass:
+    """What the forward and the backward pass share: shapes, constants, chunks, positions."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        table: torch.Tensor,
+        gate_key: torch.Tensor | None,
+        limits: torch.Tensor | None,
+        scaling: float,
+        position_scale: float,
+    ) -> None:
+        self.query, self.key, self.value = _dense(query), _dense(key), _dense(value)
+        self.gate_key = _dense(gate_key) if gate_key is not None else None
+        self.table = table.contiguous()
+        self.limits, self.scaling, self.position_scale = limits, scaling, position_scale
+        self.B, self.H, self.Q, self.D = query.shape
+        self.G, self.K = key.shape[1], key.shape[2]
+        self.P = table.shape[1]
+        self.tiles = _window_tiles(self.D, query.dtype)
+        self.blocks = triton.cdiv(self.Q, WINDOW_ROWS)
+        self.chunk = _chunk_rows(query, self.K, self.P, self.tiles[0].columns)
+        gate = self.gate_key if self.gate_key is not None else self.key
+        self.strides = (*_strides(self.key), *_strides(gate), *_strides(self.value))
+        self.constants: dict[str, Any] = {
+            "LIMITS": limits is not None,
+            "GATE": gate_key is not None,
+            # Fractional bits of counts, which stay below P + the columns of a block.
+            "BITS": 30 - (self.P + MOST_COLUMNS - 1).bit_length(),
+            "BLOCK_D": block_width(self.D),
+            "PRECISION": precision(query.dtype),
+        }
+        self.tune = (self.D, query.dtype, limits is not None, gate_key is not None)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.query.device)
+
+    def chunks(self) -> range:
+        """The first rows of the chunks."""
+        return range(0, self.Q, self.chunk)
+
+    def position_values(self, first: int, into: torch.Tensor) -> None:
+        """Computes z of the chunk that begins at row `first`."""
+        launch(
+            _position_values,
+            lambda tiles: (triton.cdiv(into.shape[1], tiles.rows), triton.cdiv(self.P, tiles.columns), into.shape[0]),
+            [Tiles(64, 64) if self.query.dtype != torch.float32 else Tiles(32, 32)],
+            (),
+            (
+                self.query,
+                self.table,
+                into,
+                *_strides(self.query),
+                self.position_scale,
+                self.H,
+                self.D,
+                self.P,
+                first,
+                into.shape[1],
+                self.Q,
+            ),
+            {
+                "BLOCK_D": self.constants["BLOCK_D"],
+                "SPLIT": self.query.dtype != torch.float32 and self.table.dtype == torch.float32,
+                "PRECISION": self.constants["PRECISION"],
+            },
+        )
+
+    def window_forward(self, *, shared_rows: bool = False) -> dict[str, torch.Tensor]:
+        """Attention over the windows. See the text of this file for what it returns.
+
+        shared_rows: all rows see what row 0 of the limits, or the last row of causal attention, sees (decoding).
+        """
+        B, H, Q = self.B, self.H, self.Q
+        rows = max(16, triton.next_power_of_2(Q)) if shared_rows else WINDOW_ROWS
+        chunk = Q if shared_rows else self.chunk
+        blocks = triton.cdiv(Q, rows)
+        found = {
+            "out": self.empty(B, H, Q, self.D, dtype=self.query.dtype),
+            "lse": self.empty(B, H, Q),
+            "start": self.empty(B, H, blocks, dtype=torch.int32),
+            "end": self.empty(B, H, blocks, dtype=torch.int32),
+            "stop": self.empty(B, H, Q, dtype=torch.int32),
+            "total": self.empty(B, H, Q, dtype=torch.int32),
+            "constant": self.empty(B, H, Q),
+        }
+        values = self.empty(B * H, chunk, self.P)
+        tiles = [Tiles(rows, self.tiles[0].columns)] if shared_rows else self.tiles
+        for first in range(0, Q, chunk):
+            self.position_values(first, values)
+            launch(
+                _window_forward,
+                lambda tiles: (triton.cdiv(min(chunk, Q - first), tiles.rows), B * H),
+                tiles,
+                self.tune,
+                (
+                    self.query,
+                    self.key,
+                    self.gate_key,
+                    self.value,
+                    values,
+                    self.limits,
+                    *found.values(),
+                    *_strides(self.query),
+                    *self.strides,
+                    self.scaling,
+                    H,
+                    self.G,
+                    1 if shared_rows else Q,
+                    self.K,
+                    self.D,
+                    self.P,
+                    first,
+                    chunk,
+                    Q,
+                    blocks,
+                ),
+                {**self.constants, "SHARED": shared_rows},
+            )
+        return found
+
+    def window_backward(
+        self, grad: torch.Tensor, delta: torch.Tensor, window: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Gradients of the windows: of query (B, H, Q, D), table (D, P) float32, key, value and gate keys float32.
+
+        Args:
+            grad: (B, H, Q, D). delta: float32 (B, H, Q), the sum of grad * out.
+            window: start, end, stop, total of the forward pass, and the log-sum-exp over all keys.
+        """
+        B, H, Q, D, P = self.B, self.H, self.Q, self.D, self.P
+        members, chunk = B * H, self.chunk
+        columns = self.tiles[0].columns
+        values = self.empty(members, chunk, P)
+        levels = self.empty(2, members, chunk, P)
+        grad_values = self.empty(members, chunk, P, dtype=self.query.dtype)
+        window_query = self.empty(members, chunk, D)
+        key_blocks = triton.cdiv(self.K, columns)
+        counts = self.empty(members, key_blocks, chunk, dtype=torch.int32)
+        slopes = self.empty(members, key_blocks, chunk)
+        grad_query = self.empty(B, H, Q, D, dtype=self.query.dtype)
+        grad_table = torch.zeros(D, P, dtype=torch.float32, device=self.query.device)
+        shape = (B, self.G, self.K, D)
+        grad_key, grad_value = (torch.zeros(shape, dtype=torch.float32, device=self.query.device) for _ in range(2))
+        grad_gate_key = torch.zeros_like(grad_key) if self.gate_key is not None else None
+        statistics = (window["lse"], delta, window["start"], window["end"], window["stop"])
+        sizes = (self.scaling, H, self.G, Q, self.K, D, P)
+        strides = (*_strides(grad), *_strides(self.query), *self.strides)
+        inputs = (grad, self.query, self.key, self.gate_key, self.value, values, self.limits)
+        for first in self.chunks():
+            self.position_values(first, values)
+            levels.zero_()
+            place = (first, chunk, self.blocks)
+            row_blocks = triton.cdiv(min(chunk, Q - first), WINDOW_ROWS)
+            launch(
+                _window_rows,
+                lambda tiles: (row_blocks, members),
+                self.tiles,
+                self.tune,
+                (*inputs, *statistics, window["total"], window_query, *levels, counts, slopes, *strides, *sizes, *place),
+                self.constants,
+            )
+            launch(
+                _table_rows,
+                lambda tiles: (triton.cdiv(chunk, tiles.rows), members),
+                [Tiles(32, 32)],
+                (),
+                (
+                    self.table,
+                    self.limits,
+                    window["start"],
+                    window_query,
+                    *levels,
+                    grad_values,
+                    grad_query,
+                    self.position_scale,
+                    H,
+                    Q,
+                    self.K,
+                    D,
+                    P,
+                    *place,
+                ),
+                {
+                    "LIMITS": self.limits is not None,
+                    "WINDOW": WINDOW_ROWS,
+                    "BLOCK_D": self.constants["BLOCK_D"],
+                    "PRECISION": self.constants["PRECISION"],
+                },
+            )
+            rows = slice(first, min(first + chunk, Q))
+            part = grad_values.view(B, H, chunk, P)[:, :, : rows.stop - rows.start]
+            grad_table += torch.matmul(self.query[:, :, rows].transpose(2, 3), part).sum((0, 1), dtype=torch.float32)
+            # Keys that no row of the chunk sees are not visited.
+            ahead = self.K if self.limits is not None else self.K - Q + rows.stop
+            launch(
+                _window_columns,
+                lambda tiles: (triton.cdiv(ahead, tiles.columns), B * self.G),
+                self.tiles,
+                self.tune,
+                (*inputs, *statistics, counts, slopes, grad_key, grad_gate_key, grad_value, *strides, *sizes, *place),
+                {**self.constants, "ROW_BLOCKS": triton.next_power_of_2(triton.cdiv(chunk, WINDOW_ROWS))},
+                timed=False,
+            )
+        return grad_query, grad_table, grad_key, grad_value, grad_gate_key
+
+
+def _decode(*arguments: Any) -> torch.Tensor:
+    """One query row a head: the heads of a group are the rows of a program."""
+    query, key, *others = arguments
+    B, H, _, D = query.shape
+    G = key.shape[1]
+    window = _Pass(query.reshape(B, G, H // G, D), key, *others).window_forward(shared_rows=True)
+    _, _, value, _, _, limits, scaling, _ = arguments
+    return flash_decode(
+        query,
+        key,
+        value,
+        scaling=scaling,
+        limits=limits,
+        bound=(window["start"], max(16, triton.next_power_of_2(H // G))),
+        constant=window["constant"].view(B, H, 1),
+        initial=(window["out"].view(B, H, 1, D), window["lse"].view(B, H, 1)),
+    )
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::cope_forward", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    gate_key: torch.Tensor | None,
+    limits: torch.Tensor | None,
+    scaling: float,
+    position_scale: float,
+) -> list[torch.Tensor]:
+    attention = _Pass(query, key, value, table, gate_key, limits, scaling, position_scale)
+    window = attention.window_forward()
+    out, lse = flash_forward(
+        attention.query,
+        attention.key,
+        attention.value,
+        scaling=scaling,
+        limits=limits,
+        bound=(window["start"], WINDOW_ROWS),
+        constant=window["constant"],
+        initial=(window["out"], window["lse"]),
+    )
+    return [out, lse, *(window[name] for name in _SAVED)]
+
+
+# What the backward pass needs of the windows, besides the log-sum-exp over all keys.
+_SAVED = ("start", "end", "stop", "total", "constant")
+
+
+@_forward.register_fake
+def _(query, key, value, table, gate_key, limits, scaling, position_scale):
+    B, H, Q, D = query.shape
+    per_row, per_block = query.new_empty((B, H, Q), dtype=torch.float32), (B, H, -(-Q // WINDOW_ROWS))
+    return [
+        query.new_empty(B, H, Q, D),
+        torch.empty_like(per_row),
+        query.new_empty(per_block, dtype=torch.int32),
+        query.new_empty(per_block, dtype=torch.int32),
+        query.new_empty((B, H, Q), dtype=torch.int32),
+        query.new_empty((B, H, Q), dtype=torch.int32),
+        torch.empty_like(per_row),
+    ]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::cope_backward", mutates_args=())
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    gate_key: torch.Tensor | None,
+    limits: torch.Tensor | None,
+    saved: Sequence[torch.Tensor],
+    scaling: float,
+    position_scale: float,
+) -> list[torch.Tensor]:
+    attention = _Pass(query, key, value, table, gate_key, limits, scaling, position_scale)
+    out, lse, *rest = saved
+    window = dict(zip(_SAVED, rest), lse=lse)
+    grad = _dense(grad)
+    delta = row_products(grad, out)
+    grad_query, grad_table, grad_key, grad_value, grad_gate_key = attention.window_backward(grad, delta, window)
+    # A constant added to the logits of a row shifts their log-sum-exp.
+    plain = (grad, attention.query, attention.key, attention.value, lse - window["constant"], delta)
+    options: dict[str, Any] = {"scaling": scaling, "limits": limits, "bound": (window["start"], WINDOW_ROWS)}
+    grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
+    columns = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
+    results = [grad_query, *columns, grad_table.to(table.dtype)]
+    return results if grad_gate_key is None else [*results, grad_gate_key.to(key.dtype)]
+
+
+@_backward.register_fake
+def _(grad, query, key, value, table, gate_key, limits, saved, scaling, position_scale):
+    inputs = [query, key, value, table, *([] if gate_key is None else [gate_key])]
+    return [tensor.new_empty(tensor.shape) for tensor in inputs]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::cope_decode", mutates_args=())
+def _decode_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    gate_key: torch.Tensor | None,
+    limits: torch.Tensor | None,
+    scaling: float,
+    position_scale: float,
+) -> torch.Tensor:
+    return _decode(query, key, value, table, gate_key, limits, scaling, position_scale)
+
+
+@_decode_op.register_fake
+def _(query, key, value, table, gate_key, limits, scaling, position_scale):
+    return query.new_empty(query.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
+    *tensors, ctx.scaling, ctx.position_scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
+    query, key, value, table, gate_key, limits, *saved = ctx.saved_tensors
+    if grads[0] is None:
+        return (None,) * 8
+    results = _backward(
+        grads[0], query, key, value, table, gate_key, limits, saved, ctx.scaling, ctx.position_scale
+    )
+    return (*results[:4], results[4] if gate_key is not None else None, None, None, None)
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "the CoPE kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse)
+
+
+def cope_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    gate_key: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
+    scaling: float,
+    position_scale: float,
+) -> torch.Tensor:
+    """Causal attention with contextual positions (CoPE, Golovneva et al. 2024, Eq. 3 to 9), differentiable.
+
+        g_ij = sigmoid(scaling * q_i.x_j), x the gate keys; p_ij = sum of g_ik for k = j..i, at most P - 1
+        logit_ij = scaling * q_i.k_j + z_i[p_ij], z_i[p] = position_scale * q_i.e[p], linear between integers
+
+    Args:
+        query: (B, H, Q, D), float32, bfloat16 or float16; products are summed in float32.
+        key: (B, G, K, D), H a multiple of G; key and value in the type of the query. value: (B, G, K, D).
+        table: (D, P), the position embeddings e, P at least 2, in any of these types.
+        gate_key: (B, G, K, D), what opens the gates: None for the keys themselves, the values, or keys of their own.
+        limits: what each row sees, int32 (B, 1, Q + K, 2), see `attention_triton`; None: causal, row i sees the keys
+            up to K - Q + i. Keys that are not seen are not counted.
+        scaling: the factor on q.k, in content and gates.
+        position_scale: the factor on q.e.
+
+    Returns:
+        (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
+    """
+    arguments = (query, key, value, table, gate_key, limits, scaling, position_scale)
+    inputs = (query, key, value, table, gate_key)
+    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    if query.shape[2] == 1 and not wanted:
+        return _decode_op(*arguments)
+    return _forward(*arguments)[0]

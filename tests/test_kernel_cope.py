@@ -1,0 +1,229 @@
+"""The CoPE kernels, run by Triton's interpreter, against full-matrix CoPE in float64: outputs and every gradient."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from whatwhere import kernel_cope
+from whatwhere.kernel_cope import cope_attention
+
+
+def causal_limits(batch, rows, keys, low=None, valid=None):
+    """`limits` (B, 1, Q + K, 2) of causal rows at the end of the keys; low (B, Q), valid (B, K)."""
+    high = torch.arange(keys - rows + 1, keys + 1).expand(batch, rows)
+    low = torch.zeros(batch, rows, dtype=torch.long) if low is None else low
+    valid = torch.ones(batch, keys, dtype=torch.bool) if valid is None else valid
+    own = valid[:, keys - rows :]
+    high = torch.where(own, high, low)
+    head = torch.stack([low, high], -1)
+    tail = torch.stack([valid.long(), torch.zeros_like(valid.long())], -1)
+    return torch.cat([head, tail], 1)[:, None].int()
+
+
+def dense_mask(limits, rows, keys):
+    low, high = limits[:, 0, :rows, 0], limits[:, 0, :rows, 1]
+    slots = torch.arange(keys)
+    inside = (slots >= low[..., None]) & (slots < high[..., None])
+    return (inside & (limits[:, 0, rows:, 0] != 0)[:, None])[:, None]
+
+
+def reference(query, key, value, table, gate_key=None, limits=None, scaling=0.25, position_scale=0.25):
+    B, H, Q, _ = query.shape
+    K, groups = key.shape[2], H // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    content = query @ key.transpose(2, 3) * scaling
+    opening = content
+    if gate_key is not None:
+        opening = query @ gate_key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+    mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if limits is None else dense_mask(limits, Q, K)
+    gates = torch.sigmoid(opening) * mask
+    last = table.shape[1] - 1
+    positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
+    z = query @ table * position_scale
+    floor = positions.detach().long()
+    below, above = z.gather(-1, floor), z.gather(-1, (floor + 1).clamp(max=last))
+    logits = content + below + (positions - floor) * (above - below)
+    weights = torch.softmax(logits.masked_fill(~mask, -1e30), -1) * mask
+    return weights @ value
+
+
+def inputs(batch, heads, groups, rows, keys, channels, positions=16, openness=0.0, separate=False, dtype=torch.float32):
+    """Random query, key, value, table and, if separate, gate keys. `openness` shifts all gates' logits."""
+    query, key = torch.randn(batch, heads, rows, channels), torch.randn(batch, groups, keys, channels)
+    gate_key = torch.randn(batch, groups, keys, channels) if separate else None
+    # One channel that all share.
+    query[..., 0] = 4.0
+    for gating in (key, gate_key):
+        if gating is not None:
+            gating[..., 0] = openness
+    value, table = torch.randn(batch, groups, keys, channels), torch.randn(channels, positions)
+    tensors = (query, key, value, table, gate_key)
+    return [None if one is None else one.to(dtype).requires_grad_() for one in tensors]
+
+
+def compare(tensors, limits=None, tolerance=2e-5, scaling=0.25, position_scale=0.25):
+    """Compares the output and every gradient with the float64 reference."""
+    *main, gate_key = tensors
+    out = cope_attention(*main, gate_key=gate_key, limits=limits, scaling=scaling, position_scale=position_scale)
+    exact = [None if one is None else one.detach().double().requires_grad_() for one in tensors]
+    expected = reference(*exact, limits=limits, scaling=scaling, position_scale=position_scale)
+    grad = torch.randn(out.shape)
+    present = [one for one in tensors if one is not None]
+    found = [out, *torch.autograd.grad(out, present, grad.to(out.dtype))]
+    wanted = [expected, *torch.autograd.grad(expected, [one for one in exact if one is not None], grad.double())]
+    for name, ours, truth in zip(("out", "dq", "dk", "dv", "dtable", "dgate_key"), found, wanted):
+        error = (ours.double() - truth).norm() / torch.maximum(truth.norm(), 0.1 * grad.norm())
+        assert error <= tolerance, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("openness", [-12.0, -2.0, 0.0, 12.0], ids=["closed", "nearly closed", "half", "open"])
+@pytest.mark.parametrize("rows, keys", [(1, 1), (63, 63), (100, 257), (257, 257)])
+def test_output_and_gradients(rows, keys, openness):
+    """Lengths that are no multiple of a block; windows from one block to the whole row."""
+    compare(inputs(1, 2, 2, rows, keys, 16, openness=openness))
+
+
+def padded_and_packed(rows, keys):
+    """Limits of three batch entries: left padding and a hole, right padding, and documents that begin at 40 and 90."""
+    valid = torch.ones(3, keys, dtype=torch.bool)
+    valid[0, :13] = valid[0, 70:75] = False
+    valid[1, keys - 11 :] = False
+    low = torch.zeros(3, rows, dtype=torch.long)
+    low[0] = 13
+    slots = torch.arange(keys - rows, keys)
+    low[2] = torch.where(slots >= 90, 90, torch.where(slots >= 40, 40, 0))
+    return causal_limits(3, rows, keys, low, valid)
+
+
+@pytest.mark.parametrize("openness", [-12.0, 0.0], ids=["closed", "half"])
+@pytest.mark.parametrize("rows, keys", [(130, 130), (30, 130)])
+def test_padding_holes_and_documents(rows, keys, openness):
+    """Keys that a row does not see are not counted; rows that see nothing give 0."""
+    limits = padded_and_packed(rows, keys)
+    tensors = inputs(3, 2, 1, rows, keys, 16, openness=openness)
+    compare(tensors, limits)
+    if rows == keys:
+        out = cope_attention(*tensors[:4], limits=limits, scaling=0.25, position_scale=0.25)
+        assert out[0, :, :13].abs().max() == 0
+        assert out[1, :, -11:].abs().max() == 0
+
+
+def test_rows_that_see_the_future():
+    """Limits need not be causal."""
+    limits = causal_limits(1, 40, 100)
+    limits[:, :, :40, 1] = 100
+    compare(inputs(1, 2, 2, 40, 100, 16), limits)
+
+
+@pytest.mark.parametrize("channels, positions", [(16, 2), (40, 33), (64, 64), (128, 300)])
+def test_widths(channels, positions):
+    """Head dims and tables that are no power of two; more positions than keys."""
+    compare(inputs(1, 2, 2, 70, 70, channels, positions), scaling=0.1, position_scale=0.1)
+
+
+@pytest.mark.parametrize("gates", ["separate", "value"])
+def test_gates_of_their_own(gates):
+    tensors = inputs(2, 4, 2, 70, 100, 16, separate=True)
+    if gates == "value":
+        tensors[4] = tensors[2]
+    compare(tensors)
+    compare(tensors[:4] + [tensors[4]], padded_and_packed(70, 100)[:2])
+
+
+def test_scale_of_positions_is_its_own():
+    compare(inputs(1, 1, 1, 40, 40, 16), scaling=0.2, position_scale=1.0)
+
+
+@pytest.mark.parametrize("openness", [-4.0, 0.0])
+def test_chunks_of_rows(monkeypatch, openness):
+    """A small budget for scratch memory changes nothing but the number of passes."""
+    monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
+    tensors = inputs(1, 2, 1, 257, 300, 16, openness=openness)
+    assert kernel_cope._Pass(*tensors[:4], None, None, 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
+    compare(tensors)
+
+
+def test_windows_end_where_positions_do():
+    """With open gates a window is as long as the table, not as the row; with closed gates it is the row."""
+    query, key, value, table, _ = inputs(1, 1, 1, 257, 257, 16, positions=16, openness=12.0)
+    window = kernel_cope._Pass(query, key, value, table, None, None, 0.25, 0.25).window_forward()
+    first_rows = torch.arange(0, 257, kernel_cope.WINDOW_ROWS)
+    assert (first_rows - window["start"][0, 0] <= 16 + kernel_cope.MOST_COLUMNS).all()
+    key = key.detach().clone()
+    key[..., 0] = -12.0
+    window = kernel_cope._Pass(query, key, value, table, None, None, 0.25, 0.25).window_forward()
+    assert (window["start"] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    """The error is that of rounding, not of contextual positions in low precision."""
+    tensors = inputs(1, 2, 1, 130, 130, 16, positions=64, openness=1.0, dtype=dtype)
+    compare(tensors, tolerance=2e-2 if dtype == torch.bfloat16 else 3e-3)
+
+
+def test_float32_table_with_bfloat16_queries():
+    """Autocast: the table is used as it is, not rounded."""
+    tensors = inputs(1, 2, 1, 70, 70, 16, positions=64, dtype=torch.bfloat16)
+    tensors[3] = torch.randn(16, 64, requires_grad=True)
+    values = torch.empty(2, 128, 64)
+    kernel_cope._Pass(*tensors[:4], None, None, 0.25, 0.25).position_values(0, values)
+    exact = tensors[0].double()[0] @ tensors[3].double() * 0.25
+    assert (values[:, :70] - exact).norm() / exact.norm() < 1e-4
+    compare(tensors, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("openness", [-12.0, 0.0, 12.0], ids=["closed", "half", "open"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_decoding(openness, separate):
+    """One row, without gradients: its own kernels, over splits of the keys."""
+    with torch.no_grad():
+        tensors = inputs(3, 4, 2, 1, 257, 16, openness=openness, separate=separate)
+        limits = padded_and_packed(1, 257)
+        for bounds in (None, limits):
+            out = cope_attention(
+                *tensors[:4], gate_key=tensors[4], limits=bounds, scaling=0.25, position_scale=0.25
+            )
+            exact = [None if one is None else one.double() for one in tensors]
+            expected = reference(*exact, limits=bounds)
+            assert (out - expected).norm() / expected.norm() < 2e-5
+
+
+def test_strides():
+    """Heads as a model projects them, and values with channels that are not side by side."""
+    query, key, value, table, _ = inputs(2, 2, 2, 40, 40, 16)
+    apart = [one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in (query, key)]
+    value = value.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    compare([*apart, value, table, None])
+
+
+def test_same_result_twice():
+    tensors = inputs(1, 4, 2, 130, 130, 16)[:4]
+    results = []
+    for _ in range(2):
+        out = cope_attention(*tensors, scaling=0.25, position_scale=0.25)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), tensors)])
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+def test_operators():
+    """Fake implementations, gradients, mutation: what torch.compile, export and FSDP rely on."""
+    query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=True)
+    limits = padded_and_packed(20, 30 + 70)[:1, :, :, :]
+    del limits
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    for extra in (gate_key, None):
+        arguments = (query, key, value, table, extra, None, 0.25, 0.25)
+        torch.library.opcheck(kernel_cope._forward, arguments, test_utils=tests)
+    row = (query[:, :, :1].detach(), *(one.detach() for one in (key, value, table)), None, None, 0.25, 0.25)
+    torch.library.opcheck(kernel_cope._decode_op, row, test_utils=tests)
+
+
+def test_second_derivative_is_refused():
+    query, key, value, table, _ = inputs(1, 1, 1, 20, 20, 16)
+    out = cope_attention(query, key, value, table, scaling=0.25, position_scale=0.25)
+    (grad,) = torch.autograd.grad(out.sin().sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(grad.sum(), query)
