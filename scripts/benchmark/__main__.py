@@ -5,385 +5,311 @@ On a laptop (a minute with `--quick`, about ten without):
     python -m whatwhere.scripts.benchmark --quick
     python -m whatwhere.scripts.benchmark --lengths 1024,4096 --threads 2
 
-On a GPU:
+On a GPU (`make gpu-check` checks the kernels first; without `--minutes` it takes as long as it takes):
 
-    python -m whatwhere.scripts.benchmark --device cuda --dtype bfloat16 --lengths 1024,4096,16384 --heads 16
+    python -m whatwhere.scripts.benchmark --device cuda --minutes 5
+    python -m whatwhere.scripts.benchmark --device cuda --providers cope-triton-half,pope-triton --lengths 4096
 
-Attention (`--parts attention`), shape batch x heads x length x head dim, ratios to RoPE + SDPA in the same run:
+Attention (`--parts attention`), shape batch x heads x length x head dim. Ratios are to RoPE + SDPA in the same run, on
+a GPU to its fastest backend:
 
 | provider | what is timed |
 |---|---|
 | rope-sdpa | Llama's rotation, then `scaled_dot_product_attention` |
+| rope-sdpa-flash, -efficient, -cudnn, -math | the same with that backend and no other |
+| sdpa-flash, -efficient, -cudnn, -math | SDPA without any rotation: what remains if RoPE cost nothing |
 | cope-listing | Listing 1 of the CoPE paper (left out above `--listing-limit`: it needs length x length memory) |
-| cope-half | blockwise CoPE, gates near 0.5 (random content) |
+| cope-half | blockwise CoPE, gates near 0.5 (random content); cope-open: near 1 |
 | cope-closed | blockwise CoPE, gates near 0: its slowest case, every key is counted |
+| cope-triton-half, -open, -closed | the CoPE kernel, likewise |
 | pope-sdpa | PoPE's rotation, then SDPA with values padded to the keys' width |
+| pope-sdpa-padded-flash, ... | the same with one backend; pope-sdpa-unpadded-...: values as they are |
 | pope-blockwise | PoPE's rotation, then blockwise attention |
+| pope-triton | PoPE's magnitudes, then the PoPE kernel |
+| pope-pytorch | the fused attention of the package PoPE-pytorch, if it is installed |
+
+Directions: forward (no gradients wanted), backward (alone, from a graph that is kept), forward+backward, decoding (the
+newest query and key against cached keys), decoding graph (the same replayed as a CUDA graph, without the time of the
+launches). All PoPE providers get a gradient of the phase shifts, all CoPE providers of the table.
 
 Models (`--parts model`): a training step (forward, loss, backward, AdamW) and a decoding step (one token after `length`
-cached ones), ratios to the stock `LlamaForCausalLM`: ours with `rope`, `pope`, `cope`, at the same Llama weights.
+cached ones), ratios to the stock `LlamaForCausalLM`: ours with `rope`, `pope`, `cope`, at the same Llama weights, with
+the attention that they choose and (`llama-pope-triton`, `llama-cope-triton`) with `attn_implementation="triton"`.
 
 Check of an attention row: output and every gradient of one head of the timed inputs, against full-matrix attention in
-float64; the error may be at most three times that of full-matrix attention in the timed type, or 1e-4 of the norm
-(sums in another order cancel differently). Check of a model row: the logits, and those of a cached step, against the
-stock model (rope), or against the same model with the eager reference (cope, pope). A failed check ends the run with
-exit code 1.
+float64; the error may be at most twice that of full-matrix attention in the timed type, or 1e-4 of the norm
+(sums in another order cancel differently; 2e-2 for the public package). Above 2,048 tokens three ranges of rows are
+compared, and no gradient enters the others. Check of a model row: the logits, and those of a cached step, of at most
+2,048 tokens against the stock model (rope), or against the same model with the eager reference (cope, pope). What
+fails its check gets no number but the status "check failed", and the exit code is 1 (0 if it is the public package's).
 
-Timing: providers take turns, `--repeats` rounds after one warm-up, the listing after the others; the median counts.
-`--clock cpu` counts the time of this process's threads instead of wall time: use it with `--threads 1` where other
-programs share the machine. Peak memory is measured on CUDA only. Every row is appended to `--output` (CSV) with device,
-versions and date.
+Timing on a CPU: providers take turns, `--repeats` rounds after one warm-up, the listing after the others; the median
+counts. `--clock cpu` counts the time of this process's threads instead of wall time: use it with `--threads 1` where
+other programs share the machine. `--isolate` measures each provider, with the baseline, in a process of its own.
+
+Timing on a GPU: events, after a warm-up, the L2 cache overwritten before every run; the median counts. Kernel tiles are
+chosen anew for each length. Peak memory is that of one run: `above` counts what is allocated above the inputs, `peak`
+adds the provider's inputs, tables and the gradient that comes in. The batch is `--tokens` / length.
+
+What is refused, runs out of memory, is not installed or does not fit the time gets a row whose status says so, and a
+line at the end. Every row is appended to `--output` (CSV) with device, versions and date. Then come a table of how the
+time grows with the length and, on a GPU, the figures to reach; whether they are reached is no matter of the exit code.
 """
 
 import argparse
-import csv
-import datetime
+import dataclasses
+import itertools
 import pathlib
-import platform
-import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import transformers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
-from whatwhere.attention_blockwise import blockwise_attention, compute_dtype
-from whatwhere.position_cope import CoPE, CoPEParameters
-from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters
+from .attention import (
+    BASELINES,
+    DEVICE_PROVIDERS,
+    DIRECTIONS,
+    HOST_PROVIDERS,
+    PROVIDERS,
+    Workload,
+    refusals,
+    tiles_note,
+)
+from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, Sample, device_is_lost, one_line, out_of_memory
+from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
+from .report import Report, Result, Shape, device_name, old_columns, versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-FIELDS = (
-    "date",
-    "part",
-    "provider",
-    "direction",
-    "shape",
-    "dtype",
-    "device",
-    "threads",
-    "clock",
-    "milliseconds",
-    "fastest",
-    "ratio",
-    "ratio_to",
-    "peak_mib",
-    "repeats",
-    "torch",
-    "transformers",
-)
+# On a GPU: hidden size, from which the number of heads follows, and lengths.
+DEVICE_WIDTH = 2048
+DEVICE_LENGTHS = [512 << doubling for doubling in range(8)]
+DEVICE_MODEL_LENGTHS = [4096, 16384]
+# Shares of --minutes after which the second group of providers, the models, and the rest begin no new measurement.
+SHARES = {"attention 0": 0.75, "attention 1": 0.8, "model": 0.92, "attention 2": 1.0}
 
 
-class CheckFailed(Exception):
-    """A provider computes something else than its reference."""
-
-
-class Timer:
-    """Runs a function and returns milliseconds and, on CUDA, the peak memory in MiB."""
-
-    def __init__(self, device: torch.device, clock: str) -> None:
-        self.device = device
-        self.now = time.perf_counter if clock == "wall" else time.process_time
-
-    def __call__(self, function: Callable[[], Any]) -> tuple[float, float | None]:
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        start = self.now()
-        function()
-        if cuda:
-            torch.cuda.synchronize()
-        elapsed = (self.now() - start) * 1e3
-        return elapsed, torch.cuda.max_memory_allocated() / 2**20 if cuda else None
-
-
-def measure(
-    runs: dict[str, dict[str, Callable[[], Any]]], timer: Timer, repeats: int
-) -> dict[tuple[str, str], tuple[list[float], float | None]]:
-    """Times `{provider: {direction: function}}` in turns; returns times and peak memory by provider and direction."""
-    results: dict[tuple[str, str], tuple[list[float], float | None]] = {}
-    for turn in range(repeats + 1):
-        for provider, directions in runs.items():
-            for direction, function in directions.items():
-                elapsed, peak = timer(function)
-                if turn > 0:
-                    times, _ = results.setdefault((provider, direction), ([], None))
-                    results[provider, direction] = ([*times, elapsed], peak)
-    return results
-
-
-# Attention.
-
-
-def full_matrix(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention with all logits in memory: products in the type of the inputs, softmax in at least float32."""
-    logits = (query @ key.transpose(2, 3)).to(compute_dtype(query.dtype)) * scaling
-    future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-    return torch.softmax(logits.masked_fill(future, float("-inf")), -1).to(value.dtype) @ value
-
-
-def cope_listing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The computation of Listing 1 of the CoPE paper: every step on the full matrix; table (D, P)."""
-    logits = (query @ key.transpose(2, 3)).to(compute_dtype(query.dtype)) * query.shape[-1] ** -0.5
-    logits = logits + torch.ones(logits.shape[-2:], dtype=logits.dtype, device=logits.device).tril().log()
-    positions = torch.sigmoid(logits).flip(-1).cumsum(-1).flip(-1).clamp(max=table.shape[1] - 1)
-    ceil, floor = positions.ceil().long(), positions.floor().long()
-    z = query.to(logits.dtype) @ table.to(logits.dtype)
-    fraction = positions - floor
-    logits = logits + z.gather(-1, ceil) * fraction + z.gather(-1, floor) * (1 - fraction)
-    return torch.softmax(logits, -1).to(value.dtype) @ value
-
-
-class Provider:
-    """One way to compute attention.
+class Budget:
+    """Says what still fits the time, and remembers what failed.
 
     Attributes:
-        inputs: query, key, value and, for CoPE, the table; all require gradients.
-        function: of the inputs; what is timed.
-        reference: of the inputs, in any type; what must come out.
+        failures: checks of ours that failed.
+        lost: why the GPU can not be used any more, or empty.
     """
 
-    def __init__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        function: Callable[..., torch.Tensor],
-        reference: Callable[..., torch.Tensor],
-    ) -> None:
-        self.inputs = list(inputs)
-        self.function = function
-        self.reference = reference
+    def __init__(self, minutes: float | None, provider_seconds: float | None) -> None:
+        self.start = time.monotonic()
+        self.minutes = minutes
+        self.provider_seconds = provider_seconds
+        self.failures: list[str] = []
+        self.lost = ""
+        self.history: dict[tuple[str, int], tuple[Shape, float]] = {}
 
-    def check(self, name: str, grad: torch.Tensor) -> None:
-        """Compares output and gradients of the last head with float64; raises CheckFailed."""
-        # No gradient enters the other heads, so the gradient of a shared table is that of this head alone.
-        one = torch.zeros_like(grad)
-        one[-1:, -1:] = grad[-1:, -1:]
-        out = self.function(*self.inputs)
-        found = [out[-1:, -1:].detach()]
-        for tensor, gradient in zip(self.inputs, torch.autograd.grad(out, self.inputs, one)):
-            found.append(gradient[-1:, -1:] if tensor.dim() == 4 else gradient)
-        del out
-        plain = self._reference(one.dtype, grad[-1:, -1:])
-        exact = self._reference(torch.float64, grad[-1:, -1:])
-        for what, ours, theirs, truth in zip(("output", "dq", "dk", "dv", "dtable"), found, plain, exact):
-            error, allowed = (ours - truth).norm().item(), 3 * (theirs - truth).norm().item()
-            # `not <=`, so that NaN fails.
-            if not error <= max(allowed, 1e-4 * truth.norm().item()):
-                raise CheckFailed(f"{name}: {what} is off by {error:.3g}; allowed {allowed:.3g} of {truth.norm():.3g}")
+    def refuse(self, stage: str, provider: str, shape: Shape) -> str:
+        """Returns why a provider is not to be measured now, or an empty text."""
+        if self.lost:
+            return f"left out: {self.lost}"
+        share = SHARES.get(stage, 1.0)
+        if self.minutes is not None and time.monotonic() - self.start > share * self.minutes * 60:
+            return f"left out: the {self.minutes:g} minutes are used up"
+        known = self.history.get((provider, shape.head_dim))
+        if known is None or self.provider_seconds is None:
+            return ""
+        before, seconds = known
+        expected = seconds * shape.batch / before.batch * (shape.length / before.length) ** 2
+        if shape.length > before.length and expected > self.provider_seconds:
+            return (
+                f"left out: would take about {expected:.0f} s, more than --provider-seconds {self.provider_seconds:g}"
+            )
+        return ""
 
-    def _reference(self, dtype: torch.dtype, grad: torch.Tensor) -> list[torch.Tensor]:
-        inputs = []
-        for tensor in self.inputs:
-            part = tensor[-1:, -1:] if tensor.dim() == 4 else tensor
-            inputs.append(part.detach().to(dtype).requires_grad_())
-        out = self.reference(*inputs)
-        return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))]
-
-
-def attention_providers(
-    batch: int, heads: int, length: int, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Provider]:
-    """Returns the attention providers by name."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    shape = (batch, heads, length, head_dim)
-    scaling = head_dim**-0.5
-    query, key, value = (random(*shape).requires_grad_() for _ in range(3))
-    closed_query, closed_key = random(*shape) * 0.5, random(*shape) * 0.5
-    # One channel that all share puts every logit near -8, and so every gate near 0.0003.
-    closed_query[..., 0], closed_key[..., 0] = 8.0, -(float(head_dim) ** 0.5)
-    closed_query, closed_key = closed_query.requires_grad_(), closed_key.requires_grad_()
-    table = random(head_dim, num_positions).requires_grad_()
-    config = WhatWhereLlamaConfig(
-        hidden_size=heads * head_dim,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=max(length, 2),
-    )
-    positions = torch.arange(length, device=device)[None]
-    llama = LlamaConfig(hidden_size=heads * head_dim, num_attention_heads=heads, max_position_embeddings=max(length, 2))
-    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(llama).to(device)
-    cos, sin = rotary(torch.zeros((), device=device), positions)
-
-    def rotated(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return apply_rotary_pos_emb(query, key, cos.to(query.dtype), sin.to(query.dtype))
-
-    def rope_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*rotated(query, key), value, is_causal=True)
-
-    def rope_full(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return full_matrix(*rotated(query, key), value, scaling)
-
-    cope = CoPE(config, CoPEParameters(num_positions=num_positions, scale_positions=False), 0).to(device)
-
-    def cope_blockwise(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        term = cope.block_term({}, scaling)
-        term.tensors = (table,)
-        return blockwise_attention(query, key, value, scaling=scaling, terms=[term])
-
-    pope_parameters = PoPEParameters()
-    pope = PoPE(config, pope_parameters, 0).to(device)
-    pope.reset()
-    context: dict[str, Any] = {"query_positions": positions, "key_positions": positions}
-    context["pope"] = PolarTables(config, pope_parameters)(torch.zeros((), device=device), context)
-
-    def polar(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The reference has one head; delta is the same for all heads here.
-        return pope.rotate_cached(*pope.rotate(query, key, context), context)
-
-    def pope_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query, key = polar(query, key)
-        padded = F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-        out = F.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=scaling)
-        return out[..., : value.shape[-1]]
-
-    def pope_blockwise(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return blockwise_attention(*polar(query, key), value, scaling=scaling)
-
-    def pope_full(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return full_matrix(*polar(query, key), value, scaling)
-
-    half, closed = (query, key, value, table), (closed_query, closed_key, value, table)
-    return {
-        "rope-sdpa": Provider((query, key, value), rope_sdpa, rope_full),
-        "cope-half": Provider(half, cope_blockwise, cope_listing),
-        "cope-closed": Provider(closed, cope_blockwise, cope_listing),
-        "cope-listing": Provider(half, cope_listing, cope_listing),
-        "pope-sdpa": Provider((query, key, value), pope_sdpa, pope_full),
-        "pope-blockwise": Provider((query, key, value), pope_blockwise, pope_full),
-    }
+    def attempt(self, result: Result, shape: Shape, foreign: bool, measure: Callable[[], None]) -> None:
+        """Runs `measure`, and writes what kept it from a number into the status of the result."""
+        start = time.monotonic()
+        name = f"{result.provider}, {shape}"
+        failure = ""
+        try:
+            with refusals():
+                measure()
+            return
+        except Refused as refusal:
+            result.status = f"{result.stage}refused: {one_line(refusal)}"
+        except CheckFailed as error:
+            failure = f"{result.stage}check failed: {one_line(error)}"
+        except Exception as error:
+            # One provider's failure must not end the run; what it says goes into the row.
+            if out_of_memory(error):
+                result.status = f"{result.stage}out of memory"
+            else:
+                failure = f"{result.stage}{type(error).__name__}: {one_line(error)}"
+            if device_is_lost(error):
+                self.lost = f"the GPU can not be used after the failure of {name}"
+        finally:
+            self.history[result.provider, shape.head_dim] = (shape, time.monotonic() - start)
+        if failure:
+            result.status = failure
+            if not foreign:
+                self.failures.append(f"{name}: {failure}")
+        if torch.cuda.is_available() and not self.lost:
+            torch.cuda.empty_cache()
 
 
-def benchmark_attention(arguments: argparse.Namespace, timer: Timer, write: Callable[..., None]) -> None:
-    """Checks and times every attention provider at every length."""
-    dtype = DTYPES[arguments.dtype]
-    for length in arguments.lengths:
-        providers = attention_providers(
-            arguments.batch,
-            arguments.heads,
-            length,
-            arguments.head_dim,
-            arguments.num_positions,
-            dtype,
-            timer.device,
-        )
-        if length > arguments.listing_limit:
-            del providers["cope-listing"]
-        if arguments.providers:
-            providers = {name: providers[name] for name in providers if name in {"rope-sdpa", *arguments.providers}}
-        grad = torch.randn_like(providers["rope-sdpa"].inputs[2])
-        runs: dict[str, dict[str, Callable[[], Any]]] = {}
-        for name, provider in providers.items():
-            provider.check(name, grad)
-
-            def forward(provider: Provider = provider) -> None:
-                with torch.no_grad():
-                    provider.function(*provider.inputs)
-
-            def both(provider: Provider = provider, grad: torch.Tensor = grad) -> None:
-                torch.autograd.grad(provider.function(*provider.inputs), provider.inputs, grad)
-
-            runs[name] = {"forward": forward, "forward+backward": both}
-        shape = f"{arguments.batch}x{arguments.heads}x{length}x{arguments.head_dim}"
-        # The listing comes last: after its gigabytes, the system serves the others' memory more slowly.
-        listing = {name: runs.pop(name) for name in ("cope-listing",) if name in runs}
-        timed = measure(runs, timer, arguments.repeats)
-        write("attention", shape, timed | measure(listing, timer, arguments.repeats), "rope-sdpa")
+def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: Budget, group: int) -> None:
+    """Checks and times a group of attention providers at every head dim and length."""
+    device = torch.device(arguments.device)
+    chosen = [name for name in arguments.attention_groups[group] if name in PROVIDERS]
+    for head_dim, length in itertools.product(arguments.head_dims, arguments.lengths if chosen else ()):
+        shape = arguments.shape(length, head_dim)
+        workload: Workload | None = None
+        results = []
+        for name in chosen:
+            result = Result(name, status=budget.refuse(f"attention {group}", name, shape))
+            if not result.status and name == "cope-listing" and length > arguments.listing_limit:
+                result.status = f"left out: longer than --listing-limit {arguments.listing_limit}"
+            results.append(result)
+        waiting = [result for result in results if not result.status]
+        if waiting:
+            workload = Workload(
+                batch=shape.batch,
+                heads=shape.heads,
+                length=length,
+                head_dim=head_dim,
+                num_positions=arguments.num_positions,
+                dtype=DTYPES[arguments.dtype],
+                device=device,
+            )
+            if device.type == "cuda":
+                on_device(arguments, workload, shape, waiting, budget, group)
+            else:
+                on_host(arguments, workload, shape, waiting, budget)
+        # The listing's limit is the user's own: no row.
+        report.add("attention", shape, [result for result in results if "--listing-limit" not in result.status])
+        del workload
 
 
-# Models.
+def on_device(
+    arguments: argparse.Namespace,
+    workload: Workload,
+    shape: Shape,
+    results: Sequence[Result],
+    budget: Budget,
+    group: int,
+) -> None:
+    """Checks and times one provider after the other; none leaves anything for the next."""
+    timer = arguments.timer
+    for result in results:
+        refusal = budget.refuse(f"attention {group}", result.provider, shape)
+        if refusal:
+            result.status = refusal
+            continue
+        result.status = "ok"
+
+        def measure(result: Result = result) -> None:
+            provider = workload.provider(result.provider)
+            with provider.context():
+                result.error = workload.check(provider)
+                for direction in arguments.directions:
+                    result.stage = f"{direction}: "
+                    function = workload.run(provider, direction)
+                    if function is not None:
+                        sample = timer(function, memory=direction in ("forward", "forward+backward"))
+                        inputs = workload.input_bytes(provider.kind)
+                        result.samples[direction] = dataclasses.replace(sample, inputs=inputs)
+                    del function
+            result.note = tiles_note() if "triton" in result.provider else ""
+
+        budget.attempt(result, shape, result.provider == "pope-pytorch", measure)
 
 
-def benchmark_model(arguments: argparse.Namespace, timer: Timer, write: Callable[..., None]) -> None:
+def on_host(
+    arguments: argparse.Namespace, workload: Workload, shape: Shape, results: Sequence[Result], budget: Budget
+) -> None:
+    """Checks every provider, then times them in turns."""
+    runs: dict[str, dict[str, Callable[[], Any]]] = {}
+    for result in results:
+        result.status = "ok"
+
+        def check(result: Result = result) -> None:
+            provider = workload.provider(result.provider)
+            with provider.context():
+                result.error = workload.check(provider)
+                for direction in arguments.directions:
+                    result.stage = f"{direction}: "
+                    function = workload.run(provider, direction)
+                    if function is not None:
+                        prepared = runs.setdefault(result.provider, {})
+                        prepared[direction] = within(provider.context, function)
+
+        budget.attempt(result, shape, result.provider == "pope-pytorch", check)
+    # The listing comes last: after its gigabytes, the system serves the others' memory more slowly.
+    listing = {name: runs.pop(name) for name in ("cope-listing",) if name in runs}
+    samples = arguments.timer.in_turns(runs) | arguments.timer.in_turns(listing)
+    spread(samples, results)
+
+
+def spread(samples: dict[tuple[str, str], Sample], results: Sequence[Result]) -> None:
+    """Puts samples, by provider and direction, into their results."""
+    for result in results:
+        result.samples = {direction: sample for (name, direction), sample in samples.items() if name == result.provider}
+
+
+def within(context: Callable[[], Any], function: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns the function, called inside the context."""
+
+    def call() -> None:
+        with context():
+            function()
+
+    return call
+
+
+def benchmark_model(arguments: argparse.Namespace, report: Report, budget: Budget) -> None:
     """Checks and times a training step and a decoding step of our models and of the stock Llama."""
-    dtype, device = DTYPES[arguments.dtype], timer.device
-    fields: dict[str, Any] = {
-        "vocab_size": 1024,
-        "hidden_size": arguments.heads * arguments.head_dim,
-        "intermediate_size": 3 * arguments.heads * arguments.head_dim,
-        "num_hidden_layers": arguments.layers,
-        "num_attention_heads": arguments.heads,
-        "num_key_value_heads": arguments.heads,
-        "max_position_embeddings": max(arguments.lengths) + 1,
-    }
-    torch.manual_seed(0)
-    stock = LlamaForCausalLM._from_config(LlamaConfig(**fields), attn_implementation="sdpa").to(device, dtype)
-    for length in arguments.lengths:
-        tokens = torch.randint(fields["vocab_size"], (arguments.batch, length), device=device)
-        runs: dict[str, dict[str, Callable[[], Any]]] = {"llama-stock": model_runs(stock, tokens)}
-        for encoding in ("rope", "pope", "cope"):
-            name = f"llama-{encoding}"
-            if arguments.providers and name not in arguments.providers:
-                continue
-            config = WhatWhereLlamaConfig(**fields, position_encoding=encoding)
-            model = WhatWhereLlamaForCausalLM._from_config(config).to(device, dtype)
-            missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
-            if unexpected or any("position_encoding" not in key for key in missing):
-                raise CheckFailed(f"{name}: weights do not match, missing {missing!r}, unexpected {unexpected!r}")
-            with torch.no_grad():
-                for key, parameter in model.named_parameters():
-                    if "position_encoding" in key:
-                        # A table of zeros would hide a mistake.
-                        parameter.uniform_(-1.0, 0.0)
-            check_model(name, model, stock if encoding == "rope" else None, tokens)
-            runs[name] = model_runs(model, tokens)
-        shape = f"{arguments.batch}x{arguments.heads}x{length}x{arguments.head_dim}, {arguments.layers} layers"
-        write("model", shape, measure(runs, timer, arguments.repeats), "llama-stock")
-
-
-def check_model(name: str, model: Any, stock: Any, tokens: torch.Tensor) -> None:
-    """Compares logits, and the logits of a cached step, with the stock model or the eager reference."""
-    tokens = tokens[:1]
-    implementation = model.config._attn_implementation
-    with torch.no_grad():
-        found = model.eval()(tokens).logits
-        cache = DynamicCache(config=model.config)
-        model(tokens[:, :-1], past_key_values=cache)
-        step = model(tokens[:, -1:], past_key_values=cache).logits
-        if stock is not None:
-            expected = stock.eval()(tokens).logits
+    device = torch.device(arguments.device)
+    names = [STOCK, *(name for name in MODELS if name in arguments.models)]
+    for head_dim in arguments.head_dims:
+        if budget.refuse("model", STOCK, arguments.shape(arguments.model_lengths[0], head_dim)):
+            models = None
         else:
-            model.set_attn_implementation("eager")
-            expected = model(tokens).logits
-            model.set_attn_implementation(implementation)
-    tolerance = 1e-4 if found.dtype in (torch.float32, torch.float64) else 5e-2
-    for what, ours in (("logits", found), ("cached logits", step)):
-        error = (ours - expected[:, -ours.shape[1] :]).float().norm() / expected.float().norm()
-        if not error <= tolerance:
-            raise CheckFailed(f"{name}: {what} are off by {error:.3g} of their norm; allowed {tolerance:.3g}")
+            models = Models(
+                heads=arguments.shape(1, head_dim).heads,
+                head_dim=head_dim,
+                layers=arguments.layers,
+                max_length=max(arguments.model_lengths),
+                dtype=DTYPES[arguments.dtype],
+                device=device,
+            )
+        for length in arguments.model_lengths:
+            shape = arguments.shape(length, head_dim, arguments.layers)
+            results = [Result(name) for name in names]
+            runs: dict[str, dict[str, Callable[[], Any]]] = {}
+            for result in results:
+                refusal = budget.refuse("model", result.provider, shape)
+                if refusal or models is None:
+                    result.status = refusal or "left out"
+                    continue
 
+                def measure(
+                    result: Result = result, shape: Shape = shape, models: Models = models, runs: dict = runs
+                ) -> None:
+                    tokens = models.tokens(shape.batch, shape.length)
+                    model = models.model(result.provider)
+                    if result.provider != STOCK:
+                        result.error = models.check(result.provider, model, tokens)
+                    result.note = f"attention: {model.config._attn_implementation}"
+                    if isinstance(arguments.timer, HostTimer):
+                        runs[result.provider] = model_runs(model, tokens)
+                        return
+                    for direction, function in model_runs(model, tokens).items():
+                        result.stage = f"{direction}: "
+                        result.samples[direction] = arguments.timer(function, memory=direction == "training step")
 
-def model_runs(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Returns the training step and the decoding step of a model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tokens, past_key_values=cache)
-
-    def train() -> None:
-        model.train()
-        model(tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def decode() -> None:
-        model.eval()
-        with torch.no_grad():
-            model(tokens[:, -1:], past_key_values=cache)
-        cache.crop(-1)
-
-    return {"training step": train, "decoding step": decode}
+                budget.attempt(result, shape, False, measure)
+            if isinstance(arguments.timer, HostTimer):
+                spread(arguments.timer.in_turns(runs), results)
+            report.add("model", shape, results)
 
 
 # The command.
@@ -397,23 +323,48 @@ def parse_lengths(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def positive(text: str) -> float:
+    """Returns a number greater than 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid: it must be a number greater than 0")
+    return number
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--parts", default="attention,model", help="attention, model, or both, comma-separated")
     parser.add_argument("--providers", type=lambda text: text.split(","), help="only these (and what ratios refer to)")
-    parser.add_argument("--lengths", type=parse_lengths, default=None, help="default 1024,4096; with --quick 256")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--directions", type=lambda text: text.split(","), help="of attention; default on a CPU: two")
+    parser.add_argument(
+        "--lengths", type=parse_lengths, default=None, help="default 1024,4096; with --quick 256; on a GPU 512 to 65536"
+    )
+    parser.add_argument("--model-lengths", type=parse_lengths, help="default: as --lengths; on a GPU 4096,16384")
+    parser.add_argument("--batch", type=int, default=None, help="default 2; on a GPU --tokens / length")
+    parser.add_argument("--tokens", type=int, default=16384, help="on a GPU: tokens of a batch, at least one sequence")
+    parser.add_argument("--heads", type=int, default=None, help="default 4; on a GPU 2048 / head dim")
+    parser.add_argument("--head-dim", type=parse_lengths, dest="head_dims", help="default 64; on a GPU 64,128")
     parser.add_argument("--num-positions", type=int, default=64, help="entries of CoPE's table")
     parser.add_argument("--layers", type=int, default=4, help="layers of the models")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default float32; on a GPU bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: PyTorch's")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--repeats", type=int, default=None, help="default 5; with --quick 2")
+    parser.add_argument("--repeats", type=int, default=None, help="default 5; with --quick 2; on a GPU 3 to 50")
+    parser.add_argument("--minutes", type=positive, help="begin no measurement after so long")
+    parser.add_argument(
+        "--provider-seconds", type=positive, help="leave out what would take longer at one length; on a GPU 12"
+    )
     parser.add_argument("--listing-limit", type=int, default=8192, help="longest length at which the listing is timed")
+    parser.add_argument("--isolate", action="store_true", help="each provider in a process of its own")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"))
     parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
     parsed = parser.parse_args(arguments)
@@ -421,86 +372,115 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = set(parsed.parts) - {"attention", "model"}
     if unknown:
         parser.error(f"--parts: {sorted(unknown)!r} is not valid; allowed: 'attention', 'model'")
+    unknown = set(parsed.providers or ()) - {*PROVIDERS, *MODELS}
+    if unknown:
+        allowed = ", ".join(map(repr, (*PROVIDERS, *MODELS)))
+        parser.error(f"--providers: {sorted(unknown)!r} is not valid; allowed: {allowed}")
+    unknown = set(parsed.directions or ()) - set(DIRECTIONS)
+    if unknown:
+        parser.error(f"--directions: {sorted(unknown)!r} is not valid; allowed: {', '.join(map(repr, DIRECTIONS))}")
+    for name in ("batch", "tokens", "heads", "layers", "repeats", "threads", "listing_limit"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}={value!r} is not valid: it must be at least 1")
+    if parsed.num_positions < 2:
+        parser.error(f"--num-positions={parsed.num_positions!r} is not valid: it must be at least 2")
+    try:
+        device = torch.device(parsed.device)
+    except RuntimeError:
+        parser.error(f"--device={parsed.device!r} is not valid; allowed: 'cpu', 'cuda'")
+    if device.type not in ("cpu", "cuda"):
+        parser.error(f"--device={parsed.device!r} is not valid; allowed: 'cpu', 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device={parsed.device!r} is not valid here: PyTorch finds no CUDA device; allowed: 'cpu'")
     if parsed.clock == "cpu" and parsed.device != "cpu":
         parser.error("--clock='cpu' is for --device cpu; allowed here: 'wall'")
-    if parsed.repeats is not None and parsed.repeats < 1:
-        parser.error(f"--repeats={parsed.repeats!r} is not valid: it must be at least 1")
-    parsed.lengths = parsed.lengths or ([256] if parsed.quick else [1024, 4096])
-    parsed.repeats = parsed.repeats or (2 if parsed.quick else 5)
+    if old_columns(parsed.output):
+        parser.error(
+            f"--output={str(parsed.output)!r} has other columns than today's rows: move it away, or name another"
+        )
+    set_defaults(parsed, device)
     return parsed
 
 
-def device_name(device: torch.device) -> str:
-    """Returns the name of the device, as far as the system tells it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
+    """Fills in what depends on the device, and which providers run in which group."""
+    cuda = device.type == "cuda"
+    parsed.lengths = parsed.lengths or ([256] if parsed.quick else DEVICE_LENGTHS if cuda else [1024, 4096])
+    if not parsed.model_lengths:
+        within_lengths = [length for length in DEVICE_MODEL_LENGTHS if length in parsed.lengths] if cuda else []
+        parsed.model_lengths = within_lengths or parsed.lengths[:1] if cuda else parsed.lengths
+    parsed.head_dims = parsed.head_dims or ([64, 128] if cuda else [64])
+    parsed.dtype = parsed.dtype or ("bfloat16" if cuda else "float32")
+    parsed.directions = parsed.directions or (DIRECTIONS if cuda else ("forward", "forward+backward"))
+    if parsed.provider_seconds is None and cuda:
+        parsed.provider_seconds = 12.0
+    groups: Sequence[Sequence[str]] = DEVICE_PROVIDERS if cuda else (HOST_PROVIDERS,)
+    parsed.models = tuple(MODELS) if cuda else HOST_MODELS
+    if parsed.providers:
+        baselines = [name for name in BASELINES if any(name in group for group in groups)]
+        groups = [[*baselines, *(name for name in parsed.providers if name not in baselines)]]
+        parsed.models = parsed.providers
+    parsed.attention_groups = groups
+
+    def shape(length: int, head_dim: int, layers: int = 0) -> Shape:
+        batch = parsed.batch or (max(1, parsed.tokens // length) if cuda else 2)
+        return Shape(batch, parsed.heads or (max(1, DEVICE_WIDTH // head_dim) if cuda else 4), length, head_dim, layers)
+
+    parsed.shape = shape
+
+
+def isolate(arguments: Sequence[str], parsed: argparse.Namespace) -> int:
+    """Runs this command once for each provider; returns the exit code."""
+    rest = [argument for argument in arguments if argument != "--isolate"]
+    chosen = list(dict.fromkeys(name for group in parsed.attention_groups for name in group))
+    names = [name for name in chosen if name in PROVIDERS] if "attention" in parsed.parts else []
+    names += [name for name in MODELS if name in parsed.models] if "model" in parsed.parts else []
+    code = 0
+    for name in names:
+        part = "model" if name in MODELS else "attention"
+        command = [sys.executable, "-m", "whatwhere.scripts.benchmark", *rest, "--parts", part, "--providers", name]
+        code = max(code, subprocess.run(command).returncode)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parse(arguments)
+    if parsed.isolate:
+        return isolate(arguments, parsed)
     if parsed.threads:
         torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)
-    timer = Timer(device, parsed.clock)
+    if device.type == "cuda":
+        seconds = 0.05 if parsed.quick else 0.15
+        parsed.timer = DeviceTimer(device, parsed.repeats or (2 if parsed.quick else None), seconds)
+    else:
+        parsed.timer = HostTimer(parsed.clock, parsed.repeats or (2 if parsed.quick else 5))
     common = {
         "dtype": parsed.dtype,
         "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "clock": parsed.clock,
-        "repeats": parsed.repeats,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "clock": "events" if device.type == "cuda" else parsed.clock,
+        **versions(device),
     }
-
-    def write(part: str, shape: str, results: dict, ratio_to: str) -> None:
-        print(
-            f"\n{part}, {shape}, {parsed.dtype}, {common['device']}, {common['threads']} threads, {parsed.clock} clock"
-        )
-        print(f"{'provider':16} {'direction':18} {'ms':>10} {'fastest':>10} {'ratio':>8} {'peak MiB':>9}")
-        parsed.output.parent.mkdir(parents=True, exist_ok=True)
-        new = not parsed.output.exists()
-        with parsed.output.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if new:
-                writer.writeheader()
-            for (provider, direction), (times, peak) in results.items():
-                median = statistics.median(times)
-                row = {
-                    **common,
-                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                    "part": part,
-                    "provider": provider,
-                    "direction": direction,
-                    "shape": shape,
-                    "milliseconds": f"{median:.3f}",
-                    "fastest": f"{min(times):.3f}",
-                    "ratio": f"{median / statistics.median(results[ratio_to, direction][0]):.3f}",
-                    "ratio_to": ratio_to,
-                    "peak_mib": "" if peak is None else f"{peak:.1f}",
-                }
-                writer.writerow(row)
-                print(
-                    f"{provider:16} {direction:18} {row['milliseconds']:>10} {row['fastest']:>10} {row['ratio']:>8} "
-                    f"{row['peak_mib']:>9}"
-                )
-
-    try:
+    report = Report(parsed.output, common)
+    budget = Budget(parsed.minutes, parsed.provider_seconds)
+    for group in range(len(parsed.attention_groups)):
         if "attention" in parsed.parts:
-            benchmark_attention(parsed, timer, write)
-        if "model" in parsed.parts:
-            benchmark_model(parsed, timer, write)
-    except CheckFailed as failure:
-        print(f"check failed, nothing more is measured: {failure}", file=sys.stderr)
-        return 1
+            benchmark_attention(parsed, report, budget, group)
+        if "model" in parsed.parts and group == min(1, len(parsed.attention_groups) - 1):
+            benchmark_model(parsed, report, budget)
+    tables = [*report.growth(), *report.left_out()]
+    if device.type == "cuda" and "attention" in parsed.parts:
+        tables += report.summary()
+    for line in tables:
+        print(line)
+    for failure in budget.failures:
+        print(f"check failed: {failure}", file=sys.stderr)
     print(f"\nrows appended to {parsed.output}")
-    return 0
+    return 1 if budget.failures else 0
 
 
 if __name__ == "__main__":

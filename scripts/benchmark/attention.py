@@ -1,0 +1,492 @@
+"""The attention providers: what is timed, on which inputs, and against which reference each is checked.
+
+Axes: B batch, H heads, T length, D head dim, R rotated channels, P positions in CoPE's table.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from whatwhere import WhatWhereLlamaConfig
+from whatwhere.attention_blockwise import blockwise_attention
+from whatwhere.position_cope import CoPE, CoPEParameters
+from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
+
+from .measure import CheckFailed, Refused, captured
+from .references import cope_reference, plain_reference, pope_reference, rope_reference
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+DIRECTIONS = ("forward", "backward", "forward+backward", "decoding", "decoding graph")
+# What is timed unless --providers says otherwise. On a GPU the first group comes first for all lengths, and so on.
+HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "pope-blockwise")
+DEVICE_PROVIDERS = (
+    (
+        "rope-sdpa-flash",
+        "rope-sdpa-cudnn",
+        "rope-sdpa-efficient",
+        "cope-triton-half",
+        "pope-triton",
+    ),
+    (
+        "cope-triton-open",
+        "cope-triton-closed",
+        "pope-sdpa-padded-flash",
+        "pope-sdpa-padded-cudnn",
+        "pope-sdpa-padded-efficient",
+        "pope-sdpa-unpadded-flash",
+        "pope-sdpa-unpadded-cudnn",
+        "pope-sdpa-unpadded-efficient",
+        "cope-listing",
+        "cope-half",
+        "rope-sdpa-math",
+        "sdpa-flash",
+        "sdpa-cudnn",
+    ),
+    # Code of others comes last: a kernel that fails can end all use of the GPU by the process.
+    ("pope-pytorch",),
+)
+BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
+PROVIDERS = (
+    *BASELINES,
+    *(f"sdpa-{backend}" for backend in BACKENDS),
+    "cope-listing",
+    *(f"cope-{gates}" for gates in ("half", "open", "closed")),
+    *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
+    *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
+    "pope-blockwise",
+    "pope-triton",
+    "pope-pytorch",
+)
+# A reference of all rows would need length x length memory in float64.
+ALL_ROWS = 2048
+
+
+@dataclasses.dataclass
+class Provider:
+    """One way to compute attention.
+
+    Attributes:
+        kind: which reference it is checked against, and which inputs it has.
+        function: of the inputs; what is timed.
+        decode: the newest query against all keys, or None.
+        context: what surrounds all calls.
+        foreign: neither ours nor PyTorch's: a failed check is reported, and does not count as a failure.
+        tolerance: the largest error, as a share of the norm, that passes whatever PyTorch's own error is.
+    """
+
+    kind: str
+    function: Callable[..., torch.Tensor]
+    decode: Callable[[], torch.Tensor] | None = None
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    foreign: bool = False
+    tolerance: float = 1e-4
+
+
+def relative_errors(
+    found: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    names: Sequence[str],
+    *,
+    factor: float,
+    tolerance: float,
+) -> float:
+    """Compares tensors with their float64 references; returns the largest error as a share of the reference's norm.
+
+    Args:
+        found: what is checked.
+        plain: the same by full-matrix attention in the type of `found`.
+        exact: the same in float64.
+        names: what the tensors are called.
+        factor: how many times the error of `plain` is allowed.
+        tolerance: which share of the norm is allowed in any case: sums in another order cancel differently.
+
+    Raises:
+        CheckFailed: an error is larger, or not a number.
+    """
+    largest = 0.0
+    for name, ours, theirs, truth in zip(names, found, plain, exact):
+        norm = truth.norm().item()
+        error, allowed = (ours - truth).norm().item(), factor * (theirs - truth).norm().item()
+        allowed = max(allowed, tolerance * norm)
+        # `not <=`, so that NaN fails.
+        if not error <= allowed:
+            raise CheckFailed(f"{name} is off by {error:.3g}; allowed {allowed:.3g} of {norm:.3g}")
+        largest = max(largest, error / norm if norm else error)
+    return largest
+
+
+class Workload:
+    """Inputs of one shape, the providers that serve them, and what must come out."""
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        heads: int,
+        length: int,
+        head_dim: int,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = (batch, heads, length, head_dim)
+        self.dtype, self.device = dtype, device
+        self.scaling = head_dim**-0.5
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.query, self.key, self.value = (self._random(*self.shape).requires_grad_() for _ in range(3))
+        self.grad = self._random(*self.shape)
+        self.table = self._random(head_dim, num_positions).requires_grad_()
+        fields: dict[str, Any] = {
+            "hidden_size": heads * head_dim,
+            "num_attention_heads": heads,
+            "max_position_embeddings": max(length, 2),
+        }
+        config = WhatWhereLlamaConfig(**fields, num_key_value_heads=heads)
+        positions = torch.arange(length, device=device)[None]
+        # In float32 the tables are exact; the timed calls convert them once, as the model does for all its layers.
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**fields)).to(device)
+        self.rotary = rotary(torch.zeros((), device=device), positions)
+        self.rotary_cast = tuple(table.to(dtype) for table in self.rotary)
+        self.cope = CoPE(config, CoPEParameters(num_positions=num_positions, scale_positions=False), 0).to(device)
+        parameters = PoPEParameters()
+        self.pope = PoPE(config, parameters, 0).to(device)
+        assert self.pope.delta is not None, "PoPE has phase shifts by default"
+        self.delta = self.pope.delta.weight
+        with torch.no_grad():
+            self.delta.uniform_(-2.0, 0.0, generator=self.generator)
+        self.polar_tables = PolarTables(config, parameters)
+        self.polar = self._polar(positions, positions)
+        self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
+        self._positions = positions
+        self._inputs: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.rows = self._rows(length)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        # (Random numbers of float16 are not the same everywhere.)
+        return torch.randn(*shape, generator=self.generator, device=self.device).to(self.dtype)
+
+    def _rows(self, length: int) -> torch.Tensor:
+        """The query rows that are checked: all, or some at the beginning, in the middle and at the end."""
+        if length <= ALL_ROWS:
+            return torch.arange(length, device=self.device)
+        ranges = [(0, 128), (length // 2 - 61, length // 2 + 67), (length - 129, length)]
+        return torch.cat([torch.arange(low, high, device=self.device) for low, high in ranges])
+
+    def _polar(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> dict[str, Any]:
+        context: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
+        context["pope"] = self.polar_tables(torch.zeros((), device=self.device), context)
+        return context
+
+    # Inputs and references.
+
+    def inputs(self, kind: str) -> tuple[torch.Tensor, ...]:
+        """Returns the differentiable inputs of a kind of provider."""
+        if kind not in self._inputs:
+            self._inputs[kind] = self._make_inputs(kind)
+        return self._inputs[kind]
+
+    def _make_inputs(self, kind: str) -> tuple[torch.Tensor, ...]:
+        if kind in ("rope", "plain"):
+            return (self.query, self.key, self.value)
+        if kind == "pope":
+            return (self.query, self.key, self.value, self.delta)
+        if kind == "cope-half":
+            return (self.query, self.key, self.value, self.table)
+        query, key = self._random(*self.shape) * 0.5, self._random(*self.shape) * 0.5
+        # One channel that all share puts every logit near 8 or -8, and so every gate near 1 or near 0.0003.
+        sign = 1.0 if kind == "cope-open" else -1.0
+        query[..., 0], key[..., 0] = 8.0, sign * float(self.shape[-1]) ** 0.5
+        return (query.requires_grad_(), key.requires_grad_(), self.value, self.table)
+
+    def input_bytes(self, kind: str) -> int:
+        """Returns the bytes of what goes in: inputs, position tables and the gradient of the output."""
+        tensors = [*self.inputs(kind), self.grad]
+        if kind == "rope":
+            tensors += self.rotary_cast
+        if kind == "pope":
+            tensors += self.polar["pope"][:2]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _one_head(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Copies the last batch entry's last head of the inputs; what was float32 stays so in low precision."""
+        parts = []
+        for tensor in inputs:
+            part = self._part(tensor)
+            wanted = dtype if dtype == torch.float64 or tensor.dtype == self.dtype else tensor.dtype
+            parts.append(part.detach().to(wanted).requires_grad_())
+        return parts
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 4:
+            return tensor[-1:, -1:]
+        return tensor[-1:] if tensor is self.delta or tensor.shape == self.delta.shape else tensor
+
+    def _reference(self, kind: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        options: dict[str, Any] = {"rows": self.rows, "scaling": self.scaling}
+        if kind == "rope":
+            return rope_reference(*inputs, tables=self.rotary, **options)
+        if kind == "plain":
+            return plain_reference(*inputs, **options)
+        if kind == "pope":
+            query, key, value, delta = inputs
+            query, key = F.softplus(query), F.softplus(key)
+            tables = tuple(table[:, 0] for table in self.polar["pope"])
+            return pope_reference(query, key, value, delta, tables=tables, **options)  # type: ignore[arg-type]
+        return cope_reference(*inputs, **options)
+
+    def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns output and gradients of one head, in the timed type and in float64."""
+        if kind not in self._references:
+            results = []
+            for dtype in (self.dtype, torch.float64):
+                inputs = self._one_head(self.inputs(kind), dtype)
+                out = self._reference(kind, inputs)
+                grad = self._part(self.grad)[:, :, self.rows].to(dtype)
+                results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+            self._references[kind] = (results[0], results[1])
+        return self._references[kind]
+
+    def check(self, provider: Provider) -> float:
+        """Compares output and gradients of one head with float64, those of `ALL_ROWS` rows or of some ranges.
+
+        No gradient enters the other heads and rows: so the gradients of keys, values, table and phases are compared
+        whole. Returns the largest relative error; raises CheckFailed.
+        """
+        inputs = self.inputs(provider.kind)
+        only = torch.zeros_like(self.grad)
+        only[-1, -1, self.rows] = self.grad[-1, -1, self.rows]
+        out = provider.function(*inputs)
+        gradients = torch.autograd.grad(out, inputs, only)
+        found = [self._part(out.detach())[:, :, self.rows], *(self._part(gradient) for gradient in gradients)]
+        del out, gradients
+        plain, exact = self.references(provider.kind)
+        names = ("output", "dq", "dk", "dv", "dtable" if provider.kind.startswith("cope") else "ddelta")
+        return relative_errors(found, plain, exact, names, factor=2, tolerance=provider.tolerance)
+
+    def check_decoding(self, provider: Provider, out: torch.Tensor) -> float:
+        """Compares the newest row."""
+        plain, exact = self.references(provider.kind)
+        rows = [[results[0][:, :, -1:]] for results in (plain, exact)]
+        found = [self._part(out)]
+        # One row says little of the error of a type: a fixed share is allowed too.
+        tolerance = max(provider.tolerance, 4 * torch.finfo(self.dtype).eps)
+        return relative_errors(found, *rows, ("decoded row",), factor=2, tolerance=tolerance)
+
+    # Providers.
+
+    def provider(self, name: str) -> Provider:
+        """Returns a provider; raises Refused if it can not serve this device or is not installed."""
+        family = name.split("-")[0]
+        return {"rope": self._rope, "sdpa": self._sdpa, "cope": self._cope, "pope": self._pope}[family](name)
+
+    def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
+        backend = BACKENDS.get(name.rpartition("-")[2])
+        return contextlib.nullcontext if backend is None else lambda: sdpa_kernel([backend])
+
+    def _rope(self, name: str) -> Provider:
+        cos, sin = self.rotary_cast
+
+        def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(*apply_rotary_pos_emb(query, key, cos, sin), value, is_causal=True)
+
+        # The cache holds rotated keys; the new query and the new key are rotated.
+        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (self.query, self.key)]
+        cached = apply_rotary_pos_emb(self.query[:, :, :1].detach(), self.key.detach(), cos, sin)[1]
+
+        def decode() -> torch.Tensor:
+            query, _ = apply_rotary_pos_emb(*newest, cos[:, -1:], sin[:, -1:])
+            return F.scaled_dot_product_attention(query, cached, self.value)
+
+        return Provider("rope", function, decode, self._backend(name))
+
+    def _sdpa(self, name: str) -> Provider:
+        def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        def decode() -> torch.Tensor:
+            return F.scaled_dot_product_attention(self.query[:, :, -1:], self.key, self.value)
+
+        return Provider("plain", function, decode, self._backend(name))
+
+    def _cope(self, name: str) -> Provider:
+        if name == "cope-listing":
+            rows = torch.arange(self.shape[2], device=self.device)
+
+            def listing(*inputs: torch.Tensor) -> torch.Tensor:
+                return cope_reference(*inputs, rows=rows, scaling=self.scaling)
+
+            return Provider("cope-half", listing)
+        kind = f"cope-{name.rpartition('-')[2]}"
+        if "triton" in name:
+            attention = self._kernel("kernel_cope").cope_attention
+
+            def function(
+                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
+            ) -> torch.Tensor:
+                return attention(query, key, value, table, scaling=self.scaling, position_scale=1.0)
+
+        else:
+
+            def function(
+                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
+            ) -> torch.Tensor:
+                term = self.cope.block_term({}, self.scaling)
+                term.tensors = (table,)
+                return blockwise_attention(query, key, value, scaling=self.scaling, terms=[term])
+
+        query, key, value, table = self.inputs(kind)
+        newest = query[:, :, -1:].detach().contiguous()
+        return Provider(kind, function, lambda: function(newest, key, value, table))
+
+    def _pope(self, name: str) -> Provider:
+        if name == "pope-pytorch":
+            return self._pope_pytorch()
+        attend = self._pope_kernel() if name == "pope-triton" else self._pope_rotated(name)
+
+        def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+            return attend(*self.pope.rotate(query, key, self.polar), value, self.polar, True)
+
+        # The cache holds magnitudes; those of the new query and the new key are computed.
+        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (self.query, self.key)]
+        with torch.no_grad():
+            cached = self.pope.rotate(newest[0], self.key, self.polar)[1]
+        polar = self._polar(self._positions[:, -1:], self._positions)
+
+        def decode() -> torch.Tensor:
+            query, _ = self.pope.rotate(*newest, polar)
+            return attend(query, cached, self.value, polar, False)
+
+        context = self._backend(name) if name.startswith("pope-sdpa-") else contextlib.nullcontext
+        return Provider("pope", function, decode, context)
+
+    def _pope_kernel(self) -> Callable[..., torch.Tensor]:
+        attention = self._kernel("kernel_pope").pope_attention
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: dict[str, Any], causal: bool
+        ) -> torch.Tensor:
+            tables = tuple(table[:, 0] for table in polar["pope"])
+            return attention(query, key, value, (*tables, self.pope.delta()), scaling=self.scaling)
+
+        return attend
+
+    def _pope_rotated(self, name: str) -> Callable[..., torch.Tensor]:
+        padded, blockwise = "unpadded" not in name, name == "pope-blockwise"
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: dict[str, Any], causal: bool
+        ) -> torch.Tensor:
+            query, key = self.pope.rotate_cached(query, key, polar)
+            if blockwise:
+                return blockwise_attention(query, key, value, scaling=self.scaling)
+            width = value.shape[-1]
+            if padded:
+                value = F.pad(value, (0, key.shape[-1] - width))
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.scaling)
+            return out[..., :width]
+
+        return attend
+
+    def _pope_pytorch(self) -> Provider:
+        """The public package: it takes raw queries and keys, and phases; it has no fused decoding."""
+        try:
+            package = importlib.import_module("PoPE_pytorch")
+        except ImportError as error:
+            raise Refused(f"not installed: {error}") from error
+        attention = package.flash_attn_with_pope
+
+        def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+            return attention(query, key, value, pos_emb=(self.phases, self.pope.delta()), causal=True)
+
+        # Its rounding is its own affair; it must compute the same function.
+        return Provider("pope", function, foreign=True, tolerance=2e-2)
+
+    def _kernel(self, module: str) -> Any:
+        try:
+            launch = importlib.import_module("whatwhere.kernel_launch")
+            found = importlib.import_module(f"whatwhere.{module}")
+        except ImportError as error:
+            raise Refused(f"not available: {error}") from error
+        if self.device.type != "cuda" and not launch.INTERPRETED:
+            raise Refused("Triton kernels need a CUDA device (or, for tests, TRITON_INTERPRET=1)")
+        # Tiles are chosen at the first launch: here for each length anew, as in a model that begins with it.
+        launch._CHOSEN.clear()
+        return found
+
+    # Timing.
+
+    def run(self, provider: Provider, direction: str) -> Callable[[], Any] | None:
+        """Returns the function to time, or None if the provider has no such direction.
+
+        What the function needs to run again and again, such as the graph of a backward, lives as long as it.
+        """
+        inputs = self.inputs(provider.kind)
+        decode = provider.decode
+        if direction == "forward":
+
+            def forward() -> None:
+                with torch.no_grad():
+                    provider.function(*inputs)
+
+            return forward
+        if direction == "backward":
+            out = provider.function(*inputs)
+            return lambda: torch.autograd.grad(out, inputs, self.grad, retain_graph=True)
+        if direction == "forward+backward":
+            return lambda: torch.autograd.grad(provider.function(*inputs), inputs, self.grad)
+        if decode is None or (direction == "decoding graph" and self.device.type != "cuda"):
+            return None
+        step = torch.no_grad()(decode)
+        self.check_decoding(provider, step())
+        if direction == "decoding":
+            return step
+        replay, out = captured(step)
+        replay()
+        self.check_decoding(provider, out)
+        return replay
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turns "no kernel is available" into Refused with the reasons, which PyTorch gives as warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if "No available kernel" not in text and "No viable backend" not in text:
+                raise
+            reasons = [" ".join(str(warning.message).split("(Triggered")[0].split()) for warning in caught]
+            # Which kernels were not asked for is no reason.
+            reasons = [reason for reason in dict.fromkeys(reasons) if "not enabled" not in reason]
+            reasons = [reason for reason in reasons if not reason.endswith("not used because:")]
+            raise Refused("; ".join(reasons) or text) from error
+
+
+def tiles_note() -> str:
+    """Returns the tiles that the last kernels ran with."""
+    try:
+        launch = importlib.import_module("whatwhere.kernel_launch")
+    except ImportError:
+        return ""
+    parts = []
+    for slot, tiles in launch._CHOSEN.items():
+        parts.append(f"{slot[0]} {tiles.rows}x{tiles.columns}w{tiles.warps}s{tiles.stages}")
+    return ", ".join(dict.fromkeys(parts))

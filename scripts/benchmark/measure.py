@@ -1,0 +1,151 @@
+"""Clocks, peak memory, and what can keep a configuration from being measured."""
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Overwritten before each timed run on a GPU: more than any L2 cache holds.
+FLUSH_BYTES = 256 << 20
+
+
+class CheckFailed(Exception):
+    """A provider computes something else than its reference."""
+
+
+class Refused(Exception):
+    """A provider can not serve a configuration; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What was measured of one direction.
+
+    Attributes:
+        times: milliseconds of each run.
+        above: bytes at the peak above what was allocated before, or None where that is not measured.
+        inputs: bytes of the inputs, tables and gradients that go in, or None.
+    """
+
+    times: Sequence[float]
+    above: int | None = None
+    inputs: int | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def total(self) -> int | None:
+        """Bytes at the peak, inputs included."""
+        return None if self.above is None or self.inputs is None else self.above + self.inputs
+
+
+class HostTimer:
+    """Times functions on a CPU, in turns."""
+
+    def __init__(self, clock: str, repeats: int) -> None:
+        self.now = time.perf_counter if clock == "wall" else time.process_time
+        self.repeats = repeats
+
+    def once(self, function: Callable[[], Any]) -> float:
+        start = self.now()
+        function()
+        return (self.now() - start) * 1e3
+
+    def in_turns(self, runs: dict[str, dict[str, Callable[[], Any]]]) -> dict[tuple[str, str], Sample]:
+        """Times `{provider: {direction: function}}`, one after the other and then again, after one warm-up."""
+        times: dict[tuple[str, str], list[float]] = {}
+        for turn in range(self.repeats + 1):
+            for provider, directions in runs.items():
+                for direction, function in directions.items():
+                    elapsed = self.once(function)
+                    if turn > 0:
+                        times.setdefault((provider, direction), []).append(elapsed)
+        return {slot: Sample(values) for slot, values in times.items()}
+
+
+class DeviceTimer:
+    """Times functions on a GPU with events, the L2 cache overwritten before each run.
+
+    Args:
+        repeats: runs of each function, or None: about `seconds` of them, at least 3, at most 50; fewer only where
+            one run takes longer than `seconds`.
+        seconds: device time for one function.
+    """
+
+    def __init__(self, device: torch.device, repeats: int | None, seconds: float) -> None:
+        self.repeats = repeats
+        self.seconds = seconds
+        self.cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def once(self, function: Callable[[], Any]) -> float:
+        return self._runs(function, 1)[0]
+
+    def __call__(self, function: Callable[[], Any], *, memory: bool) -> Sample:
+        """Times a function, and measures its peak memory in a run of its own, which warms up."""
+        above = None
+        if memory:
+            gc.collect()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            function()
+            torch.cuda.synchronize()
+            above = torch.cuda.max_memory_allocated() - before
+        estimate = self.once(function) / 1e3
+        repeats = self.repeats or min(50, max(3 if estimate < self.seconds else 1, int(self.seconds / estimate)))
+        return Sample(self._runs(function, repeats), above)
+
+    def _runs(self, function: Callable[[], Any], repeats: int) -> list[float]:
+        events = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.cache.zero_()
+            start.record()
+            function()
+            end.record()
+            events.append((start, end))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+
+def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
+    """Captures a function as a CUDA graph: what is left of its time when launches cost nothing.
+
+    Returns:
+        The function that replays it, and the tensor that holds the result after each replay.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = function()
+    return graph.replay, out
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """True if the error says that the device, or the system, has no memory left."""
+    words = ("out of memory", "not enough memory", "can't allocate memory", "DefaultCPUAllocator")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def device_is_lost(error: BaseException) -> bool:
+    """True after an error, such as an illegal memory access, that ends all use of the GPU by this process."""
+    words = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert")
+    return not out_of_memory(error) and any(word in str(error) for word in words)
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Returns the text of an error on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

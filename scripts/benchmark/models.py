@@ -1,0 +1,118 @@
+"""Whole models: a training step and a decoding step, ours and the stock Llama at the same weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+
+from .measure import CheckFailed, Refused
+
+# Name: encoding and attention implementation (None: the one that the model chooses).
+MODELS: dict[str, tuple[str, str | None]] = {
+    "llama-rope": ("rope", None),
+    "llama-pope": ("pope", None),
+    "llama-cope": ("cope", None),
+    "llama-pope-triton": ("pope", "triton"),
+    "llama-cope-triton": ("cope", "triton"),
+}
+HOST_MODELS = ("llama-rope", "llama-pope", "llama-cope")
+STOCK = "llama-stock"
+# The eager reference needs memory of length x length.
+CHECKED_TOKENS = 2048
+
+
+class Models:
+    """The stock model, and ours with its weights."""
+
+    def __init__(
+        self, *, heads: int, head_dim: int, layers: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self.fields: dict[str, Any] = {
+            "vocab_size": 1024,
+            "hidden_size": heads * head_dim,
+            "intermediate_size": 3 * heads * head_dim,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": max_length + 1,
+        }
+        torch.manual_seed(0)
+        stock = LlamaForCausalLM._from_config(LlamaConfig(**self.fields), attn_implementation="sdpa")
+        self.stock = stock.to(device, dtype)
+
+    def tokens(self, batch: int, length: int) -> torch.Tensor:
+        return torch.randint(self.fields["vocab_size"], (batch, length), device=self.device)
+
+    def model(self, name: str) -> Any:
+        """Returns a model with the stock model's weights; raises Refused if its implementation is not available."""
+        if name == STOCK:
+            return self.stock
+        encoding, implementation = MODELS[name]
+        config = WhatWhereLlamaConfig(**self.fields, position_encoding=encoding)
+        options = {} if implementation is None else {"attn_implementation": implementation}
+        try:
+            model = WhatWhereLlamaForCausalLM._from_config(config, **options).to(self.device, self.dtype)
+        except (ValueError, ImportError) as error:
+            raise Refused(" ".join(str(error).split())) from error
+        missing, unexpected = model.load_state_dict(self.stock.state_dict(), strict=False)
+        if unexpected or any("position_encoding" not in key for key in missing):
+            raise CheckFailed(f"weights do not match, missing {missing!r}, unexpected {unexpected!r}")
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "position_encoding" in key:
+                    # A table of zeros would hide a mistake.
+                    parameter.uniform_(-1.0, 0.0)
+        return model
+
+    def check(self, name: str, model: Any, tokens: torch.Tensor) -> float:
+        """Compares logits, and the logits of a cached step, with the stock model or the eager reference.
+
+        Returns the largest relative error; raises CheckFailed.
+        """
+        tokens = tokens[:1, :CHECKED_TOKENS]
+        implementation = model.config._attn_implementation
+        with torch.no_grad():
+            found = model.eval()(tokens).logits
+            cache = DynamicCache(config=model.config)
+            model(tokens[:, :-1], past_key_values=cache)
+            step = model(tokens[:, -1:], past_key_values=cache).logits
+            if name in ("llama-rope", STOCK):
+                expected = self.stock.eval()(tokens).logits
+            else:
+                model.set_attn_implementation("eager")
+                expected = model(tokens).logits
+                model.set_attn_implementation(implementation)
+        tolerance = 1e-4 if found.dtype in (torch.float32, torch.float64) else 5e-2
+        largest = 0.0
+        for what, ours in (("logits", found), ("cached logits", step)):
+            error = (ours - expected[:, -ours.shape[1] :]).float().norm() / expected.float().norm()
+            if not error <= tolerance:
+                raise CheckFailed(f"{what} are off by {error:.3g} of their norm; allowed {tolerance:.3g}")
+            largest = max(largest, error.item())
+        return largest
+
+
+def model_runs(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Returns the training step and the decoding step of a model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+
+    def train() -> None:
+        model.train()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def decode() -> None:
+        model.eval()
+        with torch.no_grad():
+            model(tokens[:, -1:], past_key_values=cache)
+        cache.crop(-1)
+
+    return {"training step": train, "decoding step": decode}

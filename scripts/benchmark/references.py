@@ -1,0 +1,141 @@
+"""What attention with RoPE, CoPE and PoPE is, with all weights in memory: in any type, for some of the query rows.
+
+In float64 these are the references of the benchmark and of the GPU check; in the timed type they show which error
+PyTorch itself makes. Gradients come from autograd.
+
+Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
+R rotated channels, P positions in CoPE's table, N chosen rows.
+"""
+
+import torch
+
+from whatwhere.attention_blockwise import MASKED, compute_dtype
+
+
+def visible(
+    query_length: int, key_length: int, rows: torch.Tensor, *, limits: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns which keys the rows see: bool (1 or B, 1, N, K).
+
+    Args:
+        query_length: Q.
+        key_length: K.
+        rows: int64 (N,), query rows.
+        limits: None for causal, row i sees key j <= K - Q + i; or int32 (B, 1, Q + K, 2): row i sees low_i <= j <
+            high_i where the entry Q + j of key j is not 0.
+    """
+    keys = torch.arange(key_length, device=rows.device)
+    if limits is None:
+        return (keys[None] <= rows[:, None] + (key_length - query_length))[None, None]
+    chosen = limits[:, :, rows]
+    valid = limits[:, :, None, query_length:, 0] != 0
+    return (keys >= chosen[..., :1]) & (keys < chosen[..., 1:]) & valid
+
+
+def _heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    return states if states.shape[1] == heads else states.repeat_interleave(heads // states.shape[1], dim=1)
+
+
+def _attend(logits: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    weights = torch.softmax(logits.masked_fill(~seen, MASKED), -1) * seen
+    return weights.to(value.dtype) @ _heads(value, logits.shape[1])
+
+
+def _logits(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    return (query @ _heads(key, query.shape[1]).transpose(2, 3)).to(compute_dtype(query.dtype)) * scaling
+
+
+def rope_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention with Llama's rotation; tables are cos and sin, (1, Q, D)."""
+    cos, sin = (table.to(query.dtype)[:, None] for table in tables)
+
+    def turn(states: torch.Tensor) -> torch.Tensor:
+        low, high = states.chunk(2, dim=-1)
+        return states * cos + torch.cat((-high, low), dim=-1) * sin
+
+    seen = visible(query.shape[2], key.shape[2], rows)
+    return _attend(_logits(turn(query)[:, :, rows], turn(key), scaling), value, seen)
+
+
+def plain_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, rows: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Causal attention without positions."""
+    seen = visible(query.shape[2], key.shape[2], rows)
+    return _attend(_logits(query[:, :, rows], key, scaling), value, seen)
+
+
+def cope_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    gate_key: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor,
+    scaling: float,
+    position_scale: float = 1.0,
+    limits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """CoPE (Eq. 3 to 9 of 2405.18719), as in Listing 1: every step on all keys of a row; table (D, P).
+
+    With `gate_key` (B, G, K, D) the gates come from its products with the queries.
+    """
+    seen = visible(query.shape[2], key.shape[2], rows, limits=limits)
+    query = query[:, :, rows]
+    logits = _logits(query, key, scaling)
+    gates = torch.sigmoid(logits if gate_key is None else _logits(query, gate_key, scaling)) * seen
+    positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=table.shape[1] - 1)
+    ceil, floor = positions.ceil().long(), positions.floor().long()
+    z = query.to(logits.dtype) @ table.to(logits.dtype) * position_scale
+    fraction = positions - floor
+    logits = logits + z.gather(-1, ceil) * fraction + z.gather(-1, floor) * (1 - fraction)
+    return _attend(logits, value, seen)
+
+
+def pope_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    *,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    scaling: float,
+    limits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """PoPE (Eq. 4 to 7 of 2509.10534) of magnitudes: sum over c of mu_q mu_k cos((s - t) theta_c + shift_c).
+
+    Args:
+        query: (B, H, Q, D), the first R channels magnitudes, the others plain.
+        key: (B, G, K, D), likewise.
+        value: (B, G, K, D).
+        shift: (H, R) or None.
+        tables: cos and sin of the query positions (1 or B, Q, R), then of the key positions (1 or B, K, R).
+        rows: int64 (N,).
+        scaling: the factor on the score.
+        limits: see `visible`.
+    """
+    dtype = compute_dtype(query.dtype)
+    cos_q, sin_q, cos_k, sin_k = (table.to(dtype)[:, None] for table in tables)
+    cos_q, sin_q = cos_q[:, :, rows], sin_q[:, :, rows]
+    R = cos_q.shape[-1]
+    if shift is not None:
+        cos, sin = shift.to(dtype).cos()[:, None], shift.to(dtype).sin()[:, None]
+        cos_q, sin_q = cos_q * cos + sin_q * sin, sin_q * cos - cos_q * sin
+
+    def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos.to(states.dtype), sin.to(states.dtype)
+        return torch.cat((states[..., :R] * cos, states[..., :R] * sin, states[..., R:]), dim=-1)
+
+    seen = visible(query.shape[2], key.shape[2], rows, limits=limits)
+    logits = _logits(turn(query[:, :, rows], cos_q, sin_q), turn(key, cos_k, sin_k), scaling)
+    return _attend(logits, value, seen)
