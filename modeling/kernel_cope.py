@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from .kernel_flash import flash_backward_columns, flash_backward_rows, flash_decode, flash_forward, row_products
-from .kernel_launch import Tiles, block_width, launch, precision
+from .kernel_launch import Tiles, block_width, dot, launch, precision
 
 try:
     import triton
@@ -155,9 +155,9 @@ def _position_values(
     if SPLIT:
         leading = e.to(q.dtype)
         rest = (e - leading.to(tl.float32)).to(q.dtype)
-        z = tl.dot(q, leading, input_precision=PRECISION) + tl.dot(q, rest, input_precision=PRECISION)
+        z = dot(q, rest, dot(q, leading, None, PRECISION), PRECISION)
     else:
-        z = tl.dot(q, e.to(q.dtype), input_precision=PRECISION)
+        z = dot(q, e.to(q.dtype), None, PRECISION)
     to = values + (member * chunk_rows + local.to(tl.int64))[:, None] * P + columns[None, :]
     tl.store(to, z * scale, mask=(local < chunk_rows)[:, None] & (columns < P)[None, :])
 
@@ -240,12 +240,10 @@ def _window_forward(
     while (pending > 0) & (block * BLOCK_N + BLOCK_N > bottom):
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = _tile(key, columns, stride_kn, K, channels, D)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        logits = dot(q, tl.trans(k), None, PRECISION) * scaling
         seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS)
         if GATE:
-            opening = tl.dot(
-                q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D)), input_precision=PRECISION
-            )
+            opening = dot(q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D)), None, PRECISION)
             gates = tl.sigmoid(opening * scaling)
         else:
             gates = tl.sigmoid(logits)
@@ -261,7 +259,7 @@ def _window_forward(
         weights = tl.where(seen, tl.exp(logits - top[:, None]), 0.0)
         weight = weight * shrink + tl.sum(weights, 1)
         v = _tile(value, columns, stride_vn, K, channels, D)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        sums = dot(weights.to(v.dtype), v, sums * shrink[:, None], PRECISION)
         maximum = top
         count += tl.sum(counts, 1)
         unfinished = sees & (low < block * BLOCK_N) & (count < last)
@@ -380,10 +378,10 @@ def _window_rows(
         tl.store(carried_slope + carries + block * chunk_rows, slope, mask=inside)
         k = _tile(key, columns, stride_kn, K, channels, D)
         v = _tile(value, columns, stride_vn, K, channels, D)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        logits = dot(q, tl.trans(k), None, PRECISION) * scaling
         if GATE:
             gk = _tile(gate_key, columns, stride_gn, K, channels, D)
-            gates = tl.sigmoid(tl.dot(q, tl.trans(gk), input_precision=PRECISION) * scaling)
+            gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
         else:
             gates = tl.sigmoid(logits)
         counted = seen & (columns[None, :] >= row_stop[:, None])
@@ -392,15 +390,15 @@ def _window_rows(
         position = tl.minimum(after + counts, last)
         floor, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
         weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
-        dlogits = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - row_delta[:, None])
+        dlogits = weights * (dot(do, tl.trans(v), None, PRECISION) - row_delta[:, None])
         dposition = dlogits * step
         dgates = slope[:, None] + tl.cumsum(dposition, 1)
         dgates = tl.where(counted, dgates * gates * (1.0 - gates), 0.0)
         if GATE:
-            dq += tl.dot(dgates.to(gk.dtype), gk, input_precision=PRECISION)
-            dq += tl.dot(dlogits.to(k.dtype), k, input_precision=PRECISION)
+            dq = dot(dgates.to(gk.dtype), gk, dq, PRECISION)
+            dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
         else:
-            dq += tl.dot((dlogits + dgates).to(k.dtype), k, input_precision=PRECISION)
+            dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it.
         leaving = seen & ((tl.minimum(after, last) >> BITS) < floor)
         until = sum_before[:, None] + tl.cumsum(dlogits, 1)
@@ -484,7 +482,7 @@ def _table_rows(
         rounded = dz.to(grad_values.dtype.element_ty)
         tl.store(grad_values + here[:, None] * P + level[None, :], rounded, mask=inside[:, None] & known)
         e = tl.load(table + channels[:, None] * P + level[None, :], mask=(channels < D)[:, None] & known, other=0.0)
-        dq += tl.dot(rounded, tl.trans(e.to(rounded.dtype)), input_precision=PRECISION)
+        dq = dot(rounded, tl.trans(e.to(rounded.dtype)), dq, PRECISION)
     flat = member * Q + rows.to(tl.int64)
     to = grad_query + flat[:, None] * D + channels[None, :]
     tl.store(to, dq.to(grad_query.dtype.element_ty), mask=mask)
@@ -592,9 +590,9 @@ def _window_columns(
                 carry = (of_head * key_blocks + block) * chunk_rows + local
                 count = tl.load(carried_count + carry, mask=inside, other=0)
                 slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
-                logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+                logits = dot(q, tl.trans(k), None, PRECISION) * scaling
                 if GATE:
-                    gates = tl.sigmoid(tl.dot(q, tl.trans(gk), input_precision=PRECISION) * scaling)
+                    gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
                 else:
                     gates = tl.sigmoid(logits)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
@@ -603,15 +601,15 @@ def _window_columns(
                 z = values + (of_head * chunk_rows + local.to(tl.int64)) * P
                 _, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
                 weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
-                dlogits = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - row_delta[:, None])
+                dlogits = weights * (dot(do, tl.trans(v), None, PRECISION) - row_delta[:, None])
                 dgates = slope[:, None] + tl.cumsum(dlogits * step, 1)
                 dgates = tl.where(counted, dgates * gates * (1.0 - gates), 0.0)
-                dv += tl.dot(tl.trans(weights.to(do.dtype)), do, input_precision=PRECISION)
+                dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
                 if GATE:
-                    dgk += tl.dot(tl.trans(dgates.to(q.dtype)), q, input_precision=PRECISION)
-                    dk += tl.dot(tl.trans(dlogits.to(q.dtype)), q, input_precision=PRECISION)
+                    dgk = dot(tl.trans(dgates.to(q.dtype)), q, dgk, PRECISION)
+                    dk = dot(tl.trans(dlogits.to(q.dtype)), q, dk, PRECISION)
                 else:
-                    dk += tl.dot(tl.trans((dlogits + dgates).to(q.dtype)), q, input_precision=PRECISION)
+                    dk = dot(tl.trans((dlogits + dgates).to(q.dtype)), q, dk, PRECISION)
     if touched > 0:
         mask = (columns < K)[:, None] & (channels < D)[None, :]
         to = (member * K + columns.to(tl.int64))[:, None] * D + channels[None, :]

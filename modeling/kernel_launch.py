@@ -12,12 +12,25 @@ import torch
 
 try:
     import triton
+    import triton.language as tl
     from triton.runtime.errors import OutOfResources
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
 
 # True if kernels run on the CPU, one program after the other, by Triton's interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
+
+# The interpreter multiplies bfloat16 as if it were integers.
+WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(left, right, acc, PRECISION: tl.constexpr):
+    """left @ right, added to `acc` if that is not None: float32."""
+    if WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision=PRECISION)
 
 
 @dataclasses.dataclass(frozen=True)
