@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .kernel_launch import INTERPRETED, Tiles, block_width, launch, precision
+from .kernel_launch import INTERPRETED, Tiles, block_width, dot, launch, precision
 
 try:
     import triton
@@ -109,11 +109,12 @@ def _phases(cos, sin, start, length, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _shift(shift, head, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Cosines and sines of a head's shift, float32 (1, BLOCK_D)."""
+def _shift(shift, head, H, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Cosines and sines of a head's shift, float32 (1, BLOCK_D); plain channels are not shifted."""
     channels = tl.arange(0, BLOCK_D)[None, :]
-    angles = tl.load(shift + head * R + channels, mask=channels < R, other=0.0)
-    return tl.cos(angles), tl.sin(angles)
+    cos = tl.load(shift + head * R + channels, mask=channels < R, other=1.0)
+    sin = tl.load(shift + (H + head) * R + channels, mask=channels < R, other=0.0)
+    return cos, sin
 
 
 @triton.jit
@@ -216,10 +217,10 @@ def _forward_keys(
         if POLAR:
             cos, sin = _phases(cos_k, sin_k, start, K, R, BLOCK_N, BLOCK_D, not MASK)
             k_real, k_imaginary = _rotate(k, cos, sin)
-            logits = tl.dot(real, tl.trans(k_real), input_precision=PRECISION)
-            logits = tl.dot(imaginary, tl.trans(k_imaginary), logits, input_precision=PRECISION)
+            logits = dot(real, tl.trans(k_real), None, PRECISION)
+            logits = dot(imaginary, tl.trans(k_imaginary), logits, PRECISION)
         else:
-            logits = tl.dot(real, tl.trans(k), input_precision=PRECISION)
+            logits = dot(real, tl.trans(k), None, PRECISION)
         if MASK:
             seen = _seen(limits, low, high, start, Q, K, BLOCK_N)
             logits = tl.where(seen, logits, MASKED)
@@ -232,7 +233,7 @@ def _forward_keys(
         total = total * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         v = _load(value, value_stride, start, K, 0.0, D, BLOCK_N, BLOCK_D, not MASK)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = dot(weights.to(v.dtype), v, acc, PRECISION)
         top = new_top
     return acc, total, top
 
@@ -308,7 +309,7 @@ def forward_kernel(
             cos_q + b * phase_q_batch, sin_q + b * phase_q_batch, start_m, Q, R, BLOCK_M, BLOCK_D, False
         )
         if shift is not None:
-            shift_cos, shift_sin = _shift(shift, h, R, BLOCK_D)
+            shift_cos, shift_sin = _shift(shift, h, H, R, BLOCK_D)
             cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         real, imaginary = _rotate(real, cos, sin)
 
@@ -419,17 +420,17 @@ def _rows_keys(
         if POLAR:
             cos, sin = _phases(cos_k, sin_k, start, K, R, BLOCK_N, BLOCK_D, not MASK)
             k, k_imaginary = _rotate(k, cos, sin)
-        logits = tl.dot(real, tl.trans(k), input_precision=PRECISION)
+        logits = dot(real, tl.trans(k), None, PRECISION)
         if POLAR:
-            logits = tl.dot(imaginary, tl.trans(k_imaginary), logits, input_precision=PRECISION)
+            logits = dot(imaginary, tl.trans(k_imaginary), logits, PRECISION)
         weights = tl.exp2(logits * scale - row_lse[:, None])
         if MASK:
             weights = tl.where(_seen(limits, low, high, start, Q, K, BLOCK_N), weights, 0.0)
-        grad_weights = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+        grad_weights = dot(grad, tl.trans(v), None, PRECISION)
         grad_logits = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
-        acc = tl.dot(grad_logits, k, acc, input_precision=PRECISION)
+        acc = dot(grad_logits, k, acc, PRECISION)
         if POLAR:
-            acc_imaginary = tl.dot(grad_logits, k_imaginary, acc_imaginary, input_precision=PRECISION)
+            acc_imaginary = dot(grad_logits, k_imaginary, acc_imaginary, PRECISION)
     return acc, acc_imaginary
 
 
@@ -508,7 +509,7 @@ def backward_rows_kernel(
         sin_k += b * phase_k_batch
         cos, sin = _phases(cos_q, sin_q, start_m, Q, R, BLOCK_M, BLOCK_D, False)
         if shift is not None:
-            shift_cos, shift_sin = _shift(shift, h, R, BLOCK_D)
+            shift_cos, shift_sin = _shift(shift, h, H, R, BLOCK_D)
             cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         real, imaginary = _rotate(real, cos, sin)
     grad_tile = _load(grad, grad_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
@@ -537,7 +538,7 @@ def backward_rows_kernel(
         # Read again: registers are scarcer than bandwidth.
         cos, sin = _phases(cos_q, sin_q, start_m, Q, R, BLOCK_M, BLOCK_D, False)
         if shift is not None:
-            shift_cos, shift_sin = _shift(shift, h, R, BLOCK_D)
+            shift_cos, shift_sin = _shift(shift, h, H, R, BLOCK_D)
             cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         if grad_shift is not None:
             magnitude = _load(query, query_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
@@ -598,9 +599,9 @@ def _columns_rows(
                 cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
             q, q_imaginary = _rotate(q, cos, sin)
         # Transposed: (BLOCK_N, BLOCK_M).
-        logits = tl.dot(real, tl.trans(q), input_precision=PRECISION)
+        logits = dot(real, tl.trans(q), None, PRECISION)
         if POLAR:
-            logits = tl.dot(imaginary, tl.trans(q_imaginary), logits, input_precision=PRECISION)
+            logits = dot(imaginary, tl.trans(q_imaginary), logits, PRECISION)
         row_lse = tl.load(lse + rows, mask=rows < Q, other=-MASKED) * LOG2_E
         weights = tl.exp2(logits * scale - row_lse[None, :])
         if MASK:
@@ -611,13 +612,13 @@ def _columns_rows(
                 seen = seen & (slots[:, None] >= low[None, :]) & valid[:, None]
             weights = tl.where(seen, weights, 0.0)
         grad_tile = _load(grad, grad_stride, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-        grad_v = tl.dot(weights.to(grad_tile.dtype), grad_tile, grad_v, input_precision=PRECISION)
-        grad_weights = tl.dot(v, tl.trans(grad_tile), input_precision=PRECISION)
+        grad_v = dot(weights.to(grad_tile.dtype), grad_tile, grad_v, PRECISION)
+        grad_weights = dot(v, tl.trans(grad_tile), None, PRECISION)
         row_delta = tl.load(delta + rows, mask=rows < Q, other=0.0)
         grad_logits = (weights * (grad_weights - row_delta[None, :])).to(q.dtype)
-        grad_k = tl.dot(grad_logits, q, grad_k, input_precision=PRECISION)
+        grad_k = dot(grad_logits, q, grad_k, PRECISION)
         if POLAR:
-            grad_k_imaginary = tl.dot(grad_logits, q_imaginary, grad_k_imaginary, input_precision=PRECISION)
+            grad_k_imaginary = dot(grad_logits, q_imaginary, grad_k_imaginary, PRECISION)
     return grad_k, grad_k_imaginary, grad_v
 
 
@@ -763,7 +764,7 @@ def backward_columns_kernel(
         shift_cos = 0.0
         shift_sin = 0.0
         if SHIFT:
-            shift_cos, shift_sin = _shift(shift, head, R, BLOCK_D)
+            shift_cos, shift_sin = _shift(shift, head, G * groups, R, BLOCK_D)
         grad_k, grad_k_imaginary, grad_v = _columns_rows(
             grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid,
             grad + head * grad_head, query + head * query_head, lse + row_index, delta + row_index,
@@ -863,8 +864,10 @@ def decode_kernel(
         sin_k += b * phase_k_batch
         cos, sin = _phases(cos_q + b * phase_q_batch, sin_q + b * phase_q_batch, 0, 1, R, 1, BLOCK_D, False)
         if shift is not None:
-            angles = _load(shift + g * groups * R, R, 0, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
-            cos, sin = _turned_back(cos, sin, tl.cos(angles), tl.sin(angles))
+            shift_cos, shift_sin = _phases(
+                shift + g * groups * R, shift + (G + g) * groups * R, 0, groups, R, BLOCK_M, BLOCK_D, False
+            )
+            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         real, imaginary = _rotate(real, cos, sin)
 
     acc, total, top = _forward_keys(
@@ -999,11 +1002,14 @@ def _bound_arguments(bound: tuple[torch.Tensor, int] | None) -> tuple[torch.Tens
 
 
 def _polar_arguments(polar: Polar | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int], int]:
-    """Returns the tables and the shift, the batch strides of the tables, and R."""
+    """Returns the tables, cos and sin of the shift (2, H, R), the batch strides of the tables, and R."""
     if polar is None:
         return (None,) * 5, (0, 0), 0
     tables = [table.contiguous() for table in (polar.cos_q, polar.sin_q, polar.cos_k, polar.sin_k)]
-    shift = None if polar.shift is None else polar.shift.float().contiguous()
+    shift = None
+    if polar.shift is not None:
+        # Not in the kernels: their range reduction would cost registers.
+        shift = torch.stack((polar.shift.float().cos(), polar.shift.float().sin()))
     strides = tuple(0 if table.shape[0] == 1 else table.stride(0) for table in (tables[0], tables[2]))
     return (*tables, shift), (strides[0], strides[1]), tables[0].shape[-1]
 

@@ -3,9 +3,10 @@
 Imported only where Triton is. A kernel takes its tile sizes as the constants `BLOCK_M` (query rows) and `BLOCK_N` (keys).
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,31 @@ class Tiles:
     columns: int
     warps: int = 4
     stages: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch as it was asked for: what compiling its kernel needs to know."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    candidates: tuple[Tiles, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+_RECORD: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within it launches are written down and not run: with tensors on the meta device, no GPU is needed."""
+    global _RECORD
+    _RECORD = []
+    try:
+        yield _RECORD
+    finally:
+        _RECORD = None
 
 
 # The tiles chosen for (kernel, device, key), for the life of the process.
@@ -94,6 +120,9 @@ def launch(
             num_stages=tiles.stages,
         )
 
+    if _RECORD is not None:
+        _RECORD.append(Launch(kernel, grid(candidates[0]), tuple(candidates), tuple(arguments), constants))
+        return candidates[0]
     if INTERPRETED:
         run(candidates[0])
         return candidates[0]
@@ -119,6 +148,9 @@ def launch(
         assert refusal is not None, "there is at least one candidate"
         raise refusal
     chosen = min(times, key=lambda tiles: times[tiles])
+    if timed:
+        # What is left in the outputs is of the tiles that are returned, as in later launches.
+        run(chosen)
     if not capturing:
         _CHOSEN[slot] = chosen
     return chosen
