@@ -191,6 +191,10 @@ def kernel_attention_forward(
     position_context: PositionContext | None,
 ) -> tuple[torch.Tensor, None]:
     """Calls the kernel of the layer's encoding; see `triton_attention_forward`."""
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotated queries and keys may be float32 beside values of autocast's type.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     encoding = module.position_encoding
     output = encoding.kernel_attention(query, key, value, position_context, limits=attention_mask, scaling=scaling)
     return output.transpose(1, 2).contiguous(), None

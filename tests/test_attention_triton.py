@@ -1,0 +1,544 @@
+"""Triton attention in the models: the kernels' mask, what is refused, when "auto" takes them, the models' contract.
+
+Kernels run in Triton's interpreter, which conftest.py asks for. Their own tests are test_kernel_*.py.
+"""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import create_causal_mask, sdpa_mask
+
+import whatwhere
+import whatwhere.attention as attention
+import whatwhere.attention_triton as attention_triton
+from tiny import FAMILIES, tiny_config, tiny_model, tokens
+from whatwhere.attention import auto_mask, blockwise_mask, pytorch_mask
+from whatwhere.attention_triton import dense_mask, limits_mask, segments, valid_slots
+from whatwhere.position_encodings import key_positions, supported_implementations
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+# Tables and frequencies scaled down to saturate within the tiny sequences.
+ENCODINGS = {
+    "cope": ("cope", {"num_positions": 6}),
+    "cope:shared": ("cope", {"num_positions": 6, "share_across_layers": True, "scale_positions": False}),
+    "cope+rope": ("cope+rope", {"cope": {"num_positions": 6}}),
+    "pope": ("pope", {}),
+    "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),
+}
+WITH_KERNELS = ("cope", "cope+rope", "pope")
+every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+
+
+def build(encoding, implementation="triton", family="llama", **fields):
+    """A model of one layer with two heads that share a key head: the interpreter takes a while for each program."""
+    name, parameters = ENCODINGS[encoding]
+    own = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2 if "shared" in encoding else 1,
+        "position_encoding_parameters": parameters,
+    }
+    return tiny_model(family, name, implementation, **{**own, **fields})
+
+
+def close(actual, expected, tolerance=5e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def results(model, mask=None, **inputs):
+    """The logits where the mask shows, and the gradient of every parameter."""
+    model.zero_grad()
+    logits = model(attention_mask=mask, **inputs).logits
+    logits = logits if mask is None or mask.ndim == 4 else logits[mask.bool()]
+    logits.square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def all_close(found, expected, tolerance=5e-5):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        close(one, other, tolerance)
+
+
+def padding(*sides, length=21):
+    """A mask (2, T): its first row has padding at the left, at the right, a hole, or several of these."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    for side in sides:
+        mask[0, {"left": slice(5), "right": slice(-4, None), "hole": slice(8, 12)}[side]] = 0
+    return mask
+
+
+def documents(position_ids):
+    """The mask function that Transformers makes for packed documents."""
+    from transformers.masking_utils import (
+        causal_mask_function,
+        find_packed_sequence_indices,
+        packed_sequence_compatibility_function,
+    )
+
+    return packed_sequence_compatibility_function(
+        causal_mask_function, position_ids, find_packed_sequence_indices(position_ids)
+    )
+
+
+PACKED = torch.cat((torch.arange(9), torch.arange(1), torch.arange(11)))[None].expand(2, -1)
+# Arguments as Transformers passes them to a mask function.
+GEOMETRIES = {
+    "causal": {"q_length": 21, "kv_length": 21},
+    "left": {"q_length": 21, "kv_length": 21, "attention_mask": padding("left").bool()},
+    "right": {"q_length": 21, "kv_length": 21, "attention_mask": padding("right").bool()},
+    "both": {"q_length": 21, "kv_length": 21, "attention_mask": padding("left", "right").bool()},
+    "hole": {"q_length": 21, "kv_length": 21, "attention_mask": padding("hole").bool()},
+    "packed": {"q_length": 21, "kv_length": 21, "mask_function": documents(PACKED)},
+    "chunk": {"q_length": 4, "kv_length": 21, "q_offset": 17},
+    "chunk-left": {"q_length": 4, "kv_length": 21, "q_offset": 17, "attention_mask": padding("left").bool()},
+    "chunk-both": {"q_length": 9, "kv_length": 21, "q_offset": 12, "attention_mask": padding("left", "right").bool()},
+    "step-hole": {"q_length": 1, "kv_length": 21, "q_offset": 20, "attention_mask": padding("hole").bool()},
+    "static-prefill": {"q_length": 21, "kv_length": 32, "q_offset": torch.tensor(0)},
+    "static-exact": {"q_length": 21, "kv_length": 21, "q_offset": torch.tensor(0)},
+    "static-left": {
+        "q_length": 4,
+        "kv_length": 32,
+        "q_offset": torch.tensor([17]),
+        "attention_mask": padding("left").bool(),
+    },
+    "static-step": {
+        "q_length": 1,
+        "kv_length": 32,
+        "q_offset": torch.tensor(20),
+        "attention_mask": padding("left", "right").bool(),
+    },
+    "offset-keys": {"q_length": 4, "kv_length": 9, "q_offset": 17, "kv_offset": 12},
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_limits_are_the_mask_of_transformers(geometry):
+    """Row by row what `sdpa_mask` shows, but for padding, which sees nothing here."""
+    rows, slots = geometry["q_length"], geometry["kv_length"]
+    limits = limits_mask(batch_size=2, **geometry)
+    expected = sdpa_mask(batch_size=2, allow_is_causal_skip=False, **geometry)
+    if limits is None:
+        assert torch.equal(expected, torch.ones(rows, slots, dtype=torch.bool).tril(slots - rows).expand_as(expected))
+        return
+    assert limits.dtype == torch.int32
+    assert limits.shape == (2, 1, rows + slots, 2)
+    assert limits.is_contiguous()
+    first = int(geometry.get("q_offset", 0)) - geometry.get("kv_offset", 0)
+    if "attention_mask" in geometry:
+        own = torch.nn.functional.pad(geometry["attention_mask"], (0, slots))[:, first : first + rows]
+        expected = expected & own[:, None, :, None]
+    assert torch.equal(dense_mask(limits, rows), expected)
+    # No tile is visited for nothing: the first slot and the last are seen, unless nothing is.
+    low, high = limits[:, 0, :rows].unbind(-1)
+    seen = expected[:, 0].any(-1)
+    assert torch.equal(low[seen].long(), expected[:, 0].int().argmax(-1)[seen])
+    assert torch.equal(high[seen].long(), slots - expected[:, 0].flip(-1).int().argmax(-1)[seen])
+    assert torch.equal(low[~seen], high[~seen])
+    if rows == slots and isinstance(geometry.get("q_offset", 0), int):
+        same = segments(limits, rows)
+        assert same.dtype == torch.int32
+        theirs = blockwise_mask(batch_size=2, **geometry)
+        assert torch.equal(same == -1, theirs == -1)
+        assert torch.equal(same[:, None] == same[:, :, None], theirs[:, None] == theirs[:, :, None])
+
+
+def test_plain_causal_attention_needs_no_mask():
+    assert limits_mask(2, 7, 7) is None
+    assert limits_mask(2, 3, 7, q_offset=4) is None
+    assert limits_mask(2, 3, 7, q_offset=0) is not None
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_limits_do_not_wait_for_the_device(geometry):
+    # Nothing can be read from tensors on the meta device: what has to be would be an error.
+    moved = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in geometry.items()}
+    if "mask_function" in moved:
+        moved["mask_function"] = lambda batch, head, row, slot: (batch == row) | (row >= slot)
+    limits = limits_mask(batch_size=2, device="meta", **moved)
+    assert limits is None or limits.shape == (2, 1, geometry["q_length"] + geometry["kv_length"], 2)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_masks_through_transformers_and_a_cache(static):
+    """`create_causal_mask` with the caches that `generate` makes, and the positions of cached keys."""
+    masks = {}
+    for name in ("triton", "sdpa"):
+        config = tiny_config("llama", "pope")
+        config._attn_implementation = name
+        cache = StaticCache(config=config, max_cache_len=16) if static else DynamicCache(config=config)
+        mask = padding("left", length=12)
+        masks[name] = []
+        for start, end in ((0, 8), (8, 11), (11, 12)):
+            masks[name].append(
+                create_causal_mask(
+                    config=config,
+                    inputs_embeds=torch.zeros(2, end - start, 32),
+                    attention_mask=mask[:, :end],
+                    past_key_values=cache,
+                )
+            )
+            for layer in range(2):
+                cache.update(*torch.zeros(2, 2, 2, end - start, 8), layer)
+    for limits, expected, rows, past in zip(masks["triton"], masks["sdpa"], (8, 3, 1), (0, 8, 11)):
+        own = mask[:, past : past + rows].bool()[:, None, :, None]
+        assert torch.equal(dense_mask(limits, rows), expected & own)
+        positions = (mask.cumsum(-1) - 1)[:, past : past + rows]
+        found = key_positions(positions, limits, torch.tensor(past), expected.shape[-1])
+        theirs = key_positions(positions, mask[:, : past + rows], torch.tensor(past), expected.shape[-1])
+        assert torch.equal(found, theirs)
+        assert torch.equal(valid_slots(limits, rows)[:, : past + rows], mask[:, : past + rows].bool())
+
+
+def test_mask_functions_of_the_user_are_refused_or_go_to_pytorch(monkeypatch):
+    with pytest.raises(ValueError, match="does not serve or_mask_function"):
+        limits_mask(1, 3, 3, use_vmap=True)
+    monkeypatch.setattr(attention, "runs_by_default", lambda device: True)
+    mask = auto_mask(
+        config=tiny_config("llama", "pope"),
+        batch_size=1,
+        q_length=3,
+        kv_length=3,
+        mask_function=lambda batch, head, row, slot: row >= slot - 1,
+        allow_is_causal_skip=False,
+        use_vmap=True,
+    )
+    assert mask.dtype == torch.bool
+    assert mask[0, 0, 0, 1]
+
+
+def test_names_of_the_implementations():
+    for encoding in whatwhere.list_position_encodings():
+        supported = supported_implementations(tiny_config("llama", encoding))
+        assert ("triton" in supported) == ("auto" in supported) == (encoding in WITH_KERNELS)
+        assert (supported[0] == "auto") == (encoding in WITH_KERNELS)
+        if encoding not in WITH_KERNELS:
+            for name in ("triton", "auto"):
+                with pytest.raises(ValueError, match=rf'attn_implementation="{name}".* does not serve.*Allowed: '):
+                    tiny_model("llama", encoding, name)
+
+
+def test_refused_when_the_model_is_built(monkeypatch):
+    with pytest.raises(ValueError, match=r'attn_implementation="triton" does not serve head_dim=288; allowed: at most'):
+        build("pope", hidden_size=288 * 2)
+    assert build("pope", "auto", hidden_size=288 * 2).config._attn_implementation == "auto"
+    model = build("cope", None)
+    monkeypatch.setattr(attention_triton, "import_error", lambda: "No module named 'triton'")
+    attention_triton._runs_on.cache_clear()
+    try:
+        message = r"needs Triton.*No module named 'triton'.*Allowed here: 'auto', 'blockwise', 'eager'"
+        with pytest.raises(ValueError, match=message):
+            build("cope")
+        with pytest.raises(ValueError, match=message):
+            model.set_attn_implementation("triton")
+        assert model.config._attn_implementation == "auto"
+        assert not attention_triton.runs_on(torch.device("cuda"))
+        model(tokens(1, 5))
+    finally:
+        attention_triton._runs_on.cache_clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_refused_when_the_model_is_called(family, monkeypatch):
+    model = build("cope", family=family)
+    ids = tokens(1, 6)
+    with pytest.raises(ValueError, match=r"'triton' does not serve dtype=torch.float64; allowed: torch.float32"):
+        build("cope", family=family).double()(ids)
+    for mask in (torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), torch.zeros(1, 2, 6, 6)):
+        with pytest.raises(ValueError, match=r"does not serve attention_mask of your own.*\(1, [12], 6, 6\).*allowed"):
+            model(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"does not serve output_attentions=True; allowed: False.*eager"):
+        model(ids, output_attentions=True)
+    field = "attention_dropout" if family == "llama" else "attn_pdrop"
+    dropping = build("cope", family=family, **{field: 0.1})
+    dropping(ids)
+    with pytest.raises(ValueError, match=rf"does not serve {field} in training=0.1; allowed: 0.0"):
+        dropping.train()(ids)
+    monkeypatch.setattr(attention_triton, "runs_on", lambda device: False)
+    with pytest.raises(ValueError, match=r"does not serve device='cpu'; allowed: a GPU.*TRITON_INTERPRET=1"):
+        model(ids)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 11, 2), (2, 1, 12, 2), (1, 1, 12, 3), (1, 2, 12, 2)])
+def test_limits_of_the_wrong_shape(shape):
+    with pytest.raises(ValueError, match="attention_mask has the shape"):
+        build("cope")(tokens(1, 6), attention_mask=torch.ones(shape, dtype=torch.int32))
+    with pytest.raises(ValueError, match="attention_mask has the shape"):
+        build("cope", "eager")(tokens(1, 6), attention_mask=torch.ones(1, 1, 12, 2, dtype=torch.int32))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The CPU in the role of a GPU; returns the list of kernel calls."""
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return attention_triton.kernel_attention_forward(*arguments)
+
+    monkeypatch.setattr(attention, "runs_by_default", attention_triton.runs_on)
+    monkeypatch.setattr(attention, "kernel_attention_forward", counted)
+    return calls
+
+
+@every_encoding
+def test_auto_without_a_gpu_is_the_pytorch_path(encoding, monkeypatch):
+    monkeypatch.setattr(attention, "kernel_attention_forward", None)
+    name = {"cope": "blockwise", "pope": "sdpa"}[encoding[:4]]
+    ids, mask = tokens(2, 21), padding("left")
+    model = build(encoding, None)
+    assert model.config._attn_implementation == "auto"
+    found = results(model, mask, input_ids=ids)
+    model.set_attn_implementation(name)
+    for one, other in zip(found, results(model, mask, input_ids=ids)):
+        assert torch.equal(one, other)
+    # The very mask of that path.
+    for geometry in GEOMETRIES.values():
+        arguments = {"batch_size": 2, "dtype": torch.float32, "allow_is_causal_skip": True, **geometry}
+        expected = (blockwise_mask if name == "blockwise" else sdpa_mask)(**arguments)
+        made = auto_mask(config=model.config, device=torch.device("cpu"), **arguments)
+        assert made is expected is None or torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_auto_on_a_gpu_takes_the_kernels(encoding, on_gpu):
+    ids, mask = tokens(2, 21), padding("left")
+    model = build(encoding, None)
+    found = results(model, mask, input_ids=ids)
+    assert len(on_gpu) == 1
+    model.set_attn_implementation("triton")
+    for one, other in zip(found, results(model, mask, input_ids=ids)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_auto_on_a_gpu_goes_to_pytorch_where_kernels_can_not(family, encoding, on_gpu):
+    field = "attention_dropout" if family == "llama" else "attn_pdrop"
+    # So small that nothing is dropped.
+    model = build(encoding, None, family, **{field: 1e-12})
+    ids, mask = tokens(2, 21), padding("left", "right")
+    tree = torch.ones(21, 21, dtype=torch.bool).tril()
+    tree[8:, 4] = False
+    cases = {
+        "padding": {"mask": mask, "input_ids": ids},
+        "packed": {"input_ids": ids, "position_ids": PACKED},
+        "causal": {"input_ids": ids},
+        "4d": {"mask": tree.expand(2, 1, -1, -1), "input_ids": ids},
+    }
+    for name, inputs in cases.items():
+        model.set_attn_implementation("auto")
+        model.train(name != "4d")
+        found = results(model, **inputs)
+        model.set_attn_implementation("eager")
+        all_close(found, results(model, **inputs))
+    assert not on_gpu
+    # A chunk after cached tokens, trained: rows at the end of the keys.
+    model.train()
+    chunks = []
+    for name in ("auto", "eager"):
+        model.set_attn_implementation(name)
+        cache = DynamicCache(config=model.config)
+        chunks.append([model(part, past_key_values=cache).logits for part in (ids[:, :9], ids[:, 9:])])
+    all_close(*chunks)
+    model.eval().double().set_attn_implementation("auto")
+    model(ids, attention_mask=mask)
+    assert not on_gpu
+    model.float()(ids, attention_mask=mask)
+    assert len(on_gpu) == 1
+
+
+def test_auto_warns_of_dropout_once(on_gpu, monkeypatch):
+    said = []
+    monkeypatch.setattr(attention.logger, "warning_once", said.append)
+    model = build("pope", None, attention_dropout=0.1).train()
+    model(tokens(1, 5))
+    assert "'auto' takes 'sdpa': the kernels do not serve attention_dropout in training=0.1" in said[0]
+    assert len(set(said)) == 1
+    said.clear()
+    model.eval()(tokens(1, 5))
+    assert not said
+
+
+def test_masks_for_pytorch():
+    query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 5, 4)
+    assert pytorch_mask(None, query, key, "blockwise") is None
+    assert pytorch_mask(None, query, key, "sdpa").tolist() == [[[[j <= i + 2 for j in range(5)] for i in range(3)]]]
+    assert pytorch_mask(None, query[:, :, :1], key, "sdpa") is None
+    assert pytorch_mask(None, query, key[:, :, :3], "sdpa") is None
+
+
+@every_encoding
+@pytest.mark.parametrize("kind", ["causal", "padding", "hole", "packed"])
+def test_equals_eager(encoding, kind):
+    masks = {"padding": padding("left", "right"), "hole": padding("hole")}
+    inputs = {"mask": masks.get(kind), "input_ids": tokens(2, 21)}
+    if kind == "packed":
+        inputs["position_ids"] = PACKED
+    model = build(encoding, family="llama" if kind in ("causal", "packed") else "gpt2")
+    found = results(model, **inputs)
+    model.set_attn_implementation("eager")
+    all_close(found, results(model, **inputs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_cached_decoding(family, encoding):
+    model = build(encoding, family=family)
+    ids, mask = tokens(2, 21), padding("left")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    shown = mask.bool()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        model.set_attn_implementation("triton")
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
+            pieces, start = [], 0
+            for step in (9, 1, 6, 1, 4):
+                end = start + step
+                pieces.append(
+                    model(
+                        ids[:, start:end],
+                        attention_mask=mask[:, :end],
+                        position_ids=positions[:, start:end],
+                        past_key_values=cache,
+                    ).logits
+                )
+                start = end
+            close(torch.cat(pieces, dim=1)[shown], full[shown])
+
+
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_generation(encoding):
+    model = build(encoding, "eager")
+    ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), tokens(1, 6)), dim=1)
+    ids = torch.cat((ids, tokens(1, 9, seed=3)))
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    ways = {
+        "greedy": {},
+        "uncached": {"use_cache": False},
+        "static": {"cache_implementation": "static"},
+        "beams": {"num_beams": 2},
+    }
+    expected = {name: model.generate(**inputs, **options, **way) for name, way in ways.items()}
+    model.set_attn_implementation("triton")
+    for name, way in ways.items():
+        assert torch.equal(model.generate(**inputs, **options, **way), expected[name]), name
+    assisted = model.generate(ids[1:], assistant_model=build(encoding), **options)
+    assert torch.equal(assisted, expected["greedy"][1:])
+
+
+@pytest.mark.parametrize("encoding", ["cope:shared", "cope+rope", "pope"])
+def test_gradient_checkpointing(encoding):
+    model = build(encoding).train()
+    inputs = {"input_ids": tokens(2, 16), "use_cache": False}
+    plain = results(model, **inputs)
+    for reentrant in (False, True):
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": reentrant})
+        all_close(results(model, **inputs), plain, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "implementation"), [*((name, "triton") for name in WITH_KERNELS), ("pope", "auto")]
+)
+def test_compiles_as_one_graph(encoding, implementation, on_gpu):
+    model = build(encoding, implementation).train()
+    inputs = {"input_ids": tokens(2, 16), "use_cache": False}
+    mask = padding("left", length=16)
+    plain = results(model, mask, **inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    logits = compiled(attention_mask=mask, **inputs).logits[mask.bool()]
+    logits.square().mean().backward()
+    all_close([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], plain)
+
+
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_compiled_decoding_with_a_static_cache(encoding):
+    model = build(encoding)
+    ids = tokens(2, 9)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+
+
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_export(encoding):
+    model = build(encoding)
+    ids, mask = tokens(2, 21), padding("left")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        exported = torch.export.export(model, (), inputs, strict=False)
+        close(exported.module()(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_low_precision(encoding):
+    model = build(encoding, "eager")
+    ids = tokens(2, 21)
+
+    def logits(implementation, dtype=torch.float32, autocast=False):
+        model.to(dtype).set_attn_implementation(implementation)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return model(ids).logits.float()
+
+    exact = logits("eager")
+    # The yardstick is the error that the readable path itself makes.
+    mixed = 3 * (logits("eager", autocast=True) - exact).abs().max() + 1e-3
+    assert (logits("triton", autocast=True) - exact).abs().max() < mixed
+    half = 3 * (logits("eager", torch.bfloat16) - exact).abs().max() + 1e-3
+    assert (logits("triton", torch.bfloat16) - exact).abs().max() < half
+
+
+@pytest.mark.parametrize("encoding", WITH_KERNELS)
+def test_autocast_trains(encoding):
+    model = build(encoding).train()
+    ids = tokens(2, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_heads_of_another_rank():
+    """Under tensor parallelism, the phase shifts of a rank's own heads."""
+    model = build("pope", hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    layer = model.model.layers[0].self_attn
+    query, key, value = torch.rand(1, 4, 7, 8), torch.rand(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    encoding = layer.position_encoding
+    positions = torch.arange(7)[None]
+    context = {"query_positions": positions, "key_positions": positions}
+    context["pope"] = model.model.position_encoding["pope"](None, context)
+    whole = encoding.kernel_attention(query, key, value, context, limits=None, scaling=0.3)
+    part = encoding.kernel_attention(
+        query[:, 2:], key[:, 1:], value[:, 1:], {**context, "head_offset": 2}, limits=None, scaling=0.3
+    )
+    close(part, whole[:, 2:], 1e-6)
+
+
+def test_the_name_is_not_saved(tmp_path):
+    model = build("pope")
+    model.save_pretrained(tmp_path)
+    assert "triton" not in (tmp_path / "config.json").read_text()
+    assert (tmp_path / "kernel_pope.py").exists()
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "auto"
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="triton")
+    close(loaded(tokens(1, 9)).logits, model(tokens(1, 9)).logits, 0)
+
+
+def test_gradients_of_gradients_are_refused_by_name():
+    model = build("cope")
+    ids = tokens(1, 8)
+    parameters = [p for name, p in model.named_parameters() if "position" in name]
+    gradients = torch.autograd.grad(model(ids, labels=ids).loss, parameters, create_graph=True)
+    with pytest.raises(NotImplementedError, match="eager"):
+        sum(gradient.square().sum() for gradient in gradients).backward()
