@@ -28,8 +28,18 @@ conformance: $(VENV)/installed
 benchmark: $(VENV)/installed
 	$(RUN) -m whatwhere.scripts.benchmark
 
-gpu-check: $(VENV)/installed
-	$(RUN) -m whatwhere.scripts.benchmark --device cuda --dtype bfloat16
+# Runs where nothing can be installed: with PYTHON, if that has the packages, through a tree of links as `lint` makes it;
+# otherwise in the environment. GPU_CHECK holds options.
+gpu-check:
+	rm -rf build/gpu
+	mkdir -p build/gpu/whatwhere
+	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/gpu/whatwhere/
+	@if $(PYTHON) -c "import torch, transformers, triton" 2>/dev/null; then \
+		PYTHONPATH=build/gpu $(PYTHON) -m whatwhere.scripts.gpu_check $(GPU_CHECK); \
+	else \
+		echo "$(PYTHON) has not all of torch, transformers and triton: running in $(VENV)" && \
+		$(MAKE) $(VENV)/installed && $(RUN) -m whatwhere.scripts.gpu_check $(GPU_CHECK); \
+	fi
 
 # Nothing is installed again until one of these two files changes.
 $(VENV)/installed: pyproject.toml constraints.txt

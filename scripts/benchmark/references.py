@@ -107,7 +107,7 @@ def pope_reference(
     value: torch.Tensor,
     shift: torch.Tensor | None = None,
     *,
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tables: tuple[torch.Tensor, ...],
     rows: torch.Tensor,
     scaling: float,
     limits: torch.Tensor | None = None,

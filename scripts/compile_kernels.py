@@ -1,0 +1,417 @@
+"""Compiles every Triton kernel for several GPUs, on a machine that needs none, and shows what the code uses.
+
+    python -m whatwhere.scripts.compile_kernels                                  # all kernels, four targets
+    python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward_kernel bf16 D=64"
+    python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
+    python -m whatwhere.scripts.compile_kernels --analysis                       # operations, bytes, least time
+
+The interpreter accepts code that does not compile, and a kernel that compiles can ask for more shared memory than a
+device has. So each variant (a kernel with its flags, types and head dim, as the kernel modules list them) is compiled
+with its tile sizes in their order, until one fits the target: that is what `kernel_launch` falls back to there.
+`--all-tiles` compiles them all. Pointers and sizes are taken to be multiples of 16, as those of the main shapes are;
+without that Triton would load single elements, and need less shared memory than in truth.
+
+One line each: tiles (query rows x keys), warps, stages, bytes of shared memory, registers of a thread, bytes that a
+thread spills (on gfx942: registers spilled), how many warps one multiprocessor can hold, seconds to compile. "unknown"
+where the tool that tells registers is missing (cuobjdump, which Triton's package carries).
+
+The exit code is 1 if some tiles do not compile, or if no tiles of a variant fit a target; 2 for a wrong command.
+TRITON_INTERPRET must not be set: kernels are then made for the interpreter, and can not be compiled.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MODULES = ("kernel_flash", "kernel_pope", "kernel_cope")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kind of GPU.
+
+    Attributes:
+        shared: bytes of shared memory of a block, at most.
+        registers: of a thread, at most.
+        unit_shared: bytes of shared memory of a multiprocessor.
+        unit_registers: 32-bit registers of a multiprocessor.
+        unit_warps: warps of a multiprocessor, at most.
+    """
+
+    backend: str
+    arch: int | str
+    warp: int
+    shared: int
+    registers: int
+    unit_shared: int
+    unit_registers: int
+    unit_warps: int
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 << 10, 255, 164 << 10, 65536, 64),
+    "sm_90": Target("cuda", 90, 32, 227 << 10, 255, 228 << 10, 65536, 64),
+    "sm_100": Target("cuda", 100, 32, 227 << 10, 255, 228 << 10, 65536, 64),
+    # A compute unit has four SIMD units of 512 registers for each of 64 lanes.
+    "gfx942": Target("hip", "gfx942", 64, 64 << 10, 512, 64 << 10, 4 * 512 * 64, 32),
+}
+
+
+@dataclasses.dataclass
+class Compiled:
+    """One variant with some tiles, for one target; numbers are None where they are unknown."""
+
+    variant: str
+    target: str
+    tiles: str
+    warps: int
+    stages: int
+    shared: int | None = None
+    registers: int | None = None
+    spills: int | None = None
+    occupancy: int | None = None
+    seconds: float = 0.0
+    error: str = ""
+    fits: bool = False
+
+
+def variants(module: str) -> dict[str, list[tuple[Any, dict, dict, Any]]]:
+    """Returns (kernel, signature, constants, tiles) for the tiles of each variant of a module, in their order.
+
+    Raises:
+        ValueError: the module defines kernels and lists no variants.
+    """
+    found = importlib.import_module(f"whatwhere.{module}")
+    listed = getattr(found, "variants", None) or getattr(found, "VARIANTS", None)
+    if listed is None:
+        own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == found.__name__]
+        if any(hasattr(getattr(found, name), "arg_names") for name in own):
+            raise ValueError(f"{module} defines kernels and lists no variants: `variants()` or `VARIANTS`")
+        return {}
+    grouped: dict[str, list[tuple[Any, dict, dict, Any]]] = {}
+    for name, kernel, signature, constants, tiles in listed() if callable(listed) else listed:
+        grouped.setdefault(name, []).append((kernel, dict(signature), dict(constants), tiles))
+    return grouped
+
+
+def _attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list]:
+    """What Triton assumes of the arguments of a launch with the main shapes: multiples of 16, where it looks."""
+    attributes = {}
+    for index, parameter in enumerate(kernel.params):
+        kind = signature.get(parameter.name, "constexpr")
+        pointer = kind.startswith("*")
+        integer = kind in ("i32", "i64") and not parameter.do_not_specialize
+        if pointer or integer:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return attributes
+
+
+def compile_one(name: str, entry: tuple[Any, dict, dict, Any], target_name: str) -> Compiled:
+    """Compiles one variant with some tiles for a target."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, signature, constants, tiles = entry
+    target = TARGETS[target_name]
+    result = Compiled(name, target_name, f"{tiles.rows}x{tiles.columns}", tiles.warps, tiles.stages)
+    for argument, size in (("BLOCK_M", tiles.rows), ("BLOCK_N", tiles.columns)):
+        if argument in kernel.arg_names:
+            constants.setdefault(argument, size)
+            signature.setdefault(argument, "constexpr")
+    # In the order of the arguments.
+    signature = {argument: signature[argument] for argument in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=_attributes(kernel, signature))
+    start = time.perf_counter()
+    try:
+        compiled = triton.compile(
+            source,
+            target=GPUTarget(target.backend, target.arch, target.warp),
+            options={"num_warps": tiles.warps, "num_stages": tiles.stages},
+        )
+    except Exception as error:
+        # Whatever a compiler raises is a finding, for this line of the table.
+        result.error = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+        return result
+    finally:
+        result.seconds = time.perf_counter() - start
+    result.shared = compiled.metadata.shared
+    result.registers, result.spills = resources(compiled.asm, target)
+    result.occupancy = occupancy(result.registers, result.shared or 0, tiles.warps, target)
+    result.fits = (result.shared or 0) <= target.shared and (result.registers or 0) <= target.registers
+    return result
+
+
+def resources(assembly: Any, target: Target) -> tuple[int | None, int | None]:
+    """Returns registers of a thread and what it spills: bytes, or on AMD registers."""
+    if target.backend == "hip":
+        text = assembly["amdgcn"]
+        counts = [re.search(rf"\.{field}:\s*(\d+)", text) for field in ("vgpr_count", "vgpr_spill_count")]
+        registers, spills = (int(found.group(1)) if found else None for found in counts)
+        return registers, spills
+    tool = _cuobjdump()
+    if tool is None or "cubin" not in assembly:
+        return None, None
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "kernel.cubin"
+        path.write_bytes(assembly["cubin"])
+        done = subprocess.run([tool, "--dump-resource-usage", str(path)], capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", done.stdout)
+    if done.returncode != 0 or found is None:
+        return None, None
+    return int(found.group(1)), int(found.group(2)) + int(found.group(3))
+
+
+def _cuobjdump() -> str | None:
+    import triton.backends.nvidia
+
+    tool = pathlib.Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    return str(tool) if os.access(tool, os.X_OK) else None
+
+
+def occupancy(registers: int | None, shared: int, warps: int, target: Target) -> int | None:
+    """Returns how many warps of such a kernel one multiprocessor can hold."""
+    if registers is None:
+        return None
+    # Registers are given to a warp in units of 256 (AMD: of 8 for each lane); a block takes 1 KiB more shared memory.
+    unit = 8 * target.warp
+    a_warp = -(-max(registers, 1) * target.warp // unit) * unit
+    extra = 1024 if target.backend == "cuda" else 0
+    by_registers = target.unit_registers // (a_warp * warps)
+    by_shared = target.unit_shared // (shared + extra) if shared else 32
+    return min(by_registers, by_shared, 32, target.unit_warps // warps) * warps
+
+
+def compile_variant(module: str, name: str, target: str, all_tiles: bool) -> list[Compiled]:
+    """Compiles a variant with its tiles in their order, up to the first that fit."""
+    results = []
+    for entry in variants(module)[name]:
+        results.append(compile_one(name, entry, target))
+        if results[-1].fits and not all_tiles:
+            break
+    return results
+
+
+def compile_all(
+    targets: Sequence[str], only: Sequence[str], *, all_tiles: bool, jobs: int
+) -> Iterable[tuple[str, str, list[Compiled]]]:
+    """Yields target, variant and what was compiled, target by target."""
+    tasks = []
+    for target in targets:
+        for module in MODULES:
+            names = [name for name in variants(module) if not only or any(part in name for part in only)]
+            tasks += [(module, name, target) for name in names]
+    if jobs == 1:
+        for module, name, target in tasks:
+            yield target, name, compile_variant(module, name, target, all_tiles)
+        return
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(compile_variant, *task, all_tiles) for task in tasks]
+        for (_, name, target), future in zip(tasks, futures):
+            yield target, name, future.result()
+
+
+def show(results: Sequence[Compiled], name: str) -> None:
+    """Prints a line for each of the tiles of a variant."""
+
+    def number(value: int | None) -> str:
+        return "unknown" if value is None else str(value)
+
+    for result in results:
+        line = f"{name:58} {result.tiles:>8} {result.warps:>5} {result.stages:>6} "
+        if result.error:
+            print(f"{line} does not compile: {result.error}")
+            continue
+        line += f"{number(result.shared):>7} {number(result.registers):>9} {number(result.spills):>7} "
+        line += f"{number(result.occupancy):>8} {result.seconds:>7.1f}"
+        print(line + ("" if result.fits else "  does not fit"))
+
+
+# What attention costs at least.
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Operations and bytes of one attention, forward or backward."""
+
+    flops: float
+    exponentials: float
+    bytes: float
+
+    def seconds(self, flops: float, exponentials: float, bandwidth: float) -> float:
+        """The least time: the largest of the three, each at its full rate."""
+        return max(self.flops / flops, self.exponentials / exponentials, self.bytes / bandwidth)
+
+
+def costs(batch: int, heads: int, length: int, head_dim: int, num_positions: int) -> dict[str, tuple[Cost, Cost]]:
+    """Returns forward and backward of causal attention in a type of 2 bytes, by encoding.
+
+    Counted: matrix products (2 operations for each multiplication), one exponential for each logit computed (two where
+    a gate is), and each tensor once through memory. The backward of ours has two passes, over rows and over columns,
+    which both recompute the logits (7 products of a query-key pair with D channels, SDPA: 5). CoPE has half open gates:
+    its window is 2 P keys and half a block of 64 rows more, counted in whole key blocks of 32.
+    """
+    rows = batch * heads * length
+    pairs = rows * (length + 1) / 2
+    D, P = head_dim, num_positions
+    window = rows * min(2 * P + 32 + 32, (length + 1) / 2)
+    tensor = 2.0 * rows * D
+    statistics = 4.0 * rows
+    # Rotating queries and keys reads and writes both; its backward likewise.
+    rotation = 4 * tensor
+    values = 4.0 * rows * P
+    return {
+        "rope + sdpa": (
+            Cost(4 * pairs * D, pairs, 4 * tensor + rotation),
+            Cost(10 * pairs * D, pairs, 8 * tensor + rotation),
+        ),
+        "pope kernel": (
+            Cost(6 * pairs * D, pairs, 4 * tensor + rotation),
+            Cost(22 * pairs * D, 2 * pairs, 10 * tensor + rotation),
+        ),
+        # In the window: gates, and the table's values written and read in float32.
+        "cope kernel": (
+            Cost(4 * pairs * D + 2 * rows * D * P, pairs + window, 4 * tensor + 2 * values + 2 * statistics),
+            Cost(
+                14 * pairs * D + 3 * window * D + 6 * rows * D * P,
+                2 * pairs + 3 * window,
+                12 * tensor + 6 * values + 4 * statistics,
+            ),
+        ),
+    }
+
+
+def analysis(lengths: Sequence[int], head_dims: Sequence[int], rates: tuple[float, float, float]) -> list[str]:
+    """Returns a table of least times, and their ratios to RoPE's."""
+    lines = [
+        "\nleast time of attention in bf16, at most "
+        f"{rates[0] / 1e12:.0f} TFLOP/s, {rates[1] / 1e12:.1f} T exponentials/s, {rates[2] / 1e12:.1f} TB/s:",
+        f"{'shape':18} {'attention':12} {'direction':16} {'GFLOP':>9} {'G exp':>8} {'MB':>8} {'ms':>9} "
+        f"{'bound by':>10} {'ratio':>6}",
+    ]
+    for head_dim in head_dims:
+        for length in lengths:
+            shape = (max(1, 16384 // length), 2048 // head_dim, length, head_dim)
+            least: dict[str, float] = {}
+            for name, (forward, backward) in costs(*shape, num_positions=64).items():
+                both = Cost(*(a + b for a, b in zip(dataclasses.astuple(forward), dataclasses.astuple(backward))))
+                for direction, cost in (("forward", forward), ("backward", backward), ("forward+backward", both)):
+                    milliseconds = cost.seconds(*rates) * 1e3
+                    if direction == "forward+backward":
+                        milliseconds = (forward.seconds(*rates) + backward.seconds(*rates)) * 1e3
+                    parts = (cost.flops / rates[0], cost.exponentials / rates[1], cost.bytes / rates[2])
+                    bound = ("products", "exp", "memory")[parts.index(max(parts))]
+                    least.setdefault(direction, milliseconds)
+                    lines.append(
+                        f"{'x'.join(map(str, shape)):18} {name:12} {direction:16} {cost.flops / 1e9:>9.0f} "
+                        f"{cost.exponentials / 1e9:>8.1f} {cost.bytes / 1e6:>8.0f} {milliseconds:>9.3f} {bound:>10} "
+                        f"{milliseconds / least[direction]:>6.2f}"
+                    )
+    return lines
+
+
+# The command.
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.compile_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--targets", default=",".join(TARGETS), help=f"default {','.join(TARGETS)}")
+    parser.add_argument(
+        "--only", action="append", default=[], help="variants whose name contains this; may be repeated"
+    )
+    parser.add_argument("--all-tiles", action="store_true", help="do not stop at the first tiles that fit")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--json", type=pathlib.Path, help="also write the results to this file")
+    parser.add_argument("--analysis", action="store_true", help="print what attention costs at least, compile nothing")
+    parser.add_argument("--tflops", type=float, default=780.0, help="of --analysis: bf16 products, measured on an H200")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="of --analysis: TB/s of a copy on an H200")
+    # 132 multiprocessors, 16 exponentials a cycle, 1.83 GHz under load.
+    parser.add_argument("--exponentials", type=float, default=3.9, help="of --analysis: 10^12 a second")
+    parsed = parser.parse_args(arguments)
+    parsed.targets = parsed.targets.split(",")
+    unknown = [target for target in parsed.targets if target not in TARGETS]
+    if unknown:
+        parser.error(f"--targets: {unknown!r} is not valid; allowed: {', '.join(map(repr, TARGETS))}")
+    if parsed.jobs < 1:
+        parser.error(f"--jobs={parsed.jobs!r} is not valid: it must be at least 1")
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
+    if interpreted and not parsed.analysis:
+        parser.error(
+            f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels are then made for the interpreter "
+            "and can not be compiled; unset it"
+        )
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles the kernels; returns the exit code."""
+    parsed = parse(arguments)
+    if parsed.analysis:
+        rates = (parsed.tflops * 1e12, parsed.exponentials * 1e12, parsed.bandwidth * 1e12)
+        for line in analysis((4096, 16384, 65536), (64, 128), rates):
+            print(line)
+        return 0
+    try:
+        import triton
+    except ImportError as error:
+        print(f"the kernels need Triton: {error}", file=sys.stderr)
+        return 2
+    start = time.perf_counter()
+    print(f"triton {triton.__version__}", end="")
+    print("" if _cuobjdump() else "; registers on NVIDIA are unknown: Triton's package has no cuobjdump here")
+    found: list[Compiled] = []
+    failures = []
+    shown = ""
+    for target, name, results in compile_all(parsed.targets, parsed.only, all_tiles=parsed.all_tiles, jobs=parsed.jobs):
+        if target != shown:
+            limits = TARGETS[target]
+            print(f"\n{target}: at most {limits.shared} bytes of shared memory, {limits.registers} registers")
+            print(
+                f"{'variant':58} {'tiles':>8} {'warps':>5} {'stages':>6} {'shared':>7} {'registers':>9} {'spills':>7} "
+                f"{'warps/SM':>8} {'seconds':>7}"
+            )
+            shown = target
+        show(results, name)
+        sys.stdout.flush()
+        found += results
+        failures += [f"{target}, {name}, tiles {r.tiles}: does not compile: {r.error}" for r in results if r.error]
+        if not any(result.fits for result in results):
+            failures.append(f"{target}, {name}: no tiles fit")
+    for target in parsed.targets:
+        later = [r for r in found if r.target == target and not r.fits and not r.error]
+        of_target = [r for r in found if r.target == target and r.fits]
+        spilling = [r for r in of_target if r.spills]
+        print(
+            f"\n{target}: {len({r.variant for r in of_target})} variants fit, {len({r.variant for r in later})} of "
+            f"them not with their first tiles, {len(spilling)} spill"
+        )
+    print(f"\n{len(found)} compiled in {time.perf_counter() - start:.0f} s")
+    if parsed.json:
+        parsed.json.write_text(json.dumps([dataclasses.asdict(result) for result in found], indent=1) + "\n")
+    if not found:
+        print(f"--only={parsed.only!r} names no variant", file=sys.stderr)
+        return 2
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

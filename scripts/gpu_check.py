@@ -1,0 +1,525 @@
+"""Checks the Triton kernels on this machine's GPU, then runs the benchmark: `make gpu-check`, at most 8 minutes.
+
+    python -m whatwhere.scripts.gpu_check                    # the kernels' check, then the benchmark
+    python -m whatwhere.scripts.gpu_check --no-benchmark
+    TRITON_INTERPRET=1 python -m whatwhere.scripts.gpu_check --device cpu    # tiny shapes, by Triton's interpreter
+
+The check, for CoPE and PoPE in float32, bfloat16 and float16, head dims 16 to 256:
+
+* lengths 1, 63, 100, 257, 1000; more keys than queries; grouped heads; gates closed, half open and open; gates with
+  keys of their own; tables of 2 to 300 positions; PoPE with and without phase shifts, and on some channels only;
+* padding on both sides, holes, packed documents, rows that see nothing;
+* output and every gradient, table and phase shifts included, against full-matrix attention in float64: the error may be
+  at most twice that of full-matrix attention by PyTorch in the same type. (Or, because sums in another order cancel
+  differently: 2e-5 in float32, half a unit in the last place in the others, as a share of the norm of the reference, or
+  of a tenth of the norm of the incoming gradient if that is more.)
+* all memory that PyTorch hands out is filled with NaN first: what a kernel does not write, shows;
+* two runs give the same bits;
+* decoding one row without gradients;
+* whole models with `attn_implementation="triton"` against the eager ones: logits and gradients of a padded batch,
+  generated tokens;
+* the shapes of the benchmark with the tiles that are chosen by timing.
+
+The kernels are compiled in `--jobs` processes at a time. The benchmark then gets what is left of `--minutes`, and
+finds the compiled kernels in Triton's cache. It runs even if a check failed: each of its numbers has a check of its
+own. The exit code is 1 if a check failed, and 2 if there is no GPU: nothing is pretended. Speeds do not change it.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# Read when CUDA's libraries start: without it their products may differ from run to run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+
+# The benchmark begins with at least so many minutes, however long the check took.
+LEAST_BENCHMARK_MINUTES = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One shape.
+
+    Attributes:
+        queries, keys: lengths.
+        mask: "causal", or one of `MASKS`.
+        gates: of CoPE: "half", "open" or "closed".
+        positions: of CoPE, entries of the table.
+    """
+
+    queries: int
+    keys: int
+    batch: int = 2
+    heads: int = 4
+    groups: int = 4
+    mask: str = "causal"
+    gates: str = "half"
+    positions: int = 64
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.heads}/{self.groups}x{self.queries}/{self.keys} {self.mask} {self.gates}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Cases that share their compiled kernels.
+
+    Attributes:
+        what: "cope", "pope", "model cope", "model pope" or "tuned".
+        gate: of CoPE: "key", "separate" or "value".
+        rotated: of PoPE, channels with a phase.
+        shift: of PoPE, whether there is one.
+        provider: of "tuned", the benchmark's.
+    """
+
+    what: str
+    dtype: str
+    head_dim: int
+    cases: tuple[Case, ...] = ()
+    gate: str = "key"
+    rotated: int = 0
+    shift: bool = True
+    provider: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.what} {self.dtype} D={self.head_dim}"
+        if self.provider:
+            return f"{text} {self.provider}"
+        if self.what == "cope":
+            text += f" gates by {self.gate}"
+        if self.what == "pope":
+            text += f" R={self.rotated} shift={self.shift}"
+        masks = dict.fromkeys(case.mask for case in self.cases)
+        return f"{text} {', '.join(masks)}".rstrip()
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a group: how many checks, the largest error as a share of what is allowed, and what failed."""
+
+    checks: int = 0
+    largest: float = 0.0
+    failures: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+# Masks: `limits` (B, 1, Q + K, 2), as the kernels read it.
+
+
+def limits_of(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
+    """Returns the limits of a mask, or None for causal."""
+    if mask == "causal":
+        return None
+    slots = torch.arange(keys, device=device)
+    valid = torch.ones(batch, keys, dtype=torch.bool, device=device)
+    low = torch.zeros(batch, queries, dtype=torch.long, device=device)
+    own = slots[keys - queries :]
+    if mask == "padding":
+        # To the left in the first entry, to the right in the last.
+        valid[0] &= slots >= keys // 3
+        valid[-1] &= slots < keys - keys // 4
+    elif mask == "holes":
+        valid &= slots % 7 != 3
+    elif mask == "packed":
+        for start in (keys // 5, keys // 2, keys // 2 + 1):
+            low = torch.where(own >= start, start, low)
+    else:
+        raise ValueError(f"mask={mask!r} is not valid; allowed: 'causal', {', '.join(map(repr, MASKS))}")
+    # Rows of padding see nothing.
+    high = torch.where(valid[:, keys - queries :], own + 1, low)
+    tail = torch.stack([valid.long(), torch.zeros_like(valid, dtype=torch.long)], -1)
+    return torch.cat([torch.stack([low, high], -1), tail], 1)[:, None].int().contiguous()
+
+
+MASKS = ("padding", "holes", "packed")
+
+
+# One case of a kernel.
+
+
+class Poisoned:
+    """Fills the memory that PyTorch hands out with NaN (and lets no kernel choose its tiles by timing)."""
+
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def __exit__(self, *error: object) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+def attention_of(group: Group, case: Case, device: torch.device) -> tuple[list[torch.Tensor], Callable, Callable]:
+    """Returns inputs, the kernel as a function of them, and the reference as a function of them (in any type)."""
+    from whatwhere.position_pope import pope_frequencies
+    from whatwhere.scripts.benchmark.references import cope_reference, pope_reference
+
+    dtype = getattr(torch, group.dtype)
+    D, scaling = group.head_dim, group.head_dim**-0.5
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    query = random(case.batch, case.heads, case.queries, D)
+    key, value, gate_key = (random(case.batch, case.groups, case.keys, D) for _ in range(3))
+    limits = limits_of(case.mask, case.batch, case.queries, case.keys, device)
+    rows = torch.arange(case.queries, device=device)
+    if group.what == "pope":
+        from whatwhere.kernel_pope import pope_attention
+
+        R = group.rotated
+        # Cached tokens first; in a batch with padding each entry counts its own positions.
+        positions = torch.arange(case.keys, device=device).expand(case.batch if limits is not None else 1, -1)
+        if limits is not None:
+            positions = positions - torch.arange(case.batch, device=device)[:, None]
+        phases = positions[..., None].float() * pope_frequencies(R, 10000.0, device)
+        cos_k, sin_k = phases.cos(), phases.sin()
+        tables = (cos_k[:, -case.queries :].contiguous(), sin_k[:, -case.queries :].contiguous(), cos_k, sin_k)
+        for states in (query, key):
+            states[..., :R] = torch.nn.functional.softplus(states[..., :R])
+        inputs = [query.to(dtype), key.to(dtype), value.to(dtype)]
+        if group.shift:
+            inputs.append(random(case.heads, R) - 1.0)
+
+        def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *shift: torch.Tensor) -> torch.Tensor:
+            everything = (*tables, shift[0] if shift else None)
+            return pope_attention(query, key, value, everything, limits=limits, scaling=scaling)
+
+        def reference(*inputs: torch.Tensor) -> torch.Tensor:
+            return pope_reference(*inputs, tables=tables, rows=rows, scaling=scaling, limits=limits)
+
+        return inputs, kernel, reference
+    from whatwhere.kernel_cope import cope_attention
+
+    if case.gates != "half":
+        # One channel that all share puts every gate's logit near 8 or -8.
+        query[..., 0] = 8.0
+        gates = {"key": key, "separate": gate_key, "value": value}[group.gate]
+        gates[..., 0] = (1.0 if case.gates == "open" else -1.0) * D**0.5
+    inputs = [query.to(dtype), key.to(dtype), value.to(dtype), random(D, case.positions).to(dtype)]
+    if group.gate == "separate":
+        inputs.append(gate_key.to(dtype))
+    options: dict[str, Any] = {"limits": limits, "scaling": scaling, "position_scale": scaling}
+
+    def gate_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        return {"key": None, "separate": inputs[-1], "value": inputs[2]}[group.gate]
+
+    def kernel_cope(*inputs: torch.Tensor) -> torch.Tensor:
+        return cope_attention(*inputs[:4], gate_key=gate_of(inputs), **options)
+
+    def reference_cope(*inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value, table = inputs[:4]
+        return cope_reference(query, key, value, table, gate_of(inputs), rows=rows, **options)
+
+    return inputs, kernel_cope, reference_cope
+
+
+def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, float]:
+    """Checks one shape; returns how many comparisons, and the largest error as a share of what is allowed.
+
+    Raises:
+        CheckFailed: something differs.
+    """
+    from whatwhere.scripts.benchmark.attention import relative_errors
+    from whatwhere.scripts.benchmark.measure import CheckFailed
+
+    inputs, kernel, reference = attention_of(group, case, device)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    with torch.no_grad():
+        exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth_out = reference(*exact_inputs)
+    grad = torch.randn(truth_out.shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    grad = grad.to(inputs[0].dtype)
+    exact = [truth_out.detach(), *torch.autograd.grad(truth_out, exact_inputs, grad.double())]
+    plain_out = reference(*inputs)
+    plain = [plain_out.detach(), *torch.autograd.grad(plain_out, inputs, grad)]
+    runs = []
+    for _ in range(2):
+        with Poisoned():
+            out = kernel(*inputs)
+            runs.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+    names = ["output", "dq", "dk", "dv", "ddelta" if group.what == "pope" else "dtable", "dgate_key"]
+    for name, first, second in zip(names, *runs):
+        if not torch.equal(first, second):
+            raise CheckFailed(f"{name} differs between two runs, or is not a number")
+    tolerance = 2e-5 if inputs[0].dtype == torch.float32 else torch.finfo(inputs[0].dtype).eps / 2
+    options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
+    largest = relative_errors(runs[0], plain, exact, names, **options).share
+    with torch.no_grad(), Poisoned():
+        inference = kernel(*inputs)
+    relative_errors([inference], plain[:1], exact[:1], ["output without gradients"], **options)
+    return len(runs[0]) + 1, largest
+
+
+# Whole models, and the benchmark's shapes with the tiles that are chosen by timing.
+
+
+def check_model(group: Group, device: torch.device) -> tuple[int, float]:
+    """Compares a small model with its eager self: logits, gradients, generated tokens."""
+    from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+    from whatwhere.scripts.benchmark.measure import CheckFailed
+
+    torch.manual_seed(0)
+    encoding = group.what.split()[1]
+    heads, dtype = 4, getattr(torch, group.dtype)
+    config = WhatWhereLlamaConfig(
+        vocab_size=64,
+        hidden_size=heads * group.head_dim,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        position_encoding=encoding,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = WhatWhereLlamaForCausalLM._from_config(config).to(device, dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "position_encoding" in name:
+                parameter.uniform_(-1.0, 0.0)
+    length = group.cases[0].queries
+    tokens = torch.randint(3, 64, (2, length), device=device)
+    mask = torch.ones_like(tokens)
+    mask[0, : length // 3] = 0
+    # A row of padding sees nothing: what it predicts is nobody's business.
+    labels = tokens.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
+    found: dict[str, list[torch.Tensor]] = {}
+    generated = {}
+    for implementation in ("eager", "triton"):
+        model.set_attn_implementation(implementation)
+        out = model(tokens, attention_mask=mask, labels=labels)
+        model.zero_grad()
+        out.loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found[implementation] = [out.logits[mask.bool()].detach(), *(gradient.clone() for gradient in gradients)]
+        generated[implementation] = model.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=8,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        ).logits[0]
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    largest = 0.0
+    pairs = [*zip(found["triton"], found["eager"]), (generated["triton"], generated["eager"])]
+    if len(found["triton"]) != len(found["eager"]):
+        raise CheckFailed("not the same parameters have gradients")
+    floor = 0.01 * max(gradient.float().norm().item() for gradient in found["eager"][1:])
+    for ours, theirs in pairs:
+        error = (ours.float() - theirs.float()).norm() / max(theirs.float().norm().item(), floor)
+        if not error <= tolerance:
+            raise CheckFailed(f"a tensor of shape {tuple(ours.shape)} is off by {error:.3g}; allowed {tolerance:.3g}")
+        largest = max(largest, error.item() / tolerance)
+    return len(pairs), largest
+
+
+def check_tuned(group: Group, device: torch.device) -> tuple[int, float]:
+    """Checks a provider of the benchmark at its shape; the kernels that it compiles stay in Triton's cache."""
+    from whatwhere.scripts.benchmark.attention import Workload
+
+    (case,) = group.cases
+    workload = Workload(
+        batch=case.batch,
+        heads=case.heads,
+        length=case.queries,
+        head_dim=group.head_dim,
+        num_positions=case.positions,
+        dtype=getattr(torch, group.dtype),
+        device=device,
+    )
+    provider = workload.provider(group.provider)
+    share = workload.check(provider).share
+    assert provider.decode is not None, "the kernels decode"
+    with torch.no_grad():
+        workload.check_decoding(provider, provider.decode())
+    return 5, share
+
+
+def check_group(group: Group, device_name: str) -> Outcome:
+    """Checks all cases of a group; whatever goes wrong is written down."""
+    from whatwhere.scripts.benchmark.measure import one_line
+
+    device = torch.device(device_name)
+    outcome = Outcome()
+    start = time.perf_counter()
+    for case in group.cases:
+        try:
+            if group.what.startswith("model"):
+                checks, largest = check_model(group, device)
+            elif group.what == "tuned":
+                checks, largest = check_tuned(group, device)
+            else:
+                checks, largest = check_case(group, case, device)
+        except Exception as error:
+            # The other cases are still worth checking.
+            outcome.failures.append(f"{group}, {case}: {type(error).__name__}: {one_line(error)}")
+            continue
+        outcome.checks += checks
+        outcome.largest = max(outcome.largest, largest)
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+# Which cases.
+
+
+def _lengths(**options: Any) -> tuple[Case, ...]:
+    shapes = [(1, 1), (63, 63), (100, 257), (257, 257), (1, 300), (1000, 1000)]
+    return tuple(Case(*shape, groups=2 if shape[0] == 257 else 4, **options) for shape in shapes)
+
+
+def _masked(**options: Any) -> tuple[Case, ...]:
+    cases = [Case(257, 257, batch=3, groups=2, mask=mask, **options) for mask in MASKS]
+    return (*cases, Case(100, 300, batch=3, mask="packed", **options), Case(1, 300, batch=3, mask="padding", **options))
+
+
+def groups_on_gpu() -> Iterator[Group]:
+    """Yields what is checked on a GPU, what takes longest first."""
+    for head_dim in (64, 128):
+        for length in (4096, 16384):
+            shape = Case(length, length, batch=max(1, 16384 // length), heads=2048 // head_dim, groups=2048 // head_dim)
+            for provider in ("cope-triton-half", "pope-triton"):
+                yield Group("tuned", "bfloat16", head_dim, (shape,), provider=provider)
+    gates = (
+        *_lengths(),
+        *(Case(*shape, gates=kind) for kind in ("open", "closed") for shape in ((257, 257), (100, 400))),
+    )
+    tables = (Case(257, 257, positions=2), Case(257, 257, positions=33), Case(257, 257, positions=300))
+    for dtype, head_dim in (("bfloat16", 64), ("bfloat16", 128), ("float32", 64), ("float16", 64)):
+        yield Group("cope", dtype, head_dim, (*gates, *tables))
+        yield Group("cope", dtype, head_dim, (*_masked(), *_masked(gates="closed")))
+        yield Group("pope", dtype, head_dim, _lengths(), rotated=head_dim)
+        yield Group("pope", dtype, head_dim, _masked(), rotated=head_dim)
+    for dtype, head_dim, rotated in (
+        ("float32", 16, 8),
+        ("bfloat16", 40, 20),
+        ("float16", 80, 80),
+        ("bfloat16", 256, 256),
+    ):
+        few = (Case(100, 100, groups=1), Case(70, 300), Case(63, 63, mask="padding"))
+        yield Group("cope", dtype, head_dim, few)
+        yield Group("pope", dtype, head_dim, few, rotated=rotated, shift=False)
+    for gate, dtype in (("separate", "bfloat16"), ("separate", "float32"), ("value", "bfloat16"), ("value", "float32")):
+        some = (Case(100, 257), Case(257, 257, gates="closed"), Case(1, 300), Case(130, 130, mask="padding"))
+        yield Group("cope", dtype, 64, some, gate=gate)
+    for encoding in ("cope", "pope"):
+        for dtype in ("float32", "bfloat16"):
+            yield Group(f"model {encoding}", dtype, 64, (Case(100, 100),))
+
+
+def groups_on_cpu() -> Iterator[Group]:
+    """Yields what the interpreter can check in a minute: every kind of check, on tiny shapes.
+
+    Not bfloat16: the interpreter cuts it off where it should round, which doubles the error.
+    """
+    small: dict[str, Any] = {"batch": 1, "heads": 2, "positions": 8}
+    few = (Case(33, 33, groups=1, **small), Case(9, 40, groups=2, gates="closed", **small))
+    masked = (Case(40, 40, batch=2, heads=2, groups=2, mask="padding", positions=8),)
+    yield Group("cope", "float32", 16, (*few, Case(1, 40, groups=2, **small)))
+    yield Group("cope", "float16", 16, masked)
+    yield Group("cope", "float32", 16, (Case(33, 33, groups=2, mask="packed", gates="open", **small),), gate="separate")
+    yield Group("pope", "float32", 16, (*few[:1], Case(1, 40, groups=2, **small)), rotated=8)
+    yield Group("pope", "float16", 16, masked, rotated=16, shift=False)
+    for encoding in ("cope", "pope"):
+        yield Group(f"model {encoding}", "float32", 16, (Case(20, 20),))
+    case = Case(48, 48, groups=2, **small)
+    yield Group("tuned", "float32", 16, (case,), provider="cope-triton-half")
+    yield Group("tuned", "float32", 16, (case,), provider="pope-triton")
+
+
+def check_all(groups: Sequence[Group], device: str, jobs: int) -> Iterator[tuple[Group, Outcome]]:
+    """Yields groups with what came of them."""
+    if jobs == 1:
+        for group in groups:
+            yield group, check_group(group, device)
+        return
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(check_group, group, device): group for group in groups}
+        for future in concurrent.futures.as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except concurrent.futures.process.BrokenProcessPool as error:
+                yield futures[future], Outcome(failures=[f"{futures[future]}: its process died: {error}"])
+
+
+# The command.
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for check and benchmark together")
+    parser.add_argument("--jobs", type=int, default=None, help="processes; default: half the cores, at most 12")
+    parser.add_argument("--only", action="append", default=[], help="groups whose name contains this; repeatable")
+    parser.add_argument("--no-benchmark", action="store_true", help="check only")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"), help="of the benchmark"
+    )
+    parsed = parser.parse_args(arguments)
+    for name in ("minutes", "jobs"):
+        value = getattr(parsed, name)
+        if value is not None and not 0 < value < 10000:
+            parser.error(f"--{name}={value!r} is not valid: it must be greater than 0")
+    if parsed.jobs is None:
+        parsed.jobs = min(12, max(1, (os.cpu_count() or 2) // 2)) if parsed.device == "cuda" else 1
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            f"PyTorch {torch.__version__} finds no CUDA device: nothing was checked, and nothing measured. Without a "
+            "GPU, `make test` runs the kernels in Triton's interpreter"
+        )
+    if parsed.device == "cuda" and interpreted:
+        parser.error(f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels would not run on the GPU")
+    if parsed.device == "cpu" and not interpreted:
+        parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1: kernels need a GPU otherwise")
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks the kernels, then runs the benchmark; returns the exit code."""
+    start = time.monotonic()
+    parsed = parse(arguments)
+    groups = list(groups_on_gpu() if parsed.device == "cuda" else groups_on_cpu())
+    groups = [group for group in groups if not parsed.only or any(part in str(group) for part in parsed.only)]
+    if not groups:
+        print(f"--only={parsed.only!r} names no group", file=sys.stderr)
+        return 2
+    print(f"{'checked':62} {'checks':>6} {'error':>7} {'seconds':>8}   (error: largest share of what is allowed)")
+    checks, failures = 0, []
+    for group, outcome in check_all(groups, parsed.device, parsed.jobs):
+        verdict = "" if not outcome.failures else f"  {len(outcome.failures)} FAILED"
+        print(f"{group!s:62} {outcome.checks:>6} {outcome.largest:>7.2f} {outcome.seconds:>8.1f}{verdict}", flush=True)
+        checks += outcome.checks
+        failures += outcome.failures
+    for failure in failures:
+        print(f"check failed: {failure}", file=sys.stderr)
+    minutes = (time.monotonic() - start) / 60
+    print(f"{checks} comparisons passed, {len(failures)} cases failed, {minutes:.1f} minutes", flush=True)
+    code = 1 if failures else 0
+    if parsed.no_benchmark or parsed.device == "cpu":
+        return code
+    from whatwhere.scripts.benchmark.__main__ import main as benchmark
+
+    left = max(LEAST_BENCHMARK_MINUTES, parsed.minutes - minutes)
+    return max(code, benchmark(["--device", "cuda", "--minutes", f"{left:.2f}", "--output", str(parsed.output)]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
