@@ -219,6 +219,7 @@ class PoPE(PositionEncoding):
     parameters_class = PoPEParameters
     shared_class = PolarTables
     needs_key_positions = True
+    has_kernel = True
 
     def __init__(self, config: Any, parameters: PoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -260,3 +261,20 @@ class PoPE(PositionEncoding):
         query_tables = query_cos.to(query.dtype), query_sin.to(query.dtype)
         key_tables = key_cos.to(key.dtype), key_sin.to(key.dtype)
         return _Turn.apply(query, *query_tables), _Turn.apply(key, *key_tables)
+
+    def kernel_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        limits: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        from .kernel_pope import pope_attention
+
+        head = context.get("head_offset", 0)
+        shift = None if self.delta is None else self.delta()[head : head + query.shape[1]]
+        tables = (*(table.squeeze(1) for table in context[self.name]), shift)
+        return pope_attention(query, key, value, tables, limits=limits, scaling=scaling)

@@ -46,6 +46,12 @@ except ValueError as error:
     assert "Did you mean 'pope'?" in str(error), error
 else:
     raise AssertionError("a wrong name was accepted")
+try:
+    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, attn_implementation="triton")
+except ValueError as error:
+    assert "needs Triton" in str(error) or "does not serve position_encoding" in str(error), error
+else:
+    raise AssertionError("a kernel was accepted without Triton")
 assert "whatwhere" not in sys.modules
 print(json.dumps([type(base).__name__, type(classifier).__name__, model.config._attn_implementation]))
 """
@@ -91,6 +97,7 @@ def test_folder_in_a_clean_process_and_saved_again(family, encoding, tmp_path):
     prefix = type(model).__name__.removesuffix("ForCausalLM")
     assert (base, classifier) == (f"{prefix}Model", f"{prefix}ForSequenceClassification")
     assert implementation == model.config._attn_implementation
+    assert (tmp_path / "saved" / "kernel_pope.py").exists()
     before, after = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.suffix in (".py", ".safetensors")}
         for name in ("saved", "again")
