@@ -132,16 +132,14 @@ def _rotate(magnitude, cos, sin):
 
 @triton.jit
 def _visible_slots(limits, bound, bound_rows, rows, Q, K):
-    """The slots that some rows see: from `low` on, up to but without `high`; both 0 in rows from Q on."""
-    inside = rows < Q
+    """The slots that some rows see: from `low` on, up to but without `high`. Of rows from Q on, nothing is promised."""
+    low = tl.zeros_like(rows)
+    high = rows + (K - Q + 1)
     if limits is not None:
-        low = tl.load(limits + rows * 2, mask=inside, other=0)
-        high = tl.minimum(tl.load(limits + rows * 2 + 1, mask=inside, other=0), K)
-    else:
-        low = tl.zeros_like(rows)
-        high = tl.where(inside, rows + (K - Q + 1), 0)
+        low = tl.load(limits + rows * 2, mask=rows < Q, other=0)
+        high = tl.minimum(tl.load(limits + rows * 2 + 1, mask=rows < Q, other=0), K)
     if bound is not None:
-        high = tl.minimum(high, tl.load(bound + rows // bound_rows, mask=inside, other=0))
+        high = tl.minimum(high, tl.load(bound + rows // bound_rows, mask=rows < Q, other=0))
     return low, high
 
 
@@ -151,17 +149,17 @@ def _key_range(limits, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, B
 
     `full` is a multiple of BLOCK_N, or `first` with limits.
     """
+    inside = start_m + tl.arange(0, BLOCK_M) < Q
     if limits is not None:
-        some = low < high
+        some = inside & (low < high)
         first = tl.maximum(tl.min(tl.where(some, low, K)), 0) // BLOCK_N * BLOCK_N
         last = tl.max(tl.where(some, high, 0))
         full = first
     else:
         first = 0
         if bound is not None:
-            last = tl.maximum(tl.max(high), 0)
-            rows = start_m + tl.arange(0, BLOCK_M)
-            full = tl.maximum(tl.min(tl.where(rows < Q, high, K)), 0) // BLOCK_N * BLOCK_N
+            last = tl.maximum(tl.max(tl.where(inside, high, 0)), 0)
+            full = tl.maximum(tl.min(tl.where(inside, high, K)), 0) // BLOCK_N * BLOCK_N
         else:
             last = tl.minimum(start_m + BLOCK_M, Q) + (K - Q)
             full = (start_m + (K - Q + 1)) // BLOCK_N * BLOCK_N
@@ -513,8 +511,7 @@ def backward_rows_kernel(
             cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         real, imaginary = _rotate(real, cos, sin)
     grad_tile = _load(grad, grad_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    # A row from Q on has the weights of one that sees nothing: 0.
-    row_lse = tl.load(lse + head_index * Q + rows, mask=inside, other=-MASKED) * LOG2_E
+    row_lse = tl.load(lse + head_index * Q + rows, mask=inside, other=0.0) * LOG2_E
     row_delta = tl.load(delta + head_index * Q + rows, mask=inside, other=0.0)
 
     scale = scaling * LOG2_E
@@ -564,14 +561,18 @@ def _columns_rows(
     query,
     lse,
     delta,
-    grad_stride,
-    query_stride,
+    grad_head,
+    grad_row,
+    query_head,
+    query_row,
     cos_q,
     sin_q,
-    shift_cos,
-    shift_sin,
+    shift,
+    H,
+    head,
     limits,
     bound,
+    bound_blocks,
     bound_rows,
     scale,
     start_n,
@@ -580,8 +581,8 @@ def _columns_rows(
     Q,
     K,
     MASK: tl.constexpr,
+    GROUPS: tl.constexpr,
     POLAR: tl.constexpr,
-    SHIFT: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -589,32 +590,43 @@ def _columns_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds what the query rows first..last of one head contribute to the gradients of a block of keys and values."""
-    for start in range(first, last, BLOCK_M):
+    """Adds what the query rows first..last contribute to the gradients of a block of keys and values.
+
+    The pointers, and `head`, are of the first query head of the group. `first` and `last` are multiples of BLOCK_M.
+    """
+    # One loop over rows and heads: in nested loops the accumulators would be copied, which costs their registers again.
+    for index in range(first // BLOCK_M * GROUPS, last // BLOCK_M * GROUPS):
+        start = index // GROUPS * BLOCK_M
+        h = tl.cast(index % GROUPS, tl.int64)
         rows = start + tl.arange(0, BLOCK_M)
-        q = _load(query, query_stride, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+        q = _load(query + h * query_head, query_row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
         if POLAR:
             cos, sin = _phases(cos_q, sin_q, start, Q, R, BLOCK_M, BLOCK_D, False)
-            if SHIFT:
+            if shift is not None and GROUPS > 1:
+                shift_cos, shift_sin = _shift(shift, head + h, H, R, BLOCK_D)
                 cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
             q, q_imaginary = _rotate(q, cos, sin)
         # Transposed: (BLOCK_N, BLOCK_M).
         logits = dot(real, tl.trans(q), None, PRECISION)
         if POLAR:
             logits = dot(imaginary, tl.trans(q_imaginary), logits, PRECISION)
-        row_lse = tl.load(lse + rows, mask=rows < Q, other=-MASKED) * LOG2_E
+        # Rows from Q on have weights, but add nothing: their query, gradient and delta are 0.
+        row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
         weights = tl.exp2(logits * scale - row_lse[None, :])
         if MASK:
-            low, high = _visible_slots(limits, bound, bound_rows, rows, Q, K)
+            head_bound = bound
+            if bound is not None:
+                head_bound = bound + h * bound_blocks
+            low, high = _visible_slots(limits, head_bound, bound_rows, rows, Q, K)
             slots = start_n + tl.arange(0, BLOCK_N)
             seen = slots[:, None] < high[None, :]
             if limits is not None:
                 seen = seen & (slots[:, None] >= low[None, :]) & valid[:, None]
             weights = tl.where(seen, weights, 0.0)
-        grad_tile = _load(grad, grad_stride, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+        grad_tile = _load(grad + h * grad_head, grad_row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
         grad_v = dot(weights.to(grad_tile.dtype), grad_tile, grad_v, PRECISION)
         grad_weights = dot(v, tl.trans(grad_tile), None, PRECISION)
-        row_delta = tl.load(delta + rows, mask=rows < Q, other=0.0)
+        row_delta = tl.load(delta + h * Q + rows, mask=rows < Q, other=0.0)
         grad_logits = (weights * (grad_weights - row_delta[None, :])).to(q.dtype)
         grad_k = dot(grad_logits, q, grad_k, PRECISION)
         if POLAR:
@@ -630,32 +642,35 @@ def _rows_by_limits(limits, start_n, Q, K, BLOCK_N: tl.constexpr):
     for start in range(0, Q, SCAN):
         rows = start + tl.arange(0, SCAN)
         low, high = _visible_slots(limits, None, 1, rows, Q, K)
-        some = (low < high) & (low < start_n + BLOCK_N) & (high > start_n)
+        some = (rows < Q) & (low < high) & (low < start_n + BLOCK_N) & (high > start_n)
         first_of = tl.where(some, tl.minimum(first_of, rows), first_of)
         last_of = tl.where(some, rows + 1, last_of)
     return tl.minimum(tl.min(first_of), Q), tl.max(last_of)
 
 
 @triton.jit
-def _rows_by_bound(bound, bound_blocks, bound_rows, start_n, Q, K, BLOCK_N: tl.constexpr):
-    """As `_rows_by_limits`, for a bound; from row `full` on, all rows see all keys of the block as far as it goes."""
+def _rows_by_bound(
+    bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """As `_rows_by_limits`, for the bounds of some heads; from row `full` on, all rows see all keys of the block."""
     first_of = tl.full([SCAN], 2147483647, dtype=tl.int32)
     last_of = tl.zeros([SCAN], dtype=tl.int32)
     full_of = tl.zeros([SCAN], dtype=tl.int32)
-    for start in range(0, bound_blocks, SCAN):
-        blocks = start + tl.arange(0, SCAN)
-        inside = blocks < bound_blocks
-        high = tl.load(bound + blocks, mask=inside, other=0)
+    for start in range(0, bound_blocks * GROUPS, SCAN):
+        entries = start + tl.arange(0, SCAN)
+        inside = entries < bound_blocks * GROUPS
+        rows = entries % bound_blocks * bound_rows
+        high = tl.load(bound + entries, mask=inside, other=0)
         some = inside & (high > start_n)
-        first_of = tl.where(some, tl.minimum(first_of, blocks * bound_rows), first_of)
-        last_of = tl.where(some, (blocks + 1) * bound_rows, last_of)
+        first_of = tl.where(some, tl.minimum(first_of, rows), first_of)
+        last_of = tl.where(some, tl.maximum(last_of, rows + bound_rows), last_of)
         # Keys from K on do not count.
         part = inside & (high < tl.minimum(start_n + BLOCK_N, K))
-        full_of = tl.where(part, (blocks + 1) * bound_rows, full_of)
+        full_of = tl.where(part, tl.maximum(full_of, rows + bound_rows), full_of)
     return tl.minimum(tl.min(first_of), Q), tl.minimum(tl.max(full_of), Q), tl.minimum(tl.max(last_of), Q)
 
 
-@triton.jit(do_not_specialize=["G", "groups", "Q", "K", "bound_blocks", "bound_rows"])
+@triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_columns_kernel(
     grad,
     query,
@@ -676,7 +691,6 @@ def backward_columns_kernel(
     shift,
     scaling,
     G,
-    groups,
     Q,
     K,
     bound_blocks,
@@ -695,8 +709,8 @@ def backward_columns_kernel(
     value_row,
     phase_q_batch,
     phase_k_batch,
+    GROUPS: tl.constexpr,
     POLAR: tl.constexpr,
-    SHIFT: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -704,7 +718,10 @@ def backward_columns_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: the gradients of BLOCK_N keys and values of one key head, from all rows of its query heads."""
+    """One program: the gradients of BLOCK_N keys and values of one key head, from all rows of its GROUPS query heads.
+
+    The shift is on the phases of the queries; but with one query head, it is put on the keys, once a program.
+    """
     blocks = tl.cdiv(K, BLOCK_N)
     # The oldest keys are seen most, and begin first.
     start_n = tl.program_id(0) % blocks * BLOCK_N
@@ -713,8 +730,10 @@ def backward_columns_kernel(
     g = head_index % G
     key += b * key_batch + g * key_head
     value += b * value_batch + g * value_head
-    grad += b * grad_batch
-    query += b * query_batch
+    grad += b * grad_batch + g * GROUPS * grad_head
+    query += b * query_batch + g * GROUPS * query_head
+    lse += head_index * GROUPS * Q
+    delta += head_index * GROUPS * Q
     slots = start_n + tl.arange(0, BLOCK_N)
     valid = slots < K
     if limits is not None:
@@ -729,59 +748,55 @@ def backward_columns_kernel(
         cos_k += b * phase_k_batch
         sin_k += b * phase_k_batch
         cos, sin = _phases(cos_k, sin_k, start_n, K, R, BLOCK_N, BLOCK_D, False)
+        if shift is not None and GROUPS == 1:
+            shift_cos, shift_sin = _shift(shift, g, G, R, BLOCK_D)
+            cos, sin = _turned_back(cos, sin, shift_cos, -shift_sin)
         real, imaginary = _rotate(real, cos, sin)
     v = _load(value, value_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
 
     if limits is not None:
-        first_row, last_row = _rows_by_limits(limits, start_n, Q, K, BLOCK_N)
-        full_row = last_row
+        first, last = _rows_by_limits(limits, start_n, Q, K, BLOCK_N)
+        full = last
     else:
-        first_row = tl.maximum(start_n - (K - Q), 0)
-        full_row = tl.minimum(tl.maximum(tl.minimum(start_n + BLOCK_N, K) - 1 - (K - Q), 0), Q)
-        last_row = Q
+        first = tl.maximum(start_n - (K - Q), 0)
+        full = tl.maximum(tl.minimum(start_n + BLOCK_N, K) - 1 - (K - Q), 0)
+        last = Q
+    if bound is not None:
+        bound += head_index * GROUPS * bound_blocks
+        bound_first, bound_full, bound_last = _rows_by_bound(
+            bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_N
+        )
+        first = tl.maximum(first, bound_first)
+        full = tl.maximum(full, bound_full)
+        last = tl.minimum(last, bound_last)
+    first = first // BLOCK_M * BLOCK_M
+    last = tl.cdiv(last, BLOCK_M) * BLOCK_M
+    full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_M) * BLOCK_M, first), last)
 
     scale = scaling * LOG2_E
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     grad_k_imaginary = grad_k
     grad_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    for h in range(0, groups):
-        head = g * groups + h
-        row_index = (b * G * groups + head) * Q
-        first = first_row
-        full = full_row
-        last = last_row
-        head_bound = bound
-        if bound is not None:
-            head_bound = bound + (b * G * groups + head) * bound_blocks
-            bound_first, bound_full, bound_last = _rows_by_bound(
-                head_bound, bound_blocks, bound_rows, start_n, Q, K, BLOCK_N
-            )
-            first = tl.maximum(first, bound_first)
-            full = tl.maximum(full, bound_full)
-            last = tl.minimum(last, bound_last)
-        first = first // BLOCK_M * BLOCK_M
-        full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_M) * BLOCK_M, first), last)
-        shift_cos = 0.0
-        shift_sin = 0.0
-        if SHIFT:
-            shift_cos, shift_sin = _shift(shift, head, G * groups, R, BLOCK_D)
+    grad_k, grad_k_imaginary, grad_v = _columns_rows(
+        grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid, grad, query, lse, delta,
+        grad_head, grad_row, query_head, query_row, cos_q, sin_q, shift, G * GROUPS, g * GROUPS,
+        limits, bound, bound_blocks, bound_rows, scale, start_n, first, full, Q, K,
+        True, GROUPS, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if limits is None:
         grad_k, grad_k_imaginary, grad_v = _columns_rows(
-            grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid,
-            grad + head * grad_head, query + head * query_head, lse + row_index, delta + row_index,
-            grad_row, query_row, cos_q, sin_q, shift_cos, shift_sin, limits, head_bound, bound_rows, scale,
-            start_n, first, full, Q, K, True, POLAR, SHIFT, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
+            grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid, grad, query, lse, delta,
+            grad_head, grad_row, query_head, query_row, cos_q, sin_q, shift, G * GROUPS, g * GROUPS,
+            limits, bound, bound_blocks, bound_rows, scale, start_n, full, last, Q, K,
+            False, GROUPS, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        if limits is None:
-            grad_k, grad_k_imaginary, grad_v = _columns_rows(
-                grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid,
-                grad + head * grad_head, query + head * query_head, lse + row_index, delta + row_index,
-                grad_row, query_row, cos_q, sin_q, shift_cos, shift_sin, limits, head_bound, bound_rows, scale,
-                start_n, full, last, Q, K, False, POLAR, SHIFT, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
 
     grad_k *= scaling
     if POLAR:
         cos, sin = _phases(cos_k, sin_k, start_n, K, R, BLOCK_N, BLOCK_D, False)
+        if shift is not None and GROUPS == 1:
+            shift_cos, shift_sin = _shift(shift, g, G, R, BLOCK_D)
+            cos, sin = _turned_back(cos, sin, shift_cos, -shift_sin)
         grad_k = grad_k * cos + grad_k_imaginary * scaling * sin
     if initial_key is not None:
         grad_k += _load(initial_key + head_index * K * D, D, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
@@ -1215,10 +1230,10 @@ def flash_backward_columns(
             backward_columns_kernel,
             lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
             tiles or _candidates(_COLUMNS, query.dtype, D, polar is not None),
-            _key(query, R, limits, start, initial_key, tables[-1]),
+            (*_key(query, R, limits, start, initial_key, tables[-1]), H // G),
             (grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_key, grad_value, limits, start)
-            + (initial_key, initial_value, *tables, scaling, G, H // G, Q, K, bound_blocks, bound_rows, *strides),
-            _constants(query, polar, R) | {"SHIFT": tables[-1] is not None},
+            + (initial_key, initial_value, *tables, scaling, G, Q, K, bound_blocks, bound_rows, *strides),
+            _constants(query, polar, R) | {"GROUPS": H // G},
         )
     return grad_key, grad_value
 
@@ -1309,12 +1324,12 @@ Variant = tuple[str, Any, dict[str, str], dict[str, Any], Tiles]
 
 
 def _variant(
-    name: str, kernel: Any, tiles: Tiles, dtype: torch.dtype, D: int, R: int = 0, without: Sequence[str] = (), **types: str
+    name: str, kernel: Any, tiles: Tiles, dtype: torch.dtype, D: int, R: int = 0, without: Sequence[str] = (), groups: int = 1, **types: str
 ) -> Variant:
     """A kernel for inputs of some type and head dim; `without` names the optional pointers that are None."""
     constants = {
         "POLAR": R > 0,
-        "SHIFT": R > 0 and "shift" not in without,
+        "GROUPS": groups,
         "D": D,
         "R": R,
         "PRECISION": "ieee",

@@ -1,0 +1,230 @@
+"""PoPE's operators on the Triton kernels, run by Triton's interpreter: against float64, and as PyTorch operators."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from whatwhere import kernel_launch, kernel_pope
+from whatwhere.kernel_pope import pope_attention
+
+pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
+
+# B, H, G, Q, K, D, R
+SHAPES = {
+    "one-row": (2, 2, 1, 1, 40, 16, 16),
+    "square-63": (1, 2, 2, 63, 63, 40, 20),
+    "grouped-longer-keys": (2, 4, 2, 20, 45, 16, 16),
+    "square-100": (1, 2, 1, 100, 100, 64, 64),
+}
+SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def inputs(shape, dtype=torch.float32, *, shifted=True, per_entry=False):
+    """query, key, value, the five tables."""
+    B, H, G, Q, K, D, R = shape
+    query = torch.rand(B, Q, H, D).to(dtype).transpose(1, 2).requires_grad_()
+    key = torch.rand(B, K, G, D).to(dtype).transpose(1, 2).requires_grad_()
+    value = torch.randn(B, G, K, D).to(dtype).requires_grad_()
+    positions = torch.arange(K).repeat(B if per_entry else 1, 1)
+    positions = positions + 10 * torch.arange(positions.shape[0])[:, None]
+    phases = positions[..., None] * 100.0 ** (-torch.arange(R) / R)
+    cos, sin = phases.cos(), phases.sin()
+    shift = (-2 * math.pi * torch.rand(H, R)).requires_grad_() if shifted else None
+    return query, key, value, (cos[:, K - Q :], sin[:, K - Q :], cos, sin, shift)
+
+
+def padding_limits(B, Q, K):
+    """Left padding in the first entry, right padding in the others."""
+    valid = torch.ones(B, K, dtype=torch.bool)
+    valid[0, : K // 3] = False
+    valid[1:, K - K // 5 :] = False
+    high = (torch.arange(Q) + K - Q + 1) * valid[:, K - Q :]
+    limits = torch.zeros(B, 1, Q + K, 2, dtype=torch.int32)
+    limits[:, 0, :Q, 1] = high
+    limits[:, 0, Q:, 0] = valid
+    return limits
+
+
+def reference(query, key, value, tables, limits, scaling):
+    """Eq. 5 as a full matrix, one channel at a time, in the type of the inputs."""
+    H, Q, K = query.shape[1], query.shape[2], key.shape[2]
+    groups = H // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    cos_q, sin_q, cos_k, sin_k, shift = tables
+    query_phase = torch.atan2(sin_q.double(), cos_q.double())[:, None]
+    key_phase = torch.atan2(sin_k.double(), cos_k.double())[:, None]
+    R = cos_q.shape[-1]
+    logits = query[..., R:] @ key[..., R:].mT
+    for c in range(R):
+        phase = key_phase[..., None, :, c] - query_phase[..., :, None, c]
+        if shift is not None:
+            phase = phase + shift[:, c, None, None]
+        logits = logits + query[..., c, None] * key[..., None, :, c] * phase.cos()
+    slots = torch.arange(K)
+    if limits is None:
+        visible = slots <= torch.arange(Q)[:, None] + K - Q
+    else:
+        visible = (slots < limits[:, :, :Q, 1:]) & (limits[:, :, None, Q:, 0] != 0)
+    logits = (logits * scaling).masked_fill(~visible, -1e30)
+    return logits.softmax(-1) * visible.any(-1, keepdim=True) @ value
+
+
+def close(actual, expected, tolerance=2e-5):
+    assert not expected.isnan().any(), "the reference is NaN"
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def wanted(query, key, value, tables):
+    return [tensor for tensor in (query, key, value, tables[-1]) if tensor is not None]
+
+
+def doubled(query, key, value, tables):
+    double = [None if t is None else t.detach().double().requires_grad_() for t in (query, key, value, tables[-1])]
+    return (*double[:3], (*tables[:4], double[3]))
+
+
+@SHAPE
+@pytest.mark.parametrize("per_entry", [False, True], ids=["one-table", "table-per-entry"])
+@pytest.mark.parametrize("shifted", [True, False], ids=["shift", "no-shift"])
+@pytest.mark.parametrize("padded", [False, True], ids=["causal", "padding"])
+def test_equals_the_formula(shape, padded, shifted, per_entry):
+    arguments = inputs(shape, shifted=shifted, per_entry=per_entry)
+    limits = padding_limits(shape[0], shape[3], shape[4]) if padded else None
+    out = pope_attention(*arguments, limits=limits, scaling=0.4)
+    grad = torch.randn(out.shape)
+    actual = torch.autograd.grad(out, wanted(*arguments), grad)
+    copies = doubled(*arguments)
+    expected_out = reference(*copies, limits, 0.4)
+    close(out, expected_out)
+    expected = torch.autograd.grad(expected_out, wanted(*copies), grad.double())
+    for one, other in zip(actual, expected):
+        close(one, other, 5e-5)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("shifted", [True, False])
+def test_decoding_equals_the_last_row(shifted, limited):
+    """Without a gradient the keys are split over programs."""
+    shape = (2, 4, 2, 1, 50, 16, 8)
+    arguments = inputs(shape, shifted=shifted, per_entry=True)
+    limits = padding_limits(2, 1, 50) if limited else None
+    with torch.no_grad():
+        out = pope_attention(*arguments, limits=limits, scaling=0.4)
+    close(out, reference(*doubled(*arguments), limits, 0.4))
+    detached = [tensor.detach() for tensor in arguments[:3]]
+    tables = tuple(None if table is None else table.detach() for table in arguments[3])
+    assert torch.equal(pope_attention(*detached, tables, limits=limits, scaling=0.4), out)
+
+
+def test_decoding_with_a_gradient():
+    arguments = inputs((1, 2, 1, 1, 30, 16, 16))
+    pope_attention(*arguments, scaling=0.4).sum().backward()
+    assert all(tensor.grad is not None for tensor in wanted(*arguments))
+
+
+# The interpreter cuts bfloat16 off where a GPU rounds.
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 5), (torch.float16, 2)], ids=["bfloat16", "float16"])
+def test_low_precision(dtype, factor):
+    """Errors at most a small multiple of those of PyTorch's own operations in the same type."""
+    arguments = inputs((1, 2, 1, 40, 40, 32, 32), dtype)
+    out = pope_attention(*arguments, scaling=0.3)
+    assert out.dtype == dtype
+    grad = torch.randn(out.shape).to(dtype)
+    copies = doubled(*arguments)
+    exact = reference(*copies, None, 0.3)
+    gradients = torch.autograd.grad(exact, wanted(*copies), grad.double())
+
+    cos_q, sin_q, cos_k, sin_k, shift = arguments[3]
+    leaf = [tensor.detach().requires_grad_() for tensor in (*arguments[:3], shift)]
+    phase = torch.atan2(sin_q, cos_q) - leaf[3][:, None]
+    query = torch.cat((leaf[0] * phase.cos().to(dtype), leaf[0] * phase.sin().to(dtype)), -1)
+    key = torch.cat((leaf[1] * cos_k.to(dtype), leaf[1] * sin_k.to(dtype)), -1)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        query, key, leaf[2], is_causal=True, scale=0.3, enable_gqa=True
+    )
+    actual = (out, *torch.autograd.grad(out, wanted(*arguments), grad))
+    theirs = (plain, *torch.autograd.grad(plain, leaf, grad))
+    for one, other, expected in zip(actual, theirs, (exact, *gradients)):
+        error = (one.double() - expected).norm()
+        assert error <= factor * (other.double() - expected).norm()
+
+
+def test_rows_that_see_nothing():
+    arguments = inputs((1, 2, 1, 20, 20, 16, 16))
+    limits = torch.zeros(1, 1, 40, 2, dtype=torch.int32)
+    out = pope_attention(*arguments, limits=limits, scaling=1.0)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros_like(out))
+    for tensor in wanted(*arguments):
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("limited", [True, False])
+def test_operators(shifted, limited):
+    query, key, value, (*phases, shift) = inputs((2, 2, 1, 12, 20, 16, 8), shifted=shifted)
+    limits = padding_limits(2, 12, 20) if limited else None
+    torch.library.opcheck(kernel_pope._forward, (query, key, value, *phases, shift, limits, 0.3))
+    one = [tensor.detach() for tensor in (query[:, :, :1], key, value)]
+    first = [phases[0][:, :1], phases[1][:, :1], *phases[2:]]
+    step = padding_limits(2, 1, 20) if limited else None
+    constant = None if shift is None else shift.detach()
+    torch.library.opcheck(kernel_pope._decode, (*one, *first, constant, step, 0.3))
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_compiles(shifted):
+    arguments = inputs((1, 2, 1, 20, 20, 16, 8), shifted=shifted)
+    compiled = torch.compile(pope_attention, fullgraph=True, backend="aot_eager")
+    out = pope_attention(*arguments, scaling=0.3)
+    same = compiled(*arguments, scaling=0.3)
+    close(same, out)
+    for one, other in zip(
+        torch.autograd.grad(same.sum(), wanted(*arguments)), torch.autograd.grad(out.sum(), wanted(*arguments))
+    ):
+        close(one, other)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_exports(rows):
+    query, key, value, tables = inputs((1, 2, 1, rows, 20, 16, 8))
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key, value, phases, shift):
+            return pope_attention(query, key, value, (*phases, shift), scaling=0.3)
+
+    arguments = (query.detach(), key.detach(), value.detach(), tables[:4], tables[4].detach())
+    with torch.no_grad():
+        program = torch.export.export(Attention(), arguments)
+        close(program.module()(*arguments), Attention()(*arguments))
+
+
+def test_autocast():
+    arguments = inputs((1, 2, 1, 20, 20, 16, 16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = pope_attention(*arguments, scaling=0.3)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert all(tensor.grad.dtype == torch.float32 for tensor in wanted(*arguments))
+    close(out, reference(*doubled(*arguments), None, 0.3), 3e-2)
+
+
+def test_second_derivative_is_refused():
+    query, key, value, tables = inputs((1, 1, 1, 8, 8, 16, 16))
+    out = pope_attention(query, key, value, tables, scaling=1.0)
+    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        grad.sum().backward()
+
+
+def test_wrong_arguments():
+    query, key, value, (*phases, shift) = inputs((1, 2, 1, 8, 10, 16, 16))
+    with pytest.raises(ValueError, match="tables="):
+        pope_attention(query, key, value, (*phases[2:], *phases[2:], shift), scaling=1.0)
+    with pytest.raises(ValueError, match="shift="):
+        pope_attention(query, key, value, (*phases, shift[:, :3]), scaling=1.0)
+    with pytest.raises(ValueError, match="no gradient"):
+        pope_attention(query, key, value, (phases[0].requires_grad_(), *phases[1:], shift), scaling=1.0)
