@@ -51,6 +51,9 @@ class PoPEParameters(Parameters):
 # Positions whose cosines and sines a model keeps on a CPU: at 64 channels a table has 64 MiB.
 KEPT_POSITIONS = 131072
 
+# A decoding step on a CPU multiplies so many numbers of keys per thread at once: about what stays in a core's cache.
+CHUNK_NUMBERS = 1 << 18
+
 
 def rotated_channels(config: Any, parameters: PoPEParameters) -> int:
     """Returns R, the number of polar channels of a head."""
@@ -180,6 +183,10 @@ class PolarTables(SharedPositionEncoding):
             return self._compute(positions[:, None])
         if self.kept is None or self.kept[0].shape[0] < length:
             self.kept = self._compute(torch.arange(min(KEPT_POSITIONS, max(256, 2 * length))))
+        first = int(positions[0, 0])
+        if first >= 0 and torch.equal(positions, torch.arange(first, first + positions.shape[1])[None]):
+            consecutive = slice(first, first + positions.shape[1])
+            return self.kept[0][None, None, consecutive], self.kept[1][None, None, consecutive]
         # Slots that are masked may have a negative position, of which nothing depends.
         rows = positions.clamp(min=0)[:, None]
         return self.kept[0][rows], self.kept[1][rows]
@@ -255,12 +262,23 @@ class PoPE(PositionEncoding):
             delta = self.delta()[head : head + query.shape[1], None]
             delta_cos, delta_sin = delta.cos(), delta.sin()
             query_cos, query_sin = (
-                query_cos * delta_cos + query_sin * delta_sin,
-                query_sin * delta_cos - query_cos * delta_sin,
+                torch.addcmul(query_cos * delta_cos, query_sin, delta_sin),
+                torch.addcmul(query_sin * delta_cos, query_cos, delta_sin, value=-1),
             )
         query_tables = query_cos.to(query.dtype), query_sin.to(query.dtype)
+        if self._decodes(query):
+            return _decoding_logits(query, key, query_tables, (key_cos, key_sin))
         key_tables = key_cos.to(key.dtype), key_sin.to(key.dtype)
         return _Turn.apply(query, *query_tables), _Turn.apply(key, *key_tables)
+
+    def _decodes(self, query: torch.Tensor) -> bool:
+        """True for one new token on a CPU, where to write all keys turned would take longer than the attention."""
+        return (
+            query.shape[2] == 1
+            and query.device.type == "cpu"
+            and self.config._attn_implementation in ("auto", "sdpa", "blockwise")
+            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        )
 
     def kernel_attention(
         self,
@@ -278,3 +296,40 @@ class PoPE(PositionEncoding):
         shift = None if self.delta is None else self.delta()[head : head + query.shape[1]]
         tables = (*(table.squeeze(1) for table in context[self.name]), shift)
         return pope_attention(query, key, value, tables, limits=limits, scaling=scaling)
+
+
+def _decoding_logits(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_tables: tuple[torch.Tensor, torch.Tensor],
+    key_tables: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiplies one query (B, H, 1, D) with all keys (B, G, K, D), some at a time, and never writes keys turned.
+
+    The tables are cos and sin, as in `_Turn`.
+
+    Returns the products in place of keys, (B, G, K, n), n = H / G, and in place of queries, (B, H, 1, n), unit vectors:
+    the i-th query of a group takes the i-th product. To the attention function they are queries and keys.
+    """
+    B, G, K, D = key.shape
+    R, n = query_tables[0].shape[-1], query.shape[1] // G
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    real, imaginary = ((query[..., :R] * table).to(dtype).reshape(B, G, n, R) for table in query_tables)
+    plain = query[..., R:].to(dtype).reshape(B, G, n, D - R)
+    products = key.new_empty(B, G, K, n)
+    step = max(1, CHUNK_NUMBERS * torch.get_num_threads() // (B * G * R))
+    with torch.autocast("cpu", enabled=False):
+        for start in range(0, K, step):
+            slots = slice(start, start + step)
+            cos, sin = (table[:, :, slots] for table in key_tables)
+            polar = key[:, :, slots, :R]
+            if n == 1:
+                # With one query to a key, to turn the query back by each key's phase takes fewer passes.
+                product = (cos * real).addcmul_(sin, imaginary).mul_(polar).sum(-1, keepdim=True)
+            else:
+                product = (polar * cos) @ real.transpose(2, 3) + (polar * sin) @ imaginary.transpose(2, 3)
+            if R < D:
+                product += key[:, :, slots, R:].to(dtype) @ plain.transpose(2, 3)
+            products[:, :, slots] = product
+    units = torch.eye(n, dtype=query.dtype).expand(B, G, n, n).reshape(B, G * n, 1, n)
+    return units, products

@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import whatwhere.position_pope
 from oracles import pope_attention
 from tiny import causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere.attention import eager_attention_forward
 from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
-from whatwhere.position_pope import _BoundedPhase, pope_frequencies
+from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, _BoundedPhase, pope_frequencies
 
 PARAMETERS = [
     {},
@@ -116,3 +118,57 @@ def test_shifting_all_positions_changes_nothing():
         logits = model(ids).logits
         shifted = model(ids, position_ids=torch.arange(12)[None] + 1000).logits
     torch.testing.assert_close(shifted, logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=lambda heads: f"H{heads[0]}G{heads[1]}")
+@pytest.mark.parametrize("parameters", [{}, {"use_delta": False}, {"partial_rotary_factor": 0.5}], ids=str)
+def test_decoding_multiplies_as_turned_keys_do(parameters, heads, dtype, monkeypatch):
+    # Several chunks of keys, and positions that differ in the batch.
+    monkeypatch.setattr(whatwhere.position_pope, "CHUNK_NUMBERS", 500)
+    fields = {"hidden_size": 8 * heads[0], "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    config = tiny_config("llama", "pope", position_encoding_parameters=parameters, **fields)
+    config._attn_implementation = "sdpa"
+    encoding = PoPE(config, PoPEParameters(**parameters), 0).eval().to(dtype)
+    if encoding.delta is not None:
+        torch.nn.init.uniform_(encoding.delta.weight, -6, -0.1)
+    query, key = torch.rand(2, heads[0], 1, 8, dtype=dtype), torch.rand(2, heads[1], 100, 8, dtype=dtype)
+    for key_positions in (torch.arange(7, 107)[None], torch.stack((torch.arange(100), torch.arange(-30, 70)))):
+        context = {"query_positions": key_positions[:, -1:], "key_positions": key_positions}
+        context["pope"] = PolarTables(config, encoding.parameters_)(query, context)
+        with torch.no_grad():
+            found_query, found_key = encoding.rotate_cached(query, key, context)
+            turned = [part.double() for part in encoding.train().rotate_cached(query, key, context)]
+            encoding.eval()
+        assert found_key.shape == (2, heads[1], 100, heads[0] // heads[1])
+        assert found_query.dtype == found_key.dtype == dtype
+        groups = heads[0] // heads[1]
+        products = [
+            one.double() @ other.double().repeat_interleave(groups, 1).transpose(2, 3)
+            for one, other in ((found_query, found_key), turned)
+        ]
+        tolerance = 1e-6 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(*products, rtol=tolerance, atol=tolerance)
+
+
+def test_decoding_writes_no_turned_keys():
+    class Largest(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.found = max(self.found, out.untyped_storage().nbytes() // out.element_size())
+            return out
+
+    config = tiny_config("llama", "pope")
+    config._attn_implementation = "sdpa"
+    encoding = PoPE(config, PoPEParameters(), 0).eval()
+    positions = torch.arange(60000)[None]
+    context = {"query_positions": positions[:, -1:], "key_positions": positions}
+    context["pope"] = PolarTables(config, encoding.parameters_)(positions, context)
+    query, key = torch.rand(1, 4, 1, 8), torch.rand(8, 2, 60000, 8)
+    with torch.no_grad(), Largest() as mode:
+        encoding.rotate_cached(query.expand(8, -1, -1, -1), key, context)
+    # Views of the keys have their storage.
+    assert mode.found <= key.numel()
