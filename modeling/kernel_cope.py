@@ -90,9 +90,11 @@ def _visible(limits, batch, columns, low, high, Q, K, LIMITS: tl.constexpr):
 
 
 @triton.jit
-def _tile(base, index, stride, count, channels, D):
+def _tile(base, index, stride, count, channels, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Loads rows `index` of a (count, D) matrix, zeros outside: (len(index), BLOCK_D)."""
-    mask = (index < count)[:, None] & (channels < D)[None, :]
+    mask = (index < count)[:, None]
+    if D != BLOCK_D:
+        mask = mask & (channels < D)[None, :]
     return tl.load(base + index.to(tl.int64)[:, None] * stride + channels[None, :], mask=mask, other=0.0)
 
 
@@ -107,16 +109,76 @@ def _counts(gates, counted, BITS: tl.constexpr):
 
 
 @triton.jit
-def _interpolate(values, position, seen, P, BITS: tl.constexpr):
+def _triangle(like, BLOCK_N: tl.constexpr, NEWER: tl.constexpr):
+    """Ones where a sum over a block of keys includes a key: those up to it, or, with NEWER, those from it on.
+
+    Products with it are running sums that stay in the layout of the logits.
+    """
+    keys = tl.arange(0, BLOCK_N)
+    if NEWER:
+        included = keys[:, None] >= keys[None, :]
+    else:
+        included = keys[:, None] <= keys[None, :]
+    # By way of float32: the interpreter takes a bool for the bits of a bfloat16.
+    return included.to(tl.float32).to(like)
+
+
+@triton.jit
+def _running_counts(counts, triangle):
+    """Exact sums of fixed-point counts along a row; `triangle` in float16, which has 11 bits and so takes two parts."""
+    upper = dot((counts >> 11).to(tl.float16), triangle, None, "ieee")
+    lower = dot((counts & 2047).to(tl.float16), triangle, None, "ieee")
+    return (upper.to(tl.int32) << 11) + lower.to(tl.int32)
+
+
+@triton.jit
+def _running_sums(terms, triangle):
+    """Sums of float32 terms along a row: in float32 with such a triangle, with 16 bits of each term with bfloat16."""
+    if triangle.dtype == tl.float32:
+        return dot(terms, triangle, None, "ieee")
+    else:
+        leading = terms.to(tl.bfloat16)
+        rest = (terms - leading.to(tl.float32)).to(tl.bfloat16)
+        return dot(rest, triangle, dot(leading, triangle, None, "ieee"), "ieee")
+
+
+@triton.jit
+def _pack(first, second):
+    """Two float32 as one int64: scattered pairs are read and written at once."""
+    low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+
+
+@triton.jit
+def _unpack(pair):
+    """The two float32 of `_pack`."""
+    first = (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return first, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _interpolate(values, position, seen, BITS: tl.constexpr):
     """Returns floor, fraction, z[floor] and z[floor + 1] - z[floor] at fixed-point positions 0 to P - 1.
 
     At P - 1 the step is 0.
     """
     floor = position >> BITS
     fraction = (position & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS))
-    below = tl.load(values + floor, mask=seen, other=0.0)
-    above = tl.load(values + tl.minimum(floor + 1, P - 1), mask=seen, other=0.0)
-    return floor, fraction, below, above - below
+    below, step = _unpack(tl.load(values + floor, mask=seen, other=0))
+    return floor, fraction, below, step
+
+
+@triton.jit
+def _table_product(q, table, columns, channels, D: tl.constexpr, P, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """q (BLOCK_M, BLOCK_D) times some columns of the table (D, P)."""
+    mask = (channels < D)[:, None] & (columns < P)[None, :]
+    e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0)
+    if SPLIT:
+        leading = e.to(q.dtype)
+        rest = (e - leading.to(tl.float32)).to(q.dtype)
+        return dot(q, rest, dot(q, leading, None, PRECISION), PRECISION)
+    else:
+        return dot(q, e.to(q.dtype), None, PRECISION)
 
 
 @triton.jit
@@ -129,18 +191,18 @@ def _position_values(
     stride_qm,
     scale,
     H,
-    D,
     P,
     first_row,
     chunk_rows,
     row_count,
+    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """values (B * H, chunk_rows, P) = scale * query (rows from first_row) @ table (D, P), float32.
+    """values (B * H, chunk_rows, P): pairs of z and its step to the next position, z = scale * q.e, rows from first_row.
 
     SPLIT: the table is float32 and the query is not; it is used as a sum of two numbers of the query's type.
     """
@@ -149,17 +211,12 @@ def _position_values(
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.arange(0, BLOCK_D)
     base = query + (member // H) * stride_qb + (member % H) * stride_qh
-    q = _tile(base, first_row + local, stride_qm, row_count, channels, D)
+    q = _tile(base, first_row + local, stride_qm, row_count, channels, D, BLOCK_D)
     mask = (channels < D)[:, None] & (columns < P)[None, :]
-    e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0)
-    if SPLIT:
-        leading = e.to(q.dtype)
-        rest = (e - leading.to(tl.float32)).to(q.dtype)
-        z = dot(q, rest, dot(q, leading, None, PRECISION), PRECISION)
-    else:
-        z = dot(q, e.to(q.dtype), None, PRECISION)
+    z = _table_product(q, table, columns, channels, D, P, SPLIT, PRECISION)
+    after = _table_product(q, table, tl.minimum(columns + 1, P - 1), channels, D, P, SPLIT, PRECISION)
     to = values + (member * chunk_rows + local.to(tl.int64))[:, None] * P + columns[None, :]
-    tl.store(to, z * scale, mask=(local < chunk_rows)[:, None] & (columns < P)[None, :])
+    tl.store(to, _pack(z * scale, (after - z) * scale), mask=(local < chunk_rows)[:, None] & (columns < P)[None, :])
 
 
 @triton.jit
@@ -194,7 +251,6 @@ def _window_forward(
     G,
     Q,
     K,
-    D,
     P,
     first_row,
     chunk_rows,
@@ -204,6 +260,7 @@ def _window_forward(
     SHARED: tl.constexpr,
     GATE: tl.constexpr,
     BITS: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -219,7 +276,7 @@ def _window_forward(
     channels = tl.arange(0, BLOCK_D)
     low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, SHARED)
     high = tl.where(inside, high, 0)
-    q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, row_count, channels, D)
+    q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, row_count, channels, D, BLOCK_D)
     group = head // (H // G)
     key += batch * stride_kb + group * stride_kh
     value += batch * stride_vb + group * stride_vh
@@ -237,13 +294,14 @@ def _window_forward(
     weight = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     pending = tl.max(sees.to(tl.int32))
+    newer = _triangle(tl.float16, BLOCK_N, True)
     while (pending > 0) & (block * BLOCK_N + BLOCK_N > bottom):
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = _tile(key, columns, stride_kn, K, channels, D)
+        k = _tile(key, columns, stride_kn, K, channels, D, BLOCK_D)
         logits = dot(q, tl.trans(k), None, PRECISION) * scaling
         seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS)
         if GATE:
-            opening = dot(q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D)), None, PRECISION)
+            opening = dot(q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D, BLOCK_D)), None, PRECISION)
             gates = tl.sigmoid(opening * scaling)
         else:
             gates = tl.sigmoid(logits)
@@ -251,14 +309,14 @@ def _window_forward(
         counting = count < last
         stopped = tl.where(counting & sees, block * BLOCK_N, stopped)
         counts = _counts(gates, seen & counting[:, None], BITS)
-        position = tl.minimum(tl.cumsum(counts, 1, reverse=True) + count[:, None], last)
-        _, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
+        position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
+        _, fraction, below, step = _interpolate(z[:, None], position, seen, BITS)
         logits = tl.where(seen, logits + below + fraction * step, MASKED)
         top = tl.maximum(maximum, tl.max(logits, 1))
         shrink = tl.exp(maximum - top)
         weights = tl.where(seen, tl.exp(logits - top[:, None]), 0.0)
         weight = weight * shrink + tl.sum(weights, 1)
-        v = _tile(value, columns, stride_vn, K, channels, D)
+        v = _tile(value, columns, stride_vn, K, channels, D, BLOCK_D)
         sums = dot(weights.to(v.dtype), v, sums * shrink[:, None], PRECISION)
         maximum = top
         count += tl.sum(counts, 1)
@@ -274,7 +332,8 @@ def _window_forward(
     tl.store(lse + flat, tl.where(some, maximum + tl.log(tl.where(some, weight, 1.0)), NOTHING), mask=inside)
     tl.store(total + flat, count, mask=inside)
     tl.store(stop + flat, stopped, mask=inside)
-    tl.store(constant + flat, tl.load(z + P - 1, mask=inside, other=0.0), mask=inside)
+    at_last, _ = _unpack(tl.load(z + P - 1, mask=inside, other=0))
+    tl.store(constant + flat, at_last, mask=inside)
     this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
     tl.store(start + this, (block + 1) * BLOCK_N)
     tl.store(end + this, tl.max(high))
@@ -296,8 +355,7 @@ def _window_rows(
     stop,
     total,
     grad_query,
-    level_sums,
-    level_fractions,
+    levels,
     carried_count,
     carried_slope,
     stride_ob,
@@ -320,7 +378,6 @@ def _window_rows(
     G,
     Q,
     K,
-    D,
     P,
     first_row,
     chunk_rows,
@@ -328,6 +385,7 @@ def _window_rows(
     LIMITS: tl.constexpr,
     GATE: tl.constexpr,
     BITS: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -335,8 +393,8 @@ def _window_rows(
 ):
     """dq of the window of one block of rows, prefix sums of dL per level, carries per key block; all float32.
 
-    grad_query (B * H, chunk_rows, D); level_sums, level_fractions (B * H, chunk_rows, P), zero where nothing is
-    written; carries (B * H, key blocks, chunk_rows).
+    grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), zero where nothing is written, pairs of
+    the sums of dL and of dL * fraction; carries (B * H, key blocks, chunk_rows).
     """
     member = tl.program_id(1).to(tl.int64)
     batch = member // H
@@ -346,8 +404,8 @@ def _window_rows(
     inside = rows < Q
     channels = tl.arange(0, BLOCK_D)
     low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
-    q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D)
-    do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D)
+    q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D, BLOCK_D)
+    do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D, BLOCK_D)
     group = head // (H // G)
     key += batch * stride_kb + group * stride_kh
     value += batch * stride_vb + group * stride_vh
@@ -369,6 +427,8 @@ def _window_rows(
     sum_before = tl.zeros([BLOCK_M], tl.float32)
     fraction_before = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    older = _triangle(tl.float16, BLOCK_N, False)
+    older_terms = _triangle(tl.float32 if query.dtype.element_ty == tl.float32 else tl.bfloat16, BLOCK_N, False)
     this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
     first = tl.load(start + this)
     for block in range(first // BLOCK_N, (tl.load(end + this) + BLOCK_N - 1) // BLOCK_N):
@@ -376,23 +436,23 @@ def _window_rows(
         seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS) & (columns >= first)[None, :]
         tl.store(carried_count + carries + block * chunk_rows, count, mask=inside)
         tl.store(carried_slope + carries + block * chunk_rows, slope, mask=inside)
-        k = _tile(key, columns, stride_kn, K, channels, D)
-        v = _tile(value, columns, stride_vn, K, channels, D)
+        k = _tile(key, columns, stride_kn, K, channels, D, BLOCK_D)
+        v = _tile(value, columns, stride_vn, K, channels, D, BLOCK_D)
         logits = dot(q, tl.trans(k), None, PRECISION) * scaling
         if GATE:
-            gk = _tile(gate_key, columns, stride_gn, K, channels, D)
+            gk = _tile(gate_key, columns, stride_gn, K, channels, D, BLOCK_D)
             gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
         else:
             gates = tl.sigmoid(logits)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         counts = _counts(gates, counted, BITS)
-        after = count[:, None] - tl.cumsum(counts, 1)
+        after = count[:, None] - _running_counts(counts, older)
         position = tl.minimum(after + counts, last)
-        floor, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
+        floor, fraction, below, step = _interpolate(z[:, None], position, seen, BITS)
         weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
         dlogits = weights * (dot(do, tl.trans(v), None, PRECISION) - row_delta[:, None])
         dposition = dlogits * step
-        dgates = slope[:, None] + tl.cumsum(dposition, 1)
+        dgates = slope[:, None] + _running_sums(dposition, older_terms)
         dgates = tl.where(counted, dgates * gates * (1.0 - gates), 0.0)
         if GATE:
             dq = dot(dgates.to(gk.dtype), gk, dq, PRECISION)
@@ -401,30 +461,25 @@ def _window_rows(
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it.
         leaving = seen & ((tl.minimum(after, last) >> BITS) < floor)
-        until = sum_before[:, None] + tl.cumsum(dlogits, 1)
-        to = here[:, None] * P + floor
-        tl.store(level_sums + to, until, mask=leaving)
         part = dlogits * fraction
-        until = fraction_before[:, None] + tl.cumsum(part, 1)
-        tl.store(level_fractions + to, until, mask=leaving)
+        sums = sum_before[:, None] + _running_sums(dlogits, older_terms)
+        fractions = fraction_before[:, None] + _running_sums(part, older_terms)
+        tl.store(levels + here[:, None] * P + floor, _pack(sums, fractions), mask=leaving)
         sum_before += tl.sum(dlogits, 1)
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(dposition, 1)
         count -= tl.sum(counts, 1)
     # Every row ends in level 0.
-    tl.store(level_sums + here * P, sum_before, mask=inside)
-    tl.store(level_fractions + here * P, fraction_before, mask=inside)
+    tl.store(levels + here * P, _pack(sum_before, fraction_before), mask=inside)
     to = grad_query + here[:, None] * D + channels[None, :]
     tl.store(to, dq * scaling, mask=inside[:, None] & (channels < D)[None, :])
 
 
 @triton.jit
-def _difference(base, index, P, inside):
-    """Returns E[index] - E[index + 1], with E = 0 outside 0..P - 1: (BLOCK_M, BLOCK_N) from row pointers (BLOCK_M,)."""
-    mask = inside[:, None]
-    here = tl.load(base[:, None] + index[None, :], mask=mask & ((index >= 0) & (index < P))[None, :], other=0.0)
-    above = tl.load(base[:, None] + index[None, :] + 1, mask=mask & ((index >= 0) & (index + 1 < P))[None, :], other=0.0)
-    return here - above
+def _level(base, index, P, inside):
+    """Returns the sums up to and including levels `index` of each row, 0 outside 0..P - 1: two (BLOCK_M, BLOCK_N)."""
+    mask = inside[:, None] & ((index >= 0) & (index < P))[None, :]
+    return _unpack(tl.load(base[:, None] + index[None, :], mask=mask, other=0))
 
 
 @triton.jit
@@ -433,21 +488,20 @@ def _table_rows(
     limits,
     start,
     window_query,
-    level_sums,
-    level_fractions,
+    levels,
     grad_values,
     grad_query,
     scale,
     H,
     Q,
     K,
-    D,
     P,
     first_row,
     chunk_rows,
     blocks,
     LIMITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -465,17 +519,19 @@ def _table_rows(
     inside = (rows < Q) & (local < chunk_rows)
     channels = tl.arange(0, BLOCK_D)
     here = member * chunk_rows + local.to(tl.int64)
-    sums = level_sums + here * P
-    fractions = level_fractions + here * P
+    base = levels + here * P
     low, _ = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
     first = tl.load(start + member * blocks + rows // WINDOW, mask=inside, other=0)
-    plain = tl.where(first > low, -tl.load(sums, mask=inside, other=0.0), 0.0)
+    of_window, _ = _unpack(tl.load(base, mask=inside, other=0))
+    plain = tl.where(first > low, -of_window, 0.0)
     mask = inside[:, None] & (channels < D)[None, :]
     dq = tl.load(window_query + here[:, None] * D + channels[None, :], mask=mask, other=0.0)
     for block in range(0, (P + BLOCK_N - 1) // BLOCK_N):
         level = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        of_fraction = _difference(fractions, level, P, inside)
-        dz = _difference(sums, level, P, inside) - of_fraction + _difference(fractions, level - 1, P, inside)
+        sums, fractions = _level(base, level, P, inside)
+        sums_above, fractions_above = _level(base, level + 1, P, inside)
+        _, fractions_below = _level(base, level - 1, P, inside)
+        dz = (sums - sums_above) - (fractions - fractions_above) + tl.where((level > 0)[None, :], fractions_below - fractions, 0.0)
         dz += tl.where((level == P - 1)[None, :], plain[:, None], 0.0)
         dz *= scale
         known = (level < P)[None, :]
@@ -527,7 +583,6 @@ def _window_columns(
     G,
     Q,
     K,
-    D,
     P,
     first_row,
     chunk_rows,
@@ -535,6 +590,7 @@ def _window_columns(
     LIMITS: tl.constexpr,
     GATE: tl.constexpr,
     BITS: tl.constexpr,
+    D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -551,15 +607,17 @@ def _window_columns(
     block = tl.program_id(0)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.arange(0, BLOCK_D)
-    k = _tile(key + batch * stride_kb + group * stride_kh, columns, stride_kn, K, channels, D)
-    v = _tile(value + batch * stride_vb + group * stride_vh, columns, stride_vn, K, channels, D)
+    k = _tile(key + batch * stride_kb + group * stride_kh, columns, stride_kn, K, channels, D, BLOCK_D)
+    v = _tile(value + batch * stride_vb + group * stride_vh, columns, stride_vn, K, channels, D, BLOCK_D)
     if GATE:
-        gk = _tile(gate_key + batch * stride_gb + group * stride_gh, columns, stride_gn, K, channels, D)
+        gk = _tile(gate_key + batch * stride_gb + group * stride_gh, columns, stride_gn, K, channels, D, BLOCK_D)
         dgk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     key_blocks = (K + BLOCK_N - 1) // BLOCK_N
     last = (P - 1) << BITS
+    older = _triangle(tl.float16, BLOCK_N, False)
+    older_terms = _triangle(tl.float32 if query.dtype.element_ty == tl.float32 else tl.bfloat16, BLOCK_N, False)
     touched = 0
     candidates = tl.arange(0, ROW_BLOCKS)
     for head in range(group * (H // G), (group + 1) * (H // G)):
@@ -581,8 +639,8 @@ def _window_columns(
                 inside = rows < Q
                 low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
                 seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS) & (columns >= first)[None, :]
-                q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D)
-                do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D)
+                q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D, BLOCK_D)
+                do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D, BLOCK_D)
                 flat = of_head * Q + rows.to(tl.int64)
                 row_lse = tl.load(lse + flat, mask=inside, other=NOTHING)
                 row_delta = tl.load(delta + flat, mask=inside, other=0.0)
@@ -597,12 +655,12 @@ def _window_columns(
                     gates = tl.sigmoid(logits)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 counts = _counts(gates, counted, BITS)
-                position = tl.minimum(count[:, None] - tl.cumsum(counts, 1) + counts, last)
+                position = tl.minimum(count[:, None] - _running_counts(counts, older) + counts, last)
                 z = values + (of_head * chunk_rows + local.to(tl.int64)) * P
-                _, fraction, below, step = _interpolate(z[:, None], position, seen, P, BITS)
+                _, fraction, below, step = _interpolate(z[:, None], position, seen, BITS)
                 weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
                 dlogits = weights * (dot(do, tl.trans(v), None, PRECISION) - row_delta[:, None])
-                dgates = slope[:, None] + tl.cumsum(dlogits * step, 1)
+                dgates = slope[:, None] + _running_sums(dlogits * step, older_terms)
                 dgates = tl.where(counted, dgates * gates * (1.0 - gates), 0.0)
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
                 if GATE:
@@ -619,19 +677,24 @@ def _window_columns(
             tl.store(grad_gate_key + to, tl.load(grad_gate_key + to, mask=mask) + dgk * scaling, mask=mask)
 
 
-def _window_tiles(head_dim: int, dtype: torch.dtype) -> list[Tiles]:
-    """The tiles of the window kernels, the preferred first; all with the same columns, on which the carries depend."""
+def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]:
+    """The tiles of the forward and of the backward kernels, the preferred first.
+
+    Registers are the limit (`scripts.compile_kernels` prints them). On Hopper a matrix instruction has 64 rows for 4
+    warps, and 8 warps do some work twice. Those of the backward pass have the same columns: carries depend on it.
+    """
     if dtype == torch.float32:
-        columns = 32 if head_dim <= 64 else 16
-    else:
-        columns = 32
-    return [Tiles(WINDOW_ROWS, columns, warps=8), Tiles(WINDOW_ROWS, columns, warps=4)]
+        tiles = [Tiles(WINDOW_ROWS, 16, warps=8), Tiles(WINDOW_ROWS, 16)]
+        return tiles, tiles
+    narrow = [Tiles(WINDOW_ROWS, 16), Tiles(WINDOW_ROWS, 16, warps=8)]
+    wide = [Tiles(WINDOW_ROWS, 32), Tiles(WINDOW_ROWS, 32, warps=8)]
+    return wide + narrow[:1], wide if head_dim <= 64 else narrow
 
 
 def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, columns: int) -> int:
     """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
     B, H, Q, D = query.shape
-    per_row = B * H * (4 * D + (12 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, columns))
+    per_row = B * H * (4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, columns))
     budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
     fitting, all_blocks = max(1, budget // (per_row * WINDOW_ROWS)), triton.cdiv(Q, WINDOW_ROWS)
     # A power of two, of which a kernel has a constant.
@@ -668,16 +731,17 @@ class _Pass:
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
         self.P = table.shape[1]
-        self.tiles = _window_tiles(self.D, query.dtype)
+        self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
         self.blocks = triton.cdiv(self.Q, WINDOW_ROWS)
-        self.chunk = _chunk_rows(query, self.K, self.P, self.tiles[0].columns)
+        self.chunk = _chunk_rows(query, self.K, self.P, self.backward_tiles[0].columns)
         gate = self.gate_key if self.gate_key is not None else self.key
         self.strides = (*_strides(self.key), *_strides(gate), *_strides(self.value))
         self.constants: dict[str, Any] = {
             "LIMITS": limits is not None,
             "GATE": gate_key is not None,
-            # Fractional bits of counts, which stay below P + the columns of a block.
-            "BITS": 30 - (self.P + MOST_COLUMNS - 1).bit_length(),
+            # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
+            "BITS": min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length()),
+            "D": self.D,
             "BLOCK_D": block_width(self.D),
             "PRECISION": precision(query.dtype),
         }
@@ -704,13 +768,13 @@ class _Pass:
                 *_strides(self.query),
                 self.position_scale,
                 self.H,
-                self.D,
                 self.P,
                 first,
                 into.shape[1],
                 self.Q,
             ),
             {
+                "D": self.D,
                 "BLOCK_D": self.constants["BLOCK_D"],
                 "SPLIT": self.query.dtype != torch.float32 and self.table.dtype == torch.float32,
                 "PRECISION": self.constants["PRECISION"],
@@ -735,8 +799,8 @@ class _Pass:
             "total": self.empty(B, H, Q, dtype=torch.int32),
             "constant": self.empty(B, H, Q),
         }
-        values = self.empty(B * H, chunk, self.P)
-        tiles = [Tiles(rows, self.tiles[0].columns)] if shared_rows else self.tiles
+        values = self.empty(B * H, chunk, self.P, dtype=torch.int64)
+        tiles = [Tiles(rows, 32)] if shared_rows else self.forward_tiles
         for first in range(0, Q, chunk):
             self.position_values(first, values)
             launch(
@@ -759,7 +823,6 @@ class _Pass:
                     self.G,
                     1 if shared_rows else Q,
                     self.K,
-                    self.D,
                     self.P,
                     first,
                     chunk,
@@ -781,9 +844,9 @@ class _Pass:
         """
         B, H, Q, D, P = self.B, self.H, self.Q, self.D, self.P
         members, chunk = B * H, self.chunk
-        columns = self.tiles[0].columns
-        values = self.empty(members, chunk, P)
-        levels = self.empty(2, members, chunk, P)
+        columns = self.backward_tiles[0].columns
+        values = self.empty(members, chunk, P, dtype=torch.int64)
+        levels = self.empty(members, chunk, P, dtype=torch.int64)
         grad_values = self.empty(members, chunk, P, dtype=self.query.dtype)
         window_query = self.empty(members, chunk, D)
         key_blocks = triton.cdiv(self.K, columns)
@@ -795,7 +858,7 @@ class _Pass:
         grad_key, grad_value = (torch.zeros(shape, dtype=torch.float32, device=self.query.device) for _ in range(2))
         grad_gate_key = torch.zeros_like(grad_key) if self.gate_key is not None else None
         statistics = (window["lse"], delta, window["start"], window["end"], window["stop"])
-        sizes = (self.scaling, H, self.G, Q, self.K, D, P)
+        sizes = (self.scaling, H, self.G, Q, self.K, P)
         strides = (*_strides(grad), *_strides(self.query), *self.strides)
         inputs = (grad, self.query, self.key, self.gate_key, self.value, values, self.limits)
         for first in self.chunks():
@@ -806,9 +869,9 @@ class _Pass:
             launch(
                 _window_rows,
                 lambda tiles: (row_blocks, members),
-                self.tiles,
+                self.backward_tiles,
                 self.tune,
-                (*inputs, *statistics, window["total"], window_query, *levels, counts, slopes, *strides, *sizes, *place),
+                (*inputs, *statistics, window["total"], window_query, levels, counts, slopes, *strides, *sizes, *place),
                 self.constants,
             )
             launch(
@@ -821,20 +884,20 @@ class _Pass:
                     self.limits,
                     window["start"],
                     window_query,
-                    *levels,
+                    levels,
                     grad_values,
                     grad_query,
                     self.position_scale,
                     H,
                     Q,
                     self.K,
-                    D,
                     P,
                     *place,
                 ),
                 {
                     "LIMITS": self.limits is not None,
                     "WINDOW": WINDOW_ROWS,
+                    "D": D,
                     "BLOCK_D": self.constants["BLOCK_D"],
                     "PRECISION": self.constants["PRECISION"],
                 },
@@ -847,7 +910,7 @@ class _Pass:
             launch(
                 _window_columns,
                 lambda tiles: (triton.cdiv(ahead, tiles.columns), B * self.G),
-                self.tiles,
+                self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, counts, slopes, grad_key, grad_gate_key, grad_value, *strides, *sizes, *place),
                 {**self.constants, "ROW_BLOCKS": triton.next_power_of_2(triton.cdiv(chunk, WINDOW_ROWS))},
