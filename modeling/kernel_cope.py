@@ -55,7 +55,7 @@ WINDOW_ROWS = 64
 # Columns of a window program, at most.
 MOST_COLUMNS = 64
 # Scratch memory of the backward pass, as a multiple of the query's, and at least so many bytes.
-SCRATCH_FACTOR, SCRATCH_BYTES = 2, 32 << 20
+SCRATCH_FACTOR, SCRATCH_BYTES = 4, 32 << 20
 
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
@@ -531,7 +531,11 @@ def _table_rows(
         sums, fractions = _level(base, level, P, inside)
         sums_above, fractions_above = _level(base, level + 1, P, inside)
         _, fractions_below = _level(base, level - 1, P, inside)
-        dz = (sums - sums_above) - (fractions - fractions_above) + tl.where((level > 0)[None, :], fractions_below - fractions, 0.0)
+        dz = (
+            (sums - sums_above)
+            - (fractions - fractions_above)
+            + tl.where((level > 0)[None, :], fractions_below - fractions, 0.0)
+        )
         dz += tl.where((level == P - 1)[None, :], plain[:, None], 0.0)
         dz *= scale
         known = (level < P)[None, :]
@@ -1046,9 +1050,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
     query, key, value, table, gate_key, limits, *saved = ctx.saved_tensors
     if grads[0] is None:
         return (None,) * 8
-    results = _backward(
-        grads[0], query, key, value, table, gate_key, limits, saved, ctx.scaling, ctx.position_scale
-    )
+    results = _backward(grads[0], query, key, value, table, gate_key, limits, saved, ctx.scaling, ctx.position_scale)
     return (*results[:4], results[4] if gate_key is not None else None, None, None, None)
 
 
