@@ -13,9 +13,9 @@ separate kernels, each with its own tiles:
 
 Backward, with dL_ij the gradient of logit ij:
 
-4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates (in fixed point: exact); the gradient
-   of a gate is the running sum of the gradients of the positions left of it. It writes dq, and for every key block what
-   `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
+4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates (in fixed point: exact); the
+   gradient of a gate is the running sum of the gradients of the positions left of it. It writes dq, and for every key
+   block what `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
 5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
    one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
    differences. `_table_rows` forms dz from them, and adds its part to dq; the gradient of the table is a product.
@@ -62,7 +62,7 @@ _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 @triton.jit
 def _row_limits(limits, batch, rows, Q, K, LIMITS: tl.constexpr, SHARED: tl.constexpr):
-    """Returns (low, high) of the rows: keys low <= j < high. Rows past the end see nothing. SHARED: all see as row 0."""
+    """The keys low <= j < high of the rows. Rows past the end see nothing. SHARED: all see what row 0 sees."""
     if SHARED:
         index = rows * 0
         inside = rows >= 0
@@ -202,7 +202,7 @@ def _position_values(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """values (B * H, chunk_rows, P): pairs of z and its step to the next position, z = scale * q.e, rows from first_row.
+    """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, rows from first_row on.
 
     SPLIT: the table is float32 and the query is not; it is used as a sum of two numbers of the query's type.
     """
@@ -212,7 +212,6 @@ def _position_values(
     channels = tl.arange(0, BLOCK_D)
     base = query + (member // H) * stride_qb + (member % H) * stride_qh
     q = _tile(base, first_row + local, stride_qm, row_count, channels, D, BLOCK_D)
-    mask = (channels < D)[:, None] & (columns < P)[None, :]
     z = _table_product(q, table, columns, channels, D, P, SPLIT, PRECISION)
     after = _table_product(q, table, tl.minimum(columns + 1, P - 1), channels, D, P, SPLIT, PRECISION)
     to = values + (member * chunk_rows + local.to(tl.int64))[:, None] * P + columns[None, :]
@@ -266,7 +265,7 @@ def _window_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The window of one block of rows. `row_count` rows a head: Q, or, with SHARED, rows that all see what row 0 sees."""
+    """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees."""
     member = tl.program_id(1).to(tl.int64)
     batch = member // H
     head = member % H
@@ -809,7 +808,7 @@ class _Pass:
             self.position_values(first, values)
             launch(
                 _window_forward,
-                lambda tiles: (triton.cdiv(min(chunk, Q - first), tiles.rows), B * H),
+                lambda tiles, first=first: (triton.cdiv(min(chunk, Q - first), tiles.rows), B * H),
                 tiles,
                 self.tune,
                 (
@@ -872,7 +871,7 @@ class _Pass:
             row_blocks = triton.cdiv(min(chunk, Q - first), WINDOW_ROWS)
             launch(
                 _window_rows,
-                lambda tiles: (row_blocks, members),
+                lambda tiles, row_blocks=row_blocks: (row_blocks, members),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, window["total"], window_query, levels, counts, slopes, *strides, *sizes, *place),
@@ -913,7 +912,7 @@ class _Pass:
             ahead = self.K if self.limits is not None else self.K - Q + rows.stop
             launch(
                 _window_columns,
-                lambda tiles: (triton.cdiv(ahead, tiles.columns), B * self.G),
+                lambda tiles, ahead=ahead: (triton.cdiv(ahead, tiles.columns), B * self.G),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, counts, slopes, grad_key, grad_gate_key, grad_value, *strides, *sizes, *place),

@@ -1,6 +1,6 @@
 """How the Triton kernels are launched: tile sizes, their choice by timing, and what a machine must have.
 
-Imported only where Triton is. A kernel takes its tile sizes as the constants `BLOCK_M` (query rows) and `BLOCK_N` (keys).
+Imported only where Triton is. A kernel takes its tile sizes as constants: `BLOCK_M` query rows, `BLOCK_N` keys.
 """
 
 import contextlib
@@ -126,6 +126,14 @@ def launch(
     if INTERPRETED:
         run(candidates[0])
         return candidates[0]
+    with torch.cuda.device_of(next(one for one in arguments if isinstance(one, torch.Tensor))):
+        return _launch_chosen(kernel, run, candidates, key, timed)
+
+
+def _launch_chosen(
+    kernel: Any, run: Callable[[Tiles], None], candidates: Sequence[Tiles], key: tuple[Hashable, ...], timed: bool
+) -> Tiles:
+    """Runs the chosen tiles on the current device, or chooses them."""
     slot = (kernel.fn.__qualname__, kernel.fn.__module__, torch.cuda.current_device(), *key)
     chosen = _CHOSEN.get(slot)
     if chosen is not None and chosen in candidates:

@@ -9,7 +9,6 @@ from whatwhere import kernel_cope
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
 
-
 SHIPPED_TILES = kernel_cope._window_tiles
 
 
@@ -39,7 +38,7 @@ def dense_mask(limits, rows, keys):
 
 
 def reference(query, key, value, table, gate_key=None, limits=None, scaling=0.25, position_scale=0.25):
-    B, H, Q, _ = query.shape
+    H, Q = query.shape[1:3]
     K, groups = key.shape[2], H // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     content = query @ key.transpose(2, 3) * scaling
@@ -90,13 +89,13 @@ def compare(tensors, limits=None, tolerance=2e-5, scaling=0.25, position_scale=0
 
 
 @pytest.mark.parametrize("openness", [-12.0, -2.0, 0.0, 12.0], ids=["closed", "nearly closed", "half", "open"])
-@pytest.mark.parametrize("rows, keys", [(1, 1), (63, 63), (100, 257), (257, 257)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (63, 63), (100, 257), (257, 257)])
 def test_output_and_gradients(rows, keys, openness):
     """Lengths that are no multiple of a block; windows from one block to the whole row."""
     compare(inputs(1, 2, 2, rows, keys, 16, openness=openness))
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("channels", [16, 128])
 def test_shipped_tiles(monkeypatch, channels, dtype, tolerance):
     monkeypatch.setattr(kernel_cope, "_window_tiles", SHIPPED_TILES)
@@ -117,7 +116,7 @@ def padded_and_packed(rows, keys):
 
 
 @pytest.mark.parametrize("openness", [-12.0, 0.0], ids=["closed", "half"])
-@pytest.mark.parametrize("rows, keys", [(110, 110), (30, 110)])
+@pytest.mark.parametrize(("rows", "keys"), [(110, 110), (30, 110)])
 def test_padding_holes_and_documents(rows, keys, openness):
     """Keys that a row does not see are not counted; rows that see nothing give 0."""
     limits = padded_and_packed(rows, keys)
@@ -136,7 +135,7 @@ def test_rows_that_see_the_future():
     compare(inputs(1, 2, 2, 40, 100, 16), limits)
 
 
-@pytest.mark.parametrize("channels, positions", [(16, 2), (40, 33), (64, 64), (128, 300)])
+@pytest.mark.parametrize(("channels", "positions"), [(16, 2), (40, 33), (64, 64), (128, 300)])
 def test_widths(channels, positions):
     """Head dims and tables that are no power of two; more positions than keys."""
     compare(inputs(1, 2, 2, 70, 70, channels, positions), scaling=0.1, position_scale=0.1)
