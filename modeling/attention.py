@@ -245,7 +245,8 @@ def auto_attention_forward(
                 f"attn_implementation='auto' takes {encoding.pytorch_implementation!r}: the kernels do not serve "
                 f"{what}={number}; allowed: {allowed}."
             )
-    attention_mask = pytorch_mask(attention_mask, query, key, encoding.pytorch_implementation)
+        # Elsewhere the mask is that of the PyTorch path already, None too: rows may be at the beginning of the keys.
+        attention_mask = pytorch_mask(attention_mask, query, key, encoding.pytorch_implementation)
     if encoding.cached_rotations:
         query, key = encoding.rotate_cached(query, key, position_context)
     interface = PYTORCH_PATHS[encoding.pytorch_implementation][0]
@@ -256,7 +257,7 @@ def pytorch_mask(attention_mask: Any, query: torch.Tensor, key: torch.Tensor, im
     """Returns what a PyTorch path reads in place of the kernels' mask; other masks as they are.
 
     Args:
-        attention_mask: what `auto_mask` made, or a user's 4D mask.
+        attention_mask: limits, None for causal with the rows at the end of the keys, or a user's 4D mask.
         query: (B, H, Q, D). key: (B, G, K, D).
         implementation: "blockwise" or "sdpa".
     """

@@ -41,14 +41,20 @@ def import_error() -> str:
     return ""
 
 
+@torch.compiler.assume_constant_result
+def interpreted() -> bool:
+    """Returns True if the kernels run in Triton's interpreter; asked where they can be imported."""
+    from .kernel_launch import INTERPRETED
+
+    return INTERPRETED
+
+
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
     if device.type not in ("cuda", "cpu", "meta") or import_error():
         return False
     if device.type == "cpu":
-        from .kernel_launch import INTERPRETED
-
-        return INTERPRETED
+        return interpreted()
     # Of NVIDIA's GPUs, Triton needs Ampere or newer.
     return device.type == "meta" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -60,8 +66,8 @@ def runs_on(device: torch.device) -> bool:
 
 
 def runs_by_default(device: torch.device) -> bool:
-    """Returns True if attn_implementation="auto" means the kernels on the device: the interpreter is only for tests."""
-    return device.type == "cuda" and runs_on(device)
+    """Returns True if attn_implementation="auto" means the kernels on the device; never in the slow interpreter."""
+    return device.type == "cuda" and runs_on(device) and not interpreted()
 
 
 def is_limits(attention_mask: Any) -> bool:

@@ -362,6 +362,14 @@ def test_auto_warns_of_dropout_once(on_gpu, monkeypatch):
     assert not said
 
 
+def test_auto_is_never_the_interpreter(monkeypatch):
+    monkeypatch.setattr(attention_triton, "runs_on", lambda device: True)
+    assert not attention_triton.runs_by_default(torch.device("cpu"))
+    for interpreted in (False, True):
+        monkeypatch.setattr(attention_triton, "interpreted", lambda interpreted=interpreted: interpreted)
+        assert attention_triton.runs_by_default(torch.device("cuda")) is not interpreted
+
+
 def test_masks_for_pytorch():
     query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 5, 4)
     assert pytorch_mask(None, query, key, "blockwise") is None
