@@ -39,6 +39,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Rows, or blocks of rows, that a program looks at in one step when it looks for those that see its keys.
 SCAN = tl.constexpr(512)
+# Parts of the channels in which the gradients of polar features are finished.
+PARTS = tl.constexpr(2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +94,11 @@ def _load(
 
 
 @triton.jit
-def _store(pointer, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes a (BLOCK, BLOCK_D) tile to rows start.. of a contiguous (length, D) matrix."""
+def _store(pointer, stride, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a (BLOCK, BLOCK_D) tile to rows start.. of a (length, D) matrix."""
     rows = tl.arange(0, BLOCK)[:, None]
     channels = tl.arange(0, BLOCK_D)[None, :]
-    pointers = pointer + tl.cast(start, tl.int64) * D + (rows * D + channels)
+    pointers = pointer + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
     tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=(start + rows < length) & (channels < D))
 
 
@@ -109,11 +111,11 @@ def _phases(cos, sin, start, length, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _shift(shift, head, H, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Cosines and sines of a head's shift, float32 (1, BLOCK_D); plain channels are not shifted."""
+def _shift(shift, heads, stride, R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Cosines and sines of a head's shift, float32 (1, BLOCK_D); plain channels, from R on, are not shifted."""
     channels = tl.arange(0, BLOCK_D)[None, :]
-    cos = tl.load(shift + head * R + channels, mask=channels < R, other=1.0)
-    sin = tl.load(shift + (H + head) * R + channels, mask=channels < R, other=0.0)
+    cos = tl.load(shift + channels, mask=channels < R, other=1.0)
+    sin = tl.load(shift + heads * stride + channels, mask=channels < R, other=0.0)
     return cos, sin
 
 
@@ -128,6 +130,68 @@ def _rotate(magnitude, cos, sin):
     """The pair (mu cos, mu sin), rounded to the type of the magnitudes."""
     wide = magnitude.to(tl.float32)
     return (wide * cos).to(magnitude.dtype), (wide * sin).to(magnitude.dtype)
+
+
+@triton.jit
+def _halves(tile, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The first and the second half of the channels of a (BLOCK, BLOCK_D) tile."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK, 2, BLOCK_D // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _store_turned_back(
+    real,
+    imaginary,
+    features,
+    feature_stride,
+    cos,
+    sin,
+    shift,
+    shift_heads,
+    result,
+    grad_shift,
+    initial,
+    start,
+    length,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """From the gradients of pairs, (BLOCK, BLOCK_D) each, writes those of the magnitudes, and of the shift.
+
+    In PARTS parts of the channels, one after the other, to save registers. The tile begins at channel C. `shift` is the
+    head's cosines, the sines are `shift_heads` rows below, or None; `grad_shift` (R,) and `initial` (length, D) or None.
+    """
+    if PARTS > 1:
+        HALF: tl.constexpr = BLOCK_D // 2
+        real_1, real_2 = _halves(real, BLOCK, BLOCK_D)
+        imaginary_1, imaginary_2 = _halves(imaginary, BLOCK, BLOCK_D)
+        _store_turned_back(
+            real_1, imaginary_1, features, feature_stride, cos, sin, shift, shift_heads, result, grad_shift, initial,
+            start, length, C, PARTS // 2, D, R, BLOCK, HALF,
+        )  # fmt: skip
+        _store_turned_back(
+            real_2, imaginary_2, features, feature_stride, cos, sin, shift, shift_heads, result, grad_shift, initial,
+            start, length, C + HALF, PARTS // 2, D, R, BLOCK, HALF,
+        )  # fmt: skip
+    else:
+        cos_tile = _load(cos + C, R, start, length, 1.0, R - C, BLOCK, BLOCK_D, False).to(tl.float32)
+        sin_tile = _load(sin + C, R, start, length, 0.0, R - C, BLOCK, BLOCK_D, False).to(tl.float32)
+        if shift is not None:
+            shift_cos, shift_sin = _shift(shift + C, shift_heads, R, R - C, BLOCK_D)
+            cos_tile, sin_tile = _turned_back(cos_tile, sin_tile, shift_cos, shift_sin)
+        if grad_shift is not None:
+            magnitude = _load(features + C, feature_stride, start, length, 0.0, D - C, BLOCK, BLOCK_D, False)
+            part = tl.sum(magnitude.to(tl.float32) * (real * sin_tile - imaginary * cos_tile), 0)
+            channels = tl.arange(0, BLOCK_D)
+            tl.store(grad_shift + C + channels, part, mask=channels < R - C)
+        grad = real * cos_tile + imaginary * sin_tile
+        if initial is not None:
+            grad += _load(initial + C, D, start, length, 0.0, D - C, BLOCK, BLOCK_D, False).to(tl.float32)
+        _store(result + C, D, start, length, grad, D - C, BLOCK, BLOCK_D)
 
 
 @triton.jit
@@ -307,7 +371,7 @@ def forward_kernel(
             cos_q + b * phase_q_batch, sin_q + b * phase_q_batch, start_m, Q, R, BLOCK_M, BLOCK_D, False
         )
         if shift is not None:
-            shift_cos, shift_sin = _shift(shift, h, H, R, BLOCK_D)
+            shift_cos, shift_sin = _shift(shift + h * R, H, R, R, BLOCK_D)
             cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         real, imaginary = _rotate(real, cos, sin)
 
@@ -342,7 +406,7 @@ def forward_kernel(
     total = tl.where(nothing, 1.0, total)
     acc = acc / total[:, None]
     row_lse = tl.where(nothing, -MASKED, (top + tl.log2(total)) * LN_2 + offset)
-    _store(out + head_index * Q * D, start_m, Q, acc, D, BLOCK_M, BLOCK_D)
+    _store(out + head_index * Q * D, D, start_m, Q, acc, D, BLOCK_M, BLOCK_D)
     tl.store(lse + head_index * Q + rows, row_lse, mask=inside)
 
 
@@ -507,7 +571,7 @@ def backward_rows_kernel(
         sin_k += b * phase_k_batch
         cos, sin = _phases(cos_q, sin_q, start_m, Q, R, BLOCK_M, BLOCK_D, False)
         if shift is not None:
-            shift_cos, shift_sin = _shift(shift, h, H, R, BLOCK_D)
+            shift_cos, shift_sin = _shift(shift + h * R, H, R, R, BLOCK_D)
             cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         real, imaginary = _rotate(real, cos, sin)
     grad_tile = _load(grad, grad_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
@@ -530,22 +594,22 @@ def backward_rows_kernel(
     )  # fmt: skip
 
     acc *= scaling
-    if POLAR:
-        acc_imaginary *= scaling
-        # Read again: registers are scarcer than bandwidth.
-        cos, sin = _phases(cos_q, sin_q, start_m, Q, R, BLOCK_M, BLOCK_D, False)
-        if shift is not None:
-            shift_cos, shift_sin = _shift(shift, h, H, R, BLOCK_D)
-            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
-        if grad_shift is not None:
-            magnitude = _load(query, query_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
-            part = tl.sum(magnitude * (acc * sin - acc_imaginary * cos), 0)
-            channels = tl.arange(0, BLOCK_D)
-            tl.store(grad_shift + (head_index * blocks + start_m // BLOCK_M) * R + channels, part, mask=channels < R)
-        acc = acc * cos + acc_imaginary * sin
+    grad_query += head_index * Q * D
     if initial is not None:
-        acc += _load(initial + head_index * Q * D, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
-    _store(grad_query + head_index * Q * D, start_m, Q, acc, D, BLOCK_M, BLOCK_D)
+        initial += head_index * Q * D
+    if POLAR:
+        if shift is not None:
+            shift += h * R
+        if grad_shift is not None:
+            grad_shift += (head_index * blocks + start_m // BLOCK_M) * R
+        _store_turned_back(
+            acc, acc_imaginary * scaling, query, query_row, cos_q, sin_q, shift, H, grad_query, grad_shift, initial,
+            start_m, Q, 0, PARTS, D, R, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    else:
+        if initial is not None:
+            acc += _load(initial, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
+        _store(grad_query, D, start_m, Q, acc, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -603,7 +667,7 @@ def _columns_rows(
         if POLAR:
             cos, sin = _phases(cos_q, sin_q, start, Q, R, BLOCK_M, BLOCK_D, False)
             if shift is not None and GROUPS > 1:
-                shift_cos, shift_sin = _shift(shift, head + h, H, R, BLOCK_D)
+                shift_cos, shift_sin = _shift(shift + (head + h) * R, H, R, R, BLOCK_D)
                 cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
             q, q_imaginary = _rotate(q, cos, sin)
         # Transposed: (BLOCK_N, BLOCK_M).
@@ -749,8 +813,8 @@ def backward_columns_kernel(
         sin_k += b * phase_k_batch
         cos, sin = _phases(cos_k, sin_k, start_n, K, R, BLOCK_N, BLOCK_D, False)
         if shift is not None and GROUPS == 1:
-            shift_cos, shift_sin = _shift(shift, g, G, R, BLOCK_D)
-            cos, sin = _turned_back(cos, sin, shift_cos, -shift_sin)
+            shift_cos, shift_sin = _shift(shift + g * R, 2 * G, R, R, BLOCK_D)
+            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
         real, imaginary = _rotate(real, cos, sin)
     v = _load(value, value_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
 
@@ -791,18 +855,31 @@ def backward_columns_kernel(
             False, GROUPS, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
-    grad_k *= scaling
-    if POLAR:
-        cos, sin = _phases(cos_k, sin_k, start_n, K, R, BLOCK_N, BLOCK_D, False)
-        if shift is not None and GROUPS == 1:
-            shift_cos, shift_sin = _shift(shift, g, G, R, BLOCK_D)
-            cos, sin = _turned_back(cos, sin, shift_cos, -shift_sin)
-        grad_k = grad_k * cos + grad_k_imaginary * scaling * sin
-    if initial_key is not None:
-        grad_k += _load(initial_key + head_index * K * D, D, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+    if initial_value is not None:
         grad_v += _load(initial_value + head_index * K * D, D, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    _store(grad_key + head_index * K * D, start_n, K, grad_k, D, BLOCK_N, BLOCK_D)
-    _store(grad_value + head_index * K * D, start_n, K, grad_v, D, BLOCK_N, BLOCK_D)
+    _store(grad_value + head_index * K * D, D, start_n, K, grad_v, D, BLOCK_N, BLOCK_D)
+    grad_k *= scaling
+    grad_key += head_index * K * D
+    if initial_key is not None:
+        initial_key += head_index * K * D
+    if POLAR:
+        if GROUPS == 1:
+            # Minus the shift: its sines, negative, are rows 2 G.. of the table.
+            if shift is not None:
+                shift += g * R
+            _store_turned_back(
+                grad_k, grad_k_imaginary * scaling, key, key_row, cos_k, sin_k, shift, 2 * G, grad_key, None,
+                initial_key, start_n, K, 0, PARTS, D, R, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        else:
+            _store_turned_back(
+                grad_k, grad_k_imaginary * scaling, key, key_row, cos_k, sin_k, None, 0, grad_key, None,
+                initial_key, start_n, K, 0, PARTS, D, R, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    else:
+        if initial_key is not None:
+            grad_k += _load(initial_key, D, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        _store(grad_key, D, start_n, K, grad_k, D, BLOCK_N, BLOCK_D)
 
 
 # Decoding.
@@ -894,7 +971,7 @@ def decode_kernel(
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     index = (head_index * splits + split) * groups
-    _store(out + index * D, 0, groups, acc / total[:, None], D, BLOCK_M, BLOCK_D)
+    _store(out + index * D, D, 0, groups, acc / total[:, None], D, BLOCK_M, BLOCK_D)
     tl.store(top_lse + index + rows, tl.where(nothing, MASKED, top + tl.log2(total)), mask=rows < groups)
 
 
@@ -1017,14 +1094,14 @@ def _bound_arguments(bound: tuple[torch.Tensor, int] | None) -> tuple[torch.Tens
 
 
 def _polar_arguments(polar: Polar | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int], int]:
-    """Returns the tables, cos and sin of the shift (2, H, R), the batch strides of the tables, and R."""
+    """Returns the tables, cos, sin, -sin of the shift (3, H, R), the batch strides of the tables, and R."""
     if polar is None:
         return (None,) * 5, (0, 0), 0
     tables = [table.contiguous() for table in (polar.cos_q, polar.sin_q, polar.cos_k, polar.sin_k)]
     shift = None
     if polar.shift is not None:
         # Not in the kernels: their range reduction would cost registers.
-        shift = torch.stack((polar.shift.float().cos(), polar.shift.float().sin()))
+        shift = torch.stack((polar.shift.cos(), polar.shift.sin(), -polar.shift.sin()))
     strides = tuple(0 if table.shape[0] == 1 else table.stride(0) for table in (tables[0], tables[2]))
     return (*tables, shift), (strides[0], strides[1]), tables[0].shape[-1]
 
