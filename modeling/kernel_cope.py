@@ -169,19 +169,6 @@ def _interpolate(values, position, seen, BITS: tl.constexpr):
 
 
 @triton.jit
-def _table_product(q, table, columns, channels, D: tl.constexpr, P, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """q (BLOCK_M, BLOCK_D) times some columns of the table (D, P)."""
-    mask = (channels < D)[:, None] & (columns < P)[None, :]
-    e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0)
-    if SPLIT:
-        leading = e.to(q.dtype)
-        rest = (e - leading.to(tl.float32)).to(q.dtype)
-        return dot(q, rest, dot(q, leading, None, PRECISION), PRECISION)
-    else:
-        return dot(q, e.to(q.dtype), None, PRECISION)
-
-
-@triton.jit
 def _position_values(
     query,
     table,
@@ -196,26 +183,36 @@ def _position_values(
     chunk_rows,
     row_count,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, rows from first_row on.
 
-    SPLIT: the table is float32 and the query is not; it is used as a sum of two numbers of the query's type.
+    If the query is not float32, the table is used as a sum of two numbers of the query's type.
     """
     member = tl.program_id(2).to(tl.int64)
     local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    channels = tl.arange(0, BLOCK_D)
     base = query + (member // H) * stride_qb + (member % H) * stride_qh
-    q = _tile(base, first_row + local, stride_qm, row_count, channels, D, BLOCK_D)
-    z = _table_product(q, table, columns, channels, D, P, SPLIT, PRECISION)
-    after = _table_product(q, table, tl.minimum(columns + 1, P - 1), channels, D, P, SPLIT, PRECISION)
+    z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    step = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, D, BLOCK_K):
+        channels = first + tl.arange(0, BLOCK_K)
+        q = _tile(base, first_row + local, stride_qm, row_count, channels, D, 0)
+        mask = (channels < D)[:, None] & (columns < P)[None, :]
+        e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        following = tl.minimum(columns + 1, P - 1)
+        rise = tl.load(table + channels[:, None] * P + following[None, :], mask=mask, other=0.0).to(tl.float32) - e
+        leading, leading_rise = e.to(q.dtype), rise.to(q.dtype)
+        z = dot(q, leading, z, PRECISION)
+        step = dot(q, leading_rise, step, PRECISION)
+        if q.dtype != tl.float32:
+            z = dot(q, (e - leading.to(tl.float32)).to(q.dtype), z, PRECISION)
+            step = dot(q, (rise - leading_rise.to(tl.float32)).to(q.dtype), step, PRECISION)
     to = values + (member * chunk_rows + local.to(tl.int64))[:, None] * P + columns[None, :]
-    tl.store(to, _pack(z * scale, (after - z) * scale), mask=(local < chunk_rows)[:, None] & (columns < P)[None, :])
+    tl.store(to, _pack(z * scale, step * scale), mask=(local < chunk_rows)[:, None] & (columns < P)[None, :])
 
 
 @triton.jit
@@ -519,9 +516,9 @@ def _table_rows(
     channels = tl.arange(0, BLOCK_D)
     here = member * chunk_rows + local.to(tl.int64)
     base = levels + here * P
-    low, _ = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
+    low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
     first = tl.load(start + member * blocks + rows // WINDOW, mask=inside, other=0)
-    of_window, _ = _unpack(tl.load(base, mask=inside, other=0))
+    of_window, fraction_of_window = _unpack(tl.load(base, mask=inside, other=0))
     plain = tl.where(first > low, -of_window, 0.0)
     mask = inside[:, None] & (channels < D)[None, :]
     dq = tl.load(window_query + here[:, None] * D + channels[None, :], mask=mask, other=0.0)
@@ -529,7 +526,7 @@ def _table_rows(
         level = block * BLOCK_N + tl.arange(0, BLOCK_N)
         sums, fractions = _level(base, level, P, inside)
         sums_above, fractions_above = _level(base, level + 1, P, inside)
-        _, fractions_below = _level(base, level - 1, P, inside)
+        sums_below, fractions_below = _level(base, level - 1, P, inside)
         dz = (
             (sums - sums_above)
             - (fractions - fractions_above)
@@ -778,8 +775,7 @@ class _Pass:
             ),
             {
                 "D": self.D,
-                "BLOCK_D": self.constants["BLOCK_D"],
-                "SPLIT": self.query.dtype != torch.float32 and self.table.dtype == torch.float32,
+                "BLOCK_K": min(self.constants["BLOCK_D"], 64 if self.query.dtype != torch.float32 else 16),
                 "PRECISION": self.constants["PRECISION"],
             },
         )
