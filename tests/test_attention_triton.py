@@ -391,9 +391,8 @@ def test_equals_eager(encoding, kind):
     all_close(found, results(model, **inputs))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
-def test_cached_decoding(family, encoding):
+@pytest.mark.parametrize(("encoding", "family"), [("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama")])
+def test_cached_decoding(encoding, family):
     model = build(encoding, family=family)
     ids, mask = tokens(2, 21), padding("left")
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -402,9 +401,9 @@ def test_cached_decoding(family, encoding):
     with torch.no_grad():
         full = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
         model.set_attn_implementation("triton")
-        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
             pieces, start = [], 0
-            for step in (9, 1, 6, 1, 4):
+            for step in (9, 1, 10, 1):
                 end = start + step
                 pieces.append(
                     model(
@@ -424,10 +423,9 @@ def test_generation(encoding):
     ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), tokens(1, 6)), dim=1)
     ids = torch.cat((ids, tokens(1, 9, seed=3)))
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     ways = {
         "greedy": {},
-        "uncached": {"use_cache": False},
         "static": {"cache_implementation": "static"},
         "beams": {"num_beams": 2},
     }
@@ -439,7 +437,7 @@ def test_generation(encoding):
     assert torch.equal(assisted, expected["greedy"][1:])
 
 
-@pytest.mark.parametrize("encoding", ["cope:shared", "cope+rope", "pope"])
+@pytest.mark.parametrize("encoding", ["cope:shared", "pope"])
 def test_gradient_checkpointing(encoding):
     model = build(encoding).train()
     inputs = {"input_ids": tokens(2, 16), "use_cache": False}
@@ -470,7 +468,7 @@ def test_compiles_as_one_graph(encoding, implementation, on_gpu):
 def test_compiled_decoding_with_a_static_cache(encoding):
     model = build(encoding)
     ids = tokens(2, 9)
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     expected = model.generate(ids, **options)
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
