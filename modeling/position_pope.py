@@ -311,25 +311,23 @@ def _decoding_logits(
     Returns the products in place of keys, (B, G, K, n), n = H / G, and in place of queries, (B, H, 1, n), unit vectors:
     the i-th query of a group takes the i-th product. To the attention function they are queries and keys.
     """
-    B, G, K, D = key.shape
+    B, G, _, D = key.shape
     R, n = query_tables[0].shape[-1], query.shape[1] // G
     dtype = torch.promote_types(query.dtype, torch.float32)
     real, imaginary = ((query[..., :R] * table).to(dtype).reshape(B, G, n, R) for table in query_tables)
     plain = query[..., R:].to(dtype).reshape(B, G, n, D - R)
-    products = key.new_empty(B, G, K, n)
-    step = max(1, CHUNK_NUMBERS * torch.get_num_threads() // (B * G * R))
+    chunks = max(1, round(key.numel() / (CHUNK_NUMBERS * torch.get_num_threads())))
+    products = []
     with torch.autocast("cpu", enabled=False):
-        for start in range(0, K, step):
-            slots = slice(start, start + step)
-            cos, sin = (table[:, :, slots] for table in key_tables)
-            polar = key[:, :, slots, :R]
+        for part, cos, sin in zip(*(tensor.tensor_split(chunks, dim=2) for tensor in (key, *key_tables))):
+            polar = part[..., :R]
             if n == 1:
                 # With one query to a key, to turn the query back by each key's phase takes fewer passes.
                 product = (cos * real).addcmul_(sin, imaginary).mul_(polar).sum(-1, keepdim=True)
             else:
                 product = (polar * cos) @ real.transpose(2, 3) + (polar * sin) @ imaginary.transpose(2, 3)
             if R < D:
-                product += key[:, :, slots, R:].to(dtype) @ plain.transpose(2, 3)
-            products[:, :, slots] = product
+                product += part[..., R:].to(dtype) @ plain.transpose(2, 3)
+            products.append(product.to(key.dtype))
     units = torch.eye(n, dtype=query.dtype).expand(B, G, n, n).reshape(B, G * n, 1, n)
-    return units, products
+    return units, torch.cat(products, dim=2)
