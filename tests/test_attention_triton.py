@@ -71,16 +71,9 @@ def padding(*sides, length=21):
 
 
 def documents(position_ids):
-    """The mask function that Transformers makes for packed documents."""
-    from transformers.masking_utils import (
-        causal_mask_function,
-        find_packed_sequence_indices,
-        packed_sequence_compatibility_function,
-    )
-
-    return packed_sequence_compatibility_function(
-        causal_mask_function, position_ids, find_packed_sequence_indices(position_ids)
-    )
+    """A mask function for packed documents, as Transformers makes it."""
+    document = (position_ids == 0).cumsum(-1)
+    return lambda batch, head, row, slot: (document[batch, row] == document[batch, slot]) & (row >= slot)
 
 
 PACKED = torch.cat((torch.arange(9), torch.arange(1), torch.arange(11)))[None].expand(2, -1)
@@ -464,7 +457,7 @@ def test_compiles_as_one_graph(encoding, implementation, on_gpu):
     all_close([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], plain)
 
 
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
+@pytest.mark.parametrize("encoding", ["cope", "pope"])
 def test_compiled_decoding_with_a_static_cache(encoding):
     model = build(encoding)
     ids = tokens(2, 9)
@@ -475,7 +468,7 @@ def test_compiled_decoding_with_a_static_cache(encoding):
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
 
 
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
+@pytest.mark.parametrize("encoding", ["cope", "pope"])
 def test_export(encoding):
     model = build(encoding)
     ids, mask = tokens(2, 21), padding("left")
