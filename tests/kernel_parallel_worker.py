@@ -1,4 +1,4 @@
-"""Run by torchrun: the kernels under DDP and FSDP on two ranks give the gradients of one. See test_kernel_parallel.py."""
+"""Run by torchrun: the kernels under DDP and FSDP on two ranks give the gradients of one (test_kernel_parallel.py)."""
 
 import torch
 import torch.distributed as dist
