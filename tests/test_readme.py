@@ -1,6 +1,6 @@
 """Every snippet of README.md is executed, and its table is the list of encodings."""
 
-import importlib
+import importlib.util
 import pathlib
 import re
 import shlex
@@ -49,7 +49,9 @@ def test_commands_exist_and_take_these_options(command, capsys):
         importlib.import_module("lm_eval.__main__")
         return
     module = command[command.index("-m") + 1]
-    script = importlib.import_module(module)
+    # What `python -m` runs, of a package and of a module.
+    package = importlib.util.find_spec(module).submodule_search_locations
+    script = importlib.import_module(f"{module}.__main__" if package else module)
     with pytest.raises(SystemExit) as stopped:
         script.main(["--help"])
     assert stopped.value.code == 0
