@@ -80,16 +80,14 @@ def _load(
     channels = tl.arange(0, BLOCK_D)[None, :]
     # 64 bits for the tile's address only.
     pointers = pointer + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
-    if WHOLE:
-        if D == BLOCK_D:
-            tile = tl.load(pointers)
-        else:
-            tile = tl.load(pointers, mask=channels < D, other=other)
+    if WHOLE and D == BLOCK_D:
+        tile = tl.load(pointers)
+    elif WHOLE:
+        tile = tl.load(pointers, mask=channels < D, other=other)
+    elif D == BLOCK_D:
+        tile = tl.load(pointers, mask=start + rows < length, other=other)
     else:
-        if D == BLOCK_D:
-            tile = tl.load(pointers, mask=start + rows < length, other=other)
-        else:
-            tile = tl.load(pointers, mask=(start + rows < length) & (channels < D), other=other)
+        tile = tl.load(pointers, mask=(start + rows < length) & (channels < D), other=other)
     return tile
 
 
@@ -162,8 +160,9 @@ def _store_turned_back(
 ):
     """From the gradients of pairs, (BLOCK, BLOCK_D) each, writes those of the magnitudes, and of the shift.
 
-    In PARTS parts of the channels, one after the other, to save registers. The tile begins at channel C. `shift` is the
-    head's cosines, the sines are `shift_heads` rows below, or None; `grad_shift` (R,) and `initial` (length, D) or None.
+    In PARTS parts of the channels, one after the other, to save registers. The tile begins at channel C. `shift` is
+    the head's cosines, with the sines `shift_heads` rows below, or None; `grad_shift` (R,), `initial` (length, D) or
+    None.
     """
     if PARTS > 1:
         HALF: tl.constexpr = BLOCK_D // 2
@@ -367,9 +366,7 @@ def forward_kernel(
     if POLAR:
         cos_k += b * phase_k_batch
         sin_k += b * phase_k_batch
-        cos, sin = _phases(
-            cos_q + b * phase_q_batch, sin_q + b * phase_q_batch, start_m, Q, R, BLOCK_M, BLOCK_D, False
-        )
+        cos, sin = _phases(cos_q + b * phase_q_batch, sin_q + b * phase_q_batch, start_m, Q, R, BLOCK_M, BLOCK_D, False)
         if shift is not None:
             shift_cos, shift_sin = _shift(shift + h * R, H, R, R, BLOCK_D)
             cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
@@ -713,9 +710,7 @@ def _rows_by_limits(limits, start_n, Q, K, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _rows_by_bound(
-    bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _rows_by_bound(bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr):
     """As `_rows_by_limits`, for the bounds of some heads; from row `full` on, all rows see all keys of the block."""
     first_of = tl.full([SCAN], 2147483647, dtype=tl.int32)
     last_of = tl.zeros([SCAN], dtype=tl.int32)
@@ -1027,16 +1022,38 @@ def combine_kernel(
 
 # Launchers.
 
-# Tiles by (float32, padded head dim, polar), the preferred first, the last small enough for every device.
-_Table = dict[tuple[bool, int, bool], tuple[Tiles, ...]]
+# Tiles (rows, columns, warps, stages) by (polar, padded head dim; less than 64 is as 64), for 16-bit types. The
+# preferred first; the last fits the shared memory of every device. Those that write rows want 16 rows a warp or more,
+# those that write columns 16 columns: else the tensor cores of Hopper compute some products twice.
+_Table = dict[tuple[bool, int], tuple[Tiles, ...]]
 
-_SMALL = (Tiles(32, 32, 4, 1), Tiles(16, 16, 4, 1))
 _FORWARD: _Table = {
-    (False, 64, False): (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2)),
-    (False, 128, False): (Tiles(128, 64, 8, 3), Tiles(64, 32, 4, 2)),
+    (False, 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
+    (False, 128): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    (False, 256): (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
+    (True, 64): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    (True, 128): (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
+    (True, 256): (Tiles(64, 32, 8, 1), Tiles(32, 16, 4, 1)),
 }
-_ROWS: _Table = {}
-_COLUMNS: _Table = {}
+_ROWS: _Table = {
+    (False, 64): (Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2)),
+    (False, 128): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    (False, 256): (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1)),
+    (True, 64): (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 4, 2)),
+    (True, 128): (Tiles(64, 32, 8, 2), Tiles(128, 32, 8, 1), Tiles(64, 16, 4, 1)),
+    (True, 256): (Tiles(32, 32, 8, 1), Tiles(32, 16, 4, 1)),
+}
+_COLUMNS: _Table = {
+    (False, 64): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
+    (False, 128): (Tiles(32, 128, 8, 3), Tiles(64, 64, 8, 2), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 1)),
+    (False, 256): (Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
+    (True, 64): (Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2)),
+    (True, 128): (Tiles(32, 64, 8, 1), Tiles(16, 64, 8, 2), Tiles(16, 64, 8, 1)),
+    (True, 256): (Tiles(16, 32, 8, 1),),
+}
+# float32 has its products on the ordinary cores, with all of their operands in registers.
+_SMALLEST = Tiles(16, 16, 4, 1)
+_FLOAT32 = {64: (Tiles(32, 32, 8, 1), _SMALLEST), 128: (Tiles(32, 32, 8, 1), _SMALLEST), 256: (_SMALLEST,)}
 _ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1))
 _COMBINE = (Tiles(16, 16, 4, 1),)
@@ -1047,7 +1064,8 @@ SPLIT_KEYS = 256
 
 
 def _candidates(table: _Table, dtype: torch.dtype, D: int, polar: bool) -> tuple[Tiles, ...]:
-    return table.get((dtype == torch.float32, block_width(D), polar), _SMALL)
+    width = max(64, block_width(D))
+    return _FLOAT32[width] if dtype == torch.float32 else table[polar, width]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -1195,8 +1213,10 @@ def flash_forward(
             lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
             tiles or _candidates(_FORWARD, query.dtype, D, polar is not None),
             _key(query, R, limits, start, constant, initial_out, tables[-1]),
-            (query, key, value, out, lse, limits, start, constant, initial_out, initial_lse, *tables, scaling)
-            + (H, H // G, Q, K, bound_blocks, bound_rows, *strides),
+            [
+                *(query, key, value, out, lse, limits, start, constant, initial_out, initial_lse, *tables, scaling),
+                *(H, H // G, Q, K, bound_blocks, bound_rows, *strides),
+            ],
             _constants(query, polar, R),
         )
     return out, lse
@@ -1254,8 +1274,10 @@ def flash_backward_rows(
             lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
             candidates,
             _key(query, R, limits, start, initial, parts),
-            (grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_query, parts, limits, start, initial)
-            + (*tables, scaling, H, H // G, Q, K, bound_blocks, bound_rows, *strides),
+            [
+                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_query, parts, limits, start),
+                *(initial, *tables, scaling, H, H // G, Q, K, bound_blocks, bound_rows, *strides),
+            ],
             _constants(query, polar, R),
         )
     if parts is None:
@@ -1308,8 +1330,10 @@ def flash_backward_columns(
             lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
             tiles or _candidates(_COLUMNS, query.dtype, D, polar is not None),
             (*_key(query, R, limits, start, initial_key, tables[-1]), H // G),
-            (grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_key, grad_value, limits, start)
-            + (initial_key, initial_value, *tables, scaling, G, Q, K, bound_blocks, bound_rows, *strides),
+            [
+                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_key, grad_value, limits, start),
+                *(initial_key, initial_value, *tables, scaling, G, Q, K, bound_blocks, bound_rows, *strides),
+            ],
             _constants(query, polar, R) | {"GROUPS": H // G},
         )
     return grad_key, grad_value
@@ -1393,6 +1417,8 @@ def flash_decode(
 # What to compile without a GPU.
 
 _POINTERS = ("query", "key", "value", "grad", "out", "grad_query", "grad_key", "grad_value", "initial", "initial_out")
+_FLOATS = ("lse", "delta", "constant", "initial_lse", "initial_key", "initial_value", "shift", "grad_shift")
+_FLOATS += ("parts", "top_lse", "result")
 _INDICES = ("limits", "bound")
 _PHASES = ("cos_q", "sin_q", "cos_k", "sin_k")
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -1401,7 +1427,15 @@ Variant = tuple[str, Any, dict[str, str], dict[str, Any], Tiles]
 
 
 def _variant(
-    name: str, kernel: Any, tiles: Tiles, dtype: torch.dtype, D: int, R: int = 0, without: Sequence[str] = (), groups: int = 1, **types: str
+    name: str,
+    kernel: Any,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    D: int,
+    R: int = 0,
+    without: Sequence[str] = (),
+    groups: int = 1,
+    **types: str,
 ) -> Variant:
     """A kernel for inputs of some type and head dim; `without` names the optional pointers that are None."""
     constants = {
@@ -1439,25 +1473,31 @@ def _variant(
     return name, kernel, signature, values, tiles
 
 
-_FLOATS = ("lse", "delta", "constant", "initial_lse", "initial_key", "initial_value", "shift", "grad_shift") + (
-    "parts",
-    "top_lse",
-    "result",
-)
-
-
 def variants() -> Iterator[Variant]:
-    """Yields (name, kernel, signature, constants, tiles) of what is worth compiling, for `triton.compiler.ASTSource`."""
-    optional = ("limits", "bound", "constant", "initial", "initial_out", "initial_lse", "initial_key", "initial_value")
-    cases = [(torch.bfloat16, 64, 0), (torch.bfloat16, 128, 0), (torch.bfloat16, 64, 64), (torch.bfloat16, 128, 128)]
-    cases += [(torch.bfloat16, 256, 0), (torch.float32, 64, 0), (torch.float32, 64, 64), (torch.bfloat16, 40, 20)]
-    for dtype, D, R in cases:
-        # The extras of CoPE's plain part are not combined with polar scores.
-        present = [(), ("limits",)] + ([("bound", *optional[2:]), ("limits", "bound", *optional[2:])] if R == 0 else [])
-        for kernel, table in ((forward_kernel, _FORWARD), (backward_rows_kernel, _ROWS), (backward_columns_kernel, _COLUMNS)):
-            for used in present:
-                without = [argument for argument in optional if argument not in used]
-                for tiles in _candidates(table, dtype, D, R > 0):
-                    flags = "+".join(used[:2]) or "causal"
-                    name = f"{kernel.__name__} {_TYPES[dtype]} D={D} R={R} {flags}"
-                    yield _variant(name, kernel, tiles, dtype, D, R, without + ([] if R else ["grad_shift"]))
+    """Yields (name, kernel, signature, constants, tiles) of what is worth compiling, for `triton.compiler.ASTSource`.
+
+    Pointers, and integers that end in _batch, _head or _row, are multiples of 16 in most calls.
+    """
+    continued = ("constant", "initial", "initial_out", "initial_lse", "initial_key", "initial_value")
+    optional = ("limits", "bound", *continued)
+    tables = ((forward_kernel, _FORWARD), (backward_rows_kernel, _ROWS), (backward_columns_kernel, _COLUMNS))
+    half, single = torch.bfloat16, torch.float32
+    cases: list[tuple[torch.dtype, int, int, tuple[str, ...]]] = []
+    for D in (64, 128):
+        cases += [(half, D, 0, ()), (half, D, 0, ("limits",)), (half, D, D, ()), (half, D, D, ("limits",))]
+        # CoPE's part without positions.
+        cases += [(half, D, 0, ("bound", *continued)), (half, D, 0, ("limits", "bound", *continued))]
+    cases += [(half, 40, 20, ()), (half, 256, 0, ()), (half, 256, 256, ()), (single, 64, 0, ()), (single, 64, 64, ())]
+    for dtype, D, R, used in cases:
+        without = [argument for argument in optional if argument not in used] + ([] if R else ["grad_shift"])
+        for kernel, table in tables:
+            candidates = _candidates(table, dtype, D, R > 0)
+            for tiles in candidates if not used else dict.fromkeys((candidates[0], candidates[-1])):
+                name = f"{kernel.__name__} {_TYPES[dtype]} D={D} R={R} {'+'.join(used[:2]) or 'causal'}"
+                yield _variant(name, kernel, tiles, dtype, D, R, without)
+    yield _variant("grouped heads", backward_columns_kernel, _COLUMNS[True, 64][0], half, 64, 64, optional, groups=4)
+    for D, R in ((64, 0), (128, 128)):
+        for tiles in _DECODE:
+            yield _variant(f"decode D={D} R={R}", decode_kernel, tiles, half, D, R, ("limits", "bound"), out="*fp32")
+        yield _variant(f"combine D={D}", combine_kernel, _COMBINE[0], half, D)
+        yield _variant(f"row products D={D}", row_products_kernel, _ROW_PRODUCTS[0], half, D)

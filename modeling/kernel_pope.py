@@ -1,7 +1,7 @@
-"""PoPE attention in Triton: magnitudes are turned into pairs inside the kernels, which read and write D numbers a token.
+"""PoPE attention in Triton: magnitudes are turned into pairs inside the kernels, and nothing wider than D is written.
 
-Outside, the pairs would be D + R wide. The kernels are those of `kernel_flash`, with polar scores; what is here makes
-operators of them. The backward pass is deterministic: no atomics, the shift's gradient is summed by PyTorch.
+The kernels are those of `kernel_flash`, with polar scores; what is here makes operators of them. The backward pass is
+deterministic: no atomics, the shift's gradient is summed by PyTorch.
 
 Supports and does not support: what `kernel_flash` does, and no gradients of gradients.
 
