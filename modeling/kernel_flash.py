@@ -698,35 +698,37 @@ def _columns_rows(
 @triton.jit
 def _rows_by_limits(limits, start_n, Q, K, BLOCK_N: tl.constexpr):
     """The rows, from `first` up to but without `last`, among which are all that see keys of a block."""
-    first_of = tl.full([SCAN], 2147483647, dtype=tl.int32)
-    last_of = tl.zeros([SCAN], dtype=tl.int32)
+    # The loop carries scalars: of what comes from carried tensors Triton does not know the alignment, and would not
+    # pipeline the loads of a loop over these rows.
+    first = Q
+    last = 0
     for start in range(0, Q, SCAN):
         rows = start + tl.arange(0, SCAN)
         low, high = _visible_slots(limits, None, 1, rows, Q, K)
         some = (rows < Q) & (low < high) & (low < start_n + BLOCK_N) & (high > start_n)
-        first_of = tl.where(some, tl.minimum(first_of, rows), first_of)
-        last_of = tl.where(some, rows + 1, last_of)
-    return tl.minimum(tl.min(first_of), Q), tl.max(last_of)
+        first = tl.minimum(first, tl.min(tl.where(some, rows, Q)))
+        last = tl.maximum(last, tl.max(tl.where(some, rows + 1, 0)))
+    return first, last
 
 
 @triton.jit
 def _rows_by_bound(bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr):
     """As `_rows_by_limits`, for the bounds of some heads; from row `full` on, all rows see all keys of the block."""
-    first_of = tl.full([SCAN], 2147483647, dtype=tl.int32)
-    last_of = tl.zeros([SCAN], dtype=tl.int32)
-    full_of = tl.zeros([SCAN], dtype=tl.int32)
+    first = Q
+    full = 0
+    last = 0
     for start in range(0, bound_blocks * GROUPS, SCAN):
         entries = start + tl.arange(0, SCAN)
         inside = entries < bound_blocks * GROUPS
         rows = entries % bound_blocks * bound_rows
         high = tl.load(bound + entries, mask=inside, other=0)
         some = inside & (high > start_n)
-        first_of = tl.where(some, tl.minimum(first_of, rows), first_of)
-        last_of = tl.where(some, tl.maximum(last_of, rows + bound_rows), last_of)
+        first = tl.minimum(first, tl.min(tl.where(some, rows, Q)))
+        last = tl.maximum(last, tl.max(tl.where(some, rows + bound_rows, 0)))
         # Keys from K on do not count.
         part = inside & (high < tl.minimum(start_n + BLOCK_N, K))
-        full_of = tl.where(part, tl.maximum(full_of, rows + bound_rows), full_of)
-    return tl.minimum(tl.min(first_of), Q), tl.minimum(tl.max(full_of), Q), tl.minimum(tl.max(last_of), Q)
+        full = tl.maximum(full, tl.max(tl.where(part, rows + bound_rows, 0)))
+    return first, tl.minimum(full, Q), tl.minimum(last, Q)
 
 
 @triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
@@ -799,20 +801,6 @@ def backward_columns_kernel(
         limits += b * (Q + K) * 2
         valid = tl.load(limits + (Q + slots) * 2, mask=valid, other=0) != 0
 
-    real = _load(key, key_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    imaginary = real
-    if POLAR:
-        cos_q += b * phase_q_batch
-        sin_q += b * phase_q_batch
-        cos_k += b * phase_k_batch
-        sin_k += b * phase_k_batch
-        cos, sin = _phases(cos_k, sin_k, start_n, K, R, BLOCK_N, BLOCK_D, False)
-        if shift is not None and GROUPS == 1:
-            shift_cos, shift_sin = _shift(shift + g * R, 2 * G, R, R, BLOCK_D)
-            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
-        real, imaginary = _rotate(real, cos, sin)
-    v = _load(value, value_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-
     if limits is not None:
         first, last = _rows_by_limits(limits, start_n, Q, K, BLOCK_N)
         full = last
@@ -831,6 +819,20 @@ def backward_columns_kernel(
     first = first // BLOCK_M * BLOCK_M
     last = tl.cdiv(last, BLOCK_M) * BLOCK_M
     full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_M) * BLOCK_M, first), last)
+
+    real = _load(key, key_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+    imaginary = real
+    if POLAR:
+        cos_q += b * phase_q_batch
+        sin_q += b * phase_q_batch
+        cos_k += b * phase_k_batch
+        sin_k += b * phase_k_batch
+        cos, sin = _phases(cos_k, sin_k, start_n, K, R, BLOCK_N, BLOCK_D, False)
+        if shift is not None and GROUPS == 1:
+            shift_cos, shift_sin = _shift(shift + g * R, 2 * G, R, R, BLOCK_D)
+            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
+        real, imaginary = _rotate(real, cos, sin)
+    v = _load(value, value_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
 
     scale = scaling * LOG2_E
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
@@ -1135,9 +1137,14 @@ def _constants(query: torch.Tensor, polar: Polar | None, R: int) -> dict[str, An
     }
 
 
+# From so many rows on, tiles are chosen anew: short inputs do not fill a GPU.
+LONG = 1024
+
+
 def _key(query: torch.Tensor, R: int, *optional: torch.Tensor | None) -> tuple[Any, ...]:
     """What the choice of tiles depends on."""
-    return (query.dtype, query.shape[-1], R, precision(query.dtype), *(tensor is not None for tensor in optional))
+    _, _, Q, D = query.shape
+    return (query.dtype, D, R, precision(query.dtype), Q >= LONG, *(tensor is not None for tensor in optional))
 
 
 def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -1276,7 +1283,7 @@ def flash_backward_rows(
             _key(query, R, limits, start, initial, parts),
             [
                 *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_query, parts, limits, start),
-                *(initial, *tables, scaling, H, H // G, Q, K, bound_blocks, bound_rows, *strides),
+                *(initial, *tables, float(scaling), H, H // G, Q, K, bound_blocks, bound_rows, *strides),
             ],
             _constants(query, polar, R),
         )
@@ -1332,7 +1339,7 @@ def flash_backward_columns(
             (*_key(query, R, limits, start, initial_key, tables[-1]), H // G),
             [
                 *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_key, grad_value, limits, start),
-                *(initial_key, initial_value, *tables, scaling, G, Q, K, bound_blocks, bound_rows, *strides),
+                *(initial_key, initial_value, *tables, float(scaling), G, Q, K, bound_blocks, bound_rows, *strides),
             ],
             _constants(query, polar, R) | {"GROUPS": H // G},
         )
@@ -1344,7 +1351,7 @@ def _decode_splits(query: torch.Tensor, heads: int, K: int) -> int:
     if INTERPRETED:
         return INTERPRETED_SPLITS
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    return max(1, min(triton.cdiv(2 * processors, heads), triton.cdiv(K, SPLIT_KEYS)))
+    return max(1, min(triton.cdiv(2 * processors, max(1, heads)), triton.cdiv(K, SPLIT_KEYS)))
 
 
 def flash_decode(
@@ -1400,7 +1407,7 @@ def flash_decode(
             lambda tiles: (splits * B * G,),
             candidates,
             (*_key(query, R, limits, start, tables[-1]), rows),
-            (query, key, value, parts, top_lse, limits, start, *tables, scaling, G, H // G, K, splits, *strides),
+            (query, key, value, parts, top_lse, limits, start, *tables, float(scaling), G, H // G, K, splits, *strides),
             _constants(query, polar, R),
         )
         launch(
@@ -1417,8 +1424,10 @@ def flash_decode(
 # What to compile without a GPU.
 
 _POINTERS = ("query", "key", "value", "grad", "out", "grad_query", "grad_key", "grad_value", "initial", "initial_out")
-_FLOATS = ("lse", "delta", "constant", "initial_lse", "initial_key", "initial_value", "shift", "grad_shift")
-_FLOATS += ("parts", "top_lse", "result")
+_FLOATS = (
+    *("lse", "delta", "constant", "initial_lse", "initial_key", "initial_value", "shift", "grad_shift"),
+    *("parts", "top_lse", "result"),
+)
 _INDICES = ("limits", "bound")
 _PHASES = ("cos_q", "sin_q", "cos_k", "sin_k")
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
