@@ -27,10 +27,7 @@ _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
 def _polar(query: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: torch.Tensor | None) -> Polar:
-    """The tables as the kernels read them: halves for half precision, which is no finer.
-
-    Converted in the operators, so that what autograd keeps are the tables that all layers share.
-    """
+    """The tables as the kernels read them: halves for half precision, which is no finer."""
     dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
     cos_q, sin_q, cos_k, sin_k = [table.to(dtype) for table in phases]
     return Polar(cos_q, sin_q, cos_k, sin_k, shift)
@@ -173,8 +170,9 @@ def pope_attention(
         query: (B, H, Q, D), float32, bfloat16 or float16: R magnitudes, then plain channels.
         key: (B, G, K, D), the same type, H a multiple of G, K at least Q: the same.
         value: (B, G, K, D), the same type.
-        tables: cosines and sines of the queries (1 or B, Q, R), cosines and sines of the keys (1 or B, K, R), float32;
-            then the shift (H, R) that is subtracted from the phases of the queries, float32, or None.
+        tables: cosines and sines of the queries (1 or B, Q, R), cosines and sines of the keys (1 or B, K, R), float32,
+            or float16 beside half precision; then the shift (H, R), subtracted from the phases of the queries, float32,
+            or None.
         limits: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
         scaling: the factor on the scores, positive.

@@ -294,8 +294,14 @@ class PoPE(PositionEncoding):
 
         head = context.get("head_offset", 0)
         shift = None if self.delta is None else self.delta()[head : head + query.shape[1]]
-        tables = (*(table.squeeze(1) for table in context[self.name]), shift)
-        return pope_attention(query, key, value, tables, limits=limits, scaling=scaling)
+        tables = context[self.name]
+        if query.dtype != torch.float32:
+            # The kernel reads halves beside features that are no finer: converted once for all layers.
+            if "pope, halves" not in context:
+                context["pope, halves"] = tuple(table.half() for table in tables)
+            tables = context["pope, halves"]
+        phases = [table.squeeze(1) for table in tables]
+        return pope_attention(query, key, value, (*phases, shift), limits=limits, scaling=scaling)
 
 
 def _decoding_logits(
