@@ -3,13 +3,15 @@
     python -m whatwhere.scripts.compile_kernels                                  # all kernels, four targets
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward_kernel bf16 D=64"
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
+    python -m whatwhere.scripts.compile_kernels --core --jobs 2                  # one variant for each head dim
     python -m whatwhere.scripts.compile_kernels --analysis                       # operations, bytes, least time
 
 The interpreter accepts code that does not compile, and a kernel that compiles can ask for more shared memory than a
-device has. So each variant (a kernel with its flags, types and head dim, as the kernel modules list them) is compiled
-with its tile sizes in their order, until one fits the target: that is what `kernel_launch` falls back to there.
-`--all-tiles` compiles them all. Pointers and sizes are taken to be multiples of 16, as those of the main shapes are;
-without that Triton would load single elements, and need less shared memory than in truth.
+device has. So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in their
+order, until one fits the target: that is what `kernel_launch` falls back to there. `--all-tiles` compiles them all.
+The variants are those that `variants()` of a module lists, or that some calls of CoPE launch (the launches are recorded
+and do not happen). Pointers and sizes are taken to be multiples of 16, as those of the main shapes are;
+without that, Triton would load single elements, and need less shared memory than in truth.
 
 One line each: tiles (query rows x keys), warps, stages, bytes of shared memory, registers of a thread, bytes that a
 thread spills (on gfx942: registers spilled), how many warps one multiprocessor can hold, seconds to compile. "unknown"
@@ -32,8 +34,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+import unittest.mock
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 MODULES = ("kernel_flash", "kernel_pope", "kernel_cope")
 
@@ -87,26 +92,135 @@ class Compiled:
     fits: bool = False
 
 
-def variants(module: str) -> dict[str, list[tuple[Any, dict, dict, Any]]]:
-    """Returns (kernel, signature, constants, tiles) for the tiles of each variant of a module, in their order.
+# Kernel, signature, constants, attributes or None for those of the main shapes, tiles.
+Entry = tuple[Any, dict[str, str], dict[str, Any], dict[tuple[int], list] | None, Any]
+
+
+def variants(module: str) -> dict[str, list[Entry]]:
+    """Returns what to compile for the tiles of each variant of a module, in their order.
 
     Raises:
         ValueError: the module defines kernels and lists no variants.
     """
     found = importlib.import_module(f"whatwhere.{module}")
-    listed = getattr(found, "variants", None) or getattr(found, "VARIANTS", None)
+    if module in RECORDED:
+        return recorded(module)
+    grouped: dict[str, list[Entry]] = {}
+    listed = getattr(found, "variants", None)
     if listed is None:
         own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == found.__name__]
         if any(hasattr(getattr(found, name), "arg_names") for name in own):
-            raise ValueError(f"{module} defines kernels and lists no variants: `variants()` or `VARIANTS`")
+            raise ValueError(f"{module} defines kernels and lists no `variants()`")
         return {}
-    grouped: dict[str, list[tuple[Any, dict, dict, Any]]] = {}
-    for name, kernel, signature, constants, tiles in listed() if callable(listed) else listed:
-        grouped.setdefault(name, []).append((kernel, dict(signature), dict(constants), tiles))
+    for name, kernel, signature, constants, tiles in listed():
+        grouped.setdefault(name, []).append((kernel, dict(signature), dict(constants), None, tiles))
     return grouped
 
 
-def _attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list]:
+def recorded(module: str) -> dict[str, list[Entry]]:
+    """Returns what a module launches for some inputs on the CPU: each launch is written down, and none happens."""
+    from whatwhere import kernel_flash
+
+    found = importlib.import_module(f"whatwhere.{module}")
+    grouped: dict[str, list[Entry]] = {}
+    label = ""
+
+    def record(
+        kernel: Any,
+        grid: Any,
+        candidates: Sequence[Any],
+        key: tuple,
+        arguments: Sequence[Any],
+        constants: dict[str, Any],
+        **options: Any,
+    ) -> Any:
+        name = f"{kernel.fn.__name__.strip('_')} {label}"
+        if kernel.fn.__module__ == found.__name__ and name not in grouped:
+            grouped[name] = [(kernel, *_described(kernel, arguments, constants), tiles) for tiles in candidates]
+        return candidates[0]
+
+    patch = unittest.mock.patch.object
+    # (In the interpreter the number of splits does not ask for a device.)
+    with (
+        patch(found, "launch", record),
+        patch(kernel_flash, "launch", record),
+        patch(kernel_flash, "INTERPRETED", True),
+    ):
+        for text, call in RECORDED[module]():
+            label = text
+            call()
+    return grouped
+
+
+def _described(
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
+    """Returns signature, constants and attributes of a launch with these arguments, as Triton finds them."""
+    signature, values, attributes = {}, dict(constants), {}
+    for index, (parameter, argument) in enumerate(zip(kernel.params, arguments)):
+        name = parameter.name
+        if isinstance(argument, torch.Tensor):
+            signature[name] = "*" + POINTERS[argument.dtype]
+            # What PyTorch allocates is aligned.
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(argument, float):
+            signature[name] = "fp32"
+        elif argument is None or (argument == 1 and not parameter.do_not_specialize):
+            values[name] = argument
+        else:
+            signature[name] = "i32" if abs(argument) < 2**31 else "i64"
+            if argument % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys((*values, *(name for name in kernel.arg_names if name not in signature)), "constexpr")
+    return signature, values, attributes
+
+
+POINTERS = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def cope_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields name and call: forward and backward of CoPE, and its decoding."""
+    from whatwhere.kernel_cope import cope_attention
+
+    # Type, head dim, whether rows have limits, whether gates have keys of their own.
+    cases = [(torch.bfloat16, D, limits, gate) for D in (64, 128) for limits in (False, True) for gate in (False, True)]
+    cases += [(torch.bfloat16, 40, False, False), (torch.bfloat16, 256, True, True), (torch.float32, 64, True, True)]
+    for dtype, D, with_limits, with_gate in cases:
+        for rows in (1024, 1):
+            query = torch.empty(2, 16, rows, D, dtype=dtype)
+            key, value, gate_key = (torch.empty(2, 16, 1024, D, dtype=dtype) for _ in range(3))
+            table = torch.empty(D, 64, dtype=dtype)
+            limits = torch.empty(2, 1, rows + 1024, 2, dtype=torch.int32) if with_limits else None
+            options: dict[str, Any] = {"limits": limits, "gate_key": gate_key if with_gate else None}
+            options |= {"scaling": 0.125, "position_scale": 0.125}
+            name = f"{POINTERS[dtype]} D={D} "
+            flags = "+".join(flag for flag, used in (("limits", with_limits), ("gate", with_gate)) if used) or "causal"
+
+            def call(
+                inputs: tuple[torch.Tensor, ...] = (query, key, value, table),
+                options: dict[str, Any] = options,
+                train: bool = rows > 1,
+            ) -> None:
+                if not train:
+                    with torch.no_grad():
+                        cope_attention(*inputs, **options)
+                    return
+                out = cope_attention(*(tensor.requires_grad_() for tensor in inputs), **options)
+                out.backward(torch.empty_like(out))
+
+            yield name + ("" if rows > 1 else "decoding ") + flags, call
+
+
+RECORDED = {"kernel_cope": cope_calls}
+
+
+def _main_attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list]:
     """What Triton assumes of the arguments of a launch with the main shapes: multiples of 16, where it looks."""
     attributes = {}
     for index, parameter in enumerate(kernel.params):
@@ -118,22 +232,24 @@ def _attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list
     return attributes
 
 
-def compile_one(name: str, entry: tuple[Any, dict, dict, Any], target_name: str) -> Compiled:
+def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
     """Compiles one variant with some tiles for a target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, signature, constants, tiles = entry
+    kernel, signature, constants, attributes, tiles = entry
     target = TARGETS[target_name]
     result = Compiled(name, target_name, f"{tiles.rows}x{tiles.columns}", tiles.warps, tiles.stages)
     for argument, size in (("BLOCK_M", tiles.rows), ("BLOCK_N", tiles.columns)):
         if argument in kernel.arg_names:
-            constants.setdefault(argument, size)
-            signature.setdefault(argument, "constexpr")
+            constants = {argument: size, **constants}
+            signature = {argument: "constexpr", **signature}
     # In the order of the arguments.
     signature = {argument: signature[argument] for argument in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=_attributes(kernel, signature))
+    if attributes is None:
+        attributes = _main_attributes(kernel, signature)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     start = time.perf_counter()
     try:
         compiled = triton.compile(
@@ -204,15 +320,22 @@ def compile_variant(module: str, name: str, target: str, all_tiles: bool) -> lis
     return results
 
 
+def chosen(module: str, only: Sequence[str], core: bool) -> list[tuple[str, str]]:
+    """Returns (module, variant) for those whose name contains one of `only`, or all.
+
+    core: of those that differ in the last word only, the flags, the last one, which has the most.
+    """
+    names = [name for name in variants(module) if not only or any(part in name for part in only)]
+    if core:
+        names = list({name.rpartition(" ")[0]: name for name in names}.values())
+    return [(module, name) for name in names]
+
+
 def compile_all(
-    targets: Sequence[str], only: Sequence[str], *, all_tiles: bool, jobs: int
+    targets: Sequence[str], names: Sequence[tuple[str, str]], *, all_tiles: bool, jobs: int
 ) -> Iterable[tuple[str, str, list[Compiled]]]:
-    """Yields target, variant and what was compiled, target by target."""
-    tasks = []
-    for target in targets:
-        for module in MODULES:
-            names = [name for name in variants(module) if not only or any(part in name for part in only)]
-            tasks += [(module, name, target) for name in names]
+    """Yields target, variant and what was compiled, target by target; names are (module, variant)."""
+    tasks = [(*name, target) for target in targets for name in names]
     if jobs == 1:
         for module, name, target in tasks:
             yield target, name, compile_variant(module, name, target, all_tiles)
@@ -336,6 +459,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], help="variants whose name contains this; may be repeated"
     )
+    parser.add_argument("--core", action="store_true", help="each kernel, type and head dim with its most flags only")
     parser.add_argument("--all-tiles", action="store_true", help="do not stop at the first tiles that fit")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=pathlib.Path, help="also write the results to this file")
@@ -377,9 +501,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"triton {triton.__version__}", end="")
     print("" if _cuobjdump() else "; registers on NVIDIA are unknown: Triton's package has no cuobjdump here")
     found: list[Compiled] = []
-    failures = []
+    failures, names = [], []
+    for module in MODULES:
+        try:
+            names += chosen(module, parsed.only, parsed.core)
+        except (ImportError, ValueError) as error:
+            failures.append(str(error))
     shown = ""
-    for target, name, results in compile_all(parsed.targets, parsed.only, all_tiles=parsed.all_tiles, jobs=parsed.jobs):
+    for target, name, results in compile_all(parsed.targets, names, all_tiles=parsed.all_tiles, jobs=parsed.jobs):
         if target != shown:
             limits = TARGETS[target]
             print(f"\n{target}: at most {limits.shared} bytes of shared memory, {limits.registers} registers")
@@ -405,11 +534,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{len(found)} compiled in {time.perf_counter() - start:.0f} s")
     if parsed.json:
         parsed.json.write_text(json.dumps([dataclasses.asdict(result) for result in found], indent=1) + "\n")
-    if not found:
-        print(f"--only={parsed.only!r} names no variant", file=sys.stderr)
-        return 2
     for failure in failures:
         print(failure, file=sys.stderr)
+    if not found:
+        print(f"nothing was compiled: --only={parsed.only!r} names no variant", file=sys.stderr)
+        return 2
     return 1 if failures else 0
 
 

@@ -42,7 +42,7 @@ be at least a tenth of the incoming gradient's (sums in another order cancel dif
 Above 2,048 tokens three ranges of rows are compared, and no gradient enters the others. Check of a model row: the
 logits, and those of a cached step, of at most 2,048 tokens against the stock model (rope), or against the same model
 with the eager reference (cope, pope). What fails its check gets no number but the status "check failed", and the exit
-code is 1 (0 if it is the public package's).
+code is 1 (but for the public package).
 
 Timing on a CPU: providers take turns, `--repeats` rounds after one warm-up, the listing after the others; the median
 counts. `--clock cpu` counts the time of this process's threads instead of wall time: use it with `--threads 1` where
@@ -53,12 +53,14 @@ chosen anew for each length. Peak memory is that of one run: `above` counts what
 adds the provider's inputs, tables and the gradient that comes in. The batch is `--tokens` / length.
 
 What is refused, runs out of memory, is not installed or does not fit the time gets a row whose status says so, and a
-line at the end. Every row is appended to `--output` (CSV) with device, versions and date. Then come a table of how the
+line at the end; an error inside PyTorch's own backends, and whatever the public package does, is such a reason and no
+failure. Every row is appended to `--output` (CSV) with device, versions and date. Then come a table of how the
 time grows with the length and, on a GPU, the figures to reach; whether they are reached is no matter of the exit code.
 """
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import pathlib
 import subprocess
@@ -73,15 +75,17 @@ from .attention import (
     BASELINES,
     DEVICE_PROVIDERS,
     DIRECTIONS,
+    FOREIGN,
     HOST_PROVIDERS,
     PROVIDERS,
+    STOCK_PREFIXES,
     Workload,
     refusals,
     tiles_note,
 )
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, Sample, device_is_lost, one_line, out_of_memory
 from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
-from .report import Report, Result, Shape, device_name, old_columns, versions
+from .report import TARGET_LENGTH, Report, Result, Shape, device_name, old_columns, versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # On a GPU: hidden size, from which the number of heads follows, and lengths.
@@ -126,11 +130,11 @@ class Budget:
             )
         return ""
 
-    def attempt(self, result: Result, shape: Shape, foreign: bool, measure: Callable[[], None]) -> None:
+    def attempt(self, result: Result, shape: Shape, measure: Callable[[], None]) -> None:
         """Runs `measure`, and writes what kept it from a number into the status of the result."""
         start = time.monotonic()
         name = f"{result.provider}, {shape}"
-        failure = ""
+        failure, ours = "", result.provider not in FOREIGN
         try:
             with refusals():
                 measure()
@@ -145,15 +149,17 @@ class Budget:
                 result.status = f"{result.stage}out of memory"
             else:
                 failure = f"{result.stage}{type(error).__name__}: {one_line(error)}"
+                ours = ours and not result.provider.startswith(STOCK_PREFIXES)
             if device_is_lost(error):
                 self.lost = f"the GPU can not be used after the failure of {name}"
         finally:
             self.history[result.provider, shape.head_dim] = (shape, time.monotonic() - start)
         if failure:
             result.status = failure
-            if not foreign:
+            if ours:
                 self.failures.append(f"{name}: {failure}")
         if torch.cuda.is_available() and not self.lost:
+            gc.collect()
             torch.cuda.empty_cache()
 
 
@@ -161,13 +167,18 @@ def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: B
     """Checks and times a group of attention providers at every head dim and length."""
     device = torch.device(arguments.device)
     chosen = [name for name in arguments.attention_groups[group] if name in PROVIDERS]
-    for head_dim, length in itertools.product(arguments.head_dims, arguments.lengths if chosen else ()):
+    lengths = arguments.lengths if chosen else ()
+    if group > 1:
+        # What may not fit the time begins with the lengths that are judged.
+        lengths = sorted(lengths, key=lambda length: (length < TARGET_LENGTH, length))
+    for length, head_dim in itertools.product(lengths, arguments.head_dims):
         shape = arguments.shape(length, head_dim)
         workload: Workload | None = None
         results = []
         for name in chosen:
             result = Result(name, status=budget.refuse(f"attention {group}", name, shape))
-            if not result.status and name == "cope-listing" and length > arguments.listing_limit:
+            limited = arguments.listing_limit is not None and length > arguments.listing_limit
+            if not result.status and name == "cope-listing" and limited:
                 result.status = f"left out: longer than --listing-limit {arguments.listing_limit}"
             results.append(result)
         waiting = [result for result in results if not result.status]
@@ -221,7 +232,7 @@ def on_device(
                     del function
             result.note = tiles_note() if "triton" in result.provider else ""
 
-        budget.attempt(result, shape, result.provider == "pope-pytorch", measure)
+        budget.attempt(result, shape, measure)
 
 
 def on_host(
@@ -243,7 +254,7 @@ def on_host(
                         prepared = runs.setdefault(result.provider, {})
                         prepared[direction] = within(provider.context, function)
 
-        budget.attempt(result, shape, result.provider == "pope-pytorch", check)
+        budget.attempt(result, shape, check)
     # The listing comes last: after its gigabytes, the system serves the others' memory more slowly.
     listing = {name: runs.pop(name) for name in ("cope-listing",) if name in runs}
     samples = arguments.timer.in_turns(runs) | arguments.timer.in_turns(listing)
@@ -307,7 +318,7 @@ def benchmark_model(arguments: argparse.Namespace, report: Report, budget: Budge
                         result.stage = f"{direction}: "
                         result.samples[direction] = arguments.timer(function, memory=direction == "training step")
 
-                budget.attempt(result, shape, False, measure)
+                budget.attempt(result, shape, measure)
             if isinstance(arguments.timer, HostTimer):
                 spread(arguments.timer.in_turns(runs), results)
             report.add("model", shape, results)
@@ -364,7 +375,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--provider-seconds", type=positive, help="leave out what would take longer at one length; on a GPU 12"
     )
-    parser.add_argument("--listing-limit", type=int, default=8192, help="longest length at which the listing is timed")
+    parser.add_argument("--listing-limit", type=int, help="longest length of the listing; default 8192, on a GPU none")
     parser.add_argument("--isolate", action="store_true", help="each provider in a process of its own")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"))
     parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
@@ -414,6 +425,8 @@ def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
     parsed.head_dims = parsed.head_dims or ([64, 128] if cuda else [64])
     parsed.dtype = parsed.dtype or ("bfloat16" if cuda else "float32")
     parsed.directions = parsed.directions or (DIRECTIONS if cuda else ("forward", "forward+backward"))
+    if parsed.listing_limit is None and not cuda:
+        parsed.listing_limit = 8192
     if parsed.provider_seconds is None and cuda:
         parsed.provider_seconds = 12.0
     groups: Sequence[Sequence[str]] = DEVICE_PROVIDERS if cuda else (HOST_PROVIDERS,)
@@ -455,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)
     if device.type == "cuda":
-        seconds = 0.05 if parsed.quick else 0.15
+        seconds = 0.02 if parsed.quick else 0.06
         parsed.timer = DeviceTimer(device, parsed.repeats or (2 if parsed.quick else None), seconds)
     else:
         parsed.timer = HostTimer(parsed.clock, parsed.repeats or (2 if parsed.quick else 5))

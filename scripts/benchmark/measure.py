@@ -119,6 +119,9 @@ def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], t
 
     Returns:
         The function that replays it, and the tensor that holds the result after each replay.
+
+    Raises:
+        Refused: the function does something that can not be captured.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -126,8 +129,13 @@ def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], t
         function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out = function()
+    try:
+        with torch.no_grad(), torch.cuda.graph(graph):
+            out = function()
+    except RuntimeError as error:
+        if "captur" in str(error):
+            raise Refused(f"can not be captured: {one_line(error)}") from error
+        raise
     return graph.replay, out
 
 

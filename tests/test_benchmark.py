@@ -1,0 +1,361 @@
+"""The benchmark: what gets a number, what gets a reason instead, and what the tables say."""
+
+import csv
+import subprocess
+
+import pytest
+import torch
+
+from whatwhere.scripts.benchmark import __main__ as command
+from whatwhere.scripts.benchmark import attention
+from whatwhere.scripts.benchmark.attention import PROVIDERS, Provider, Workload, relative_errors
+from whatwhere.scripts.benchmark.measure import CheckFailed, Refused, Sample, device_is_lost, out_of_memory
+from whatwhere.scripts.benchmark.models import MODELS
+from whatwhere.scripts.benchmark.report import FIELDS, Report, Result, Shape
+
+TINY = ["--lengths", "32", "--heads", "2", "--batch", "1", "--head-dim", "16", "--repeats", "1", "--num-positions", "8"]
+
+
+def run(folder, *arguments):
+    """Runs the benchmark on tiny shapes; returns the exit code and the rows."""
+    output = folder / "rows.csv"
+    code = command.main([*TINY, "--output", str(output), *arguments])
+    with output.open(newline="", encoding="utf-8") as file:
+        return code, list(csv.DictReader(file))
+
+
+def test_rows(tmp_path):
+    code, rows = run(tmp_path)
+    assert code == 0
+    assert list(rows[0]) == list(FIELDS)
+    found = {(row["part"], row["provider"], row["direction"]) for row in rows}
+    for provider in ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "pope-blockwise"):
+        assert {("attention", provider, "forward"), ("attention", provider, "forward+backward")} <= found
+    for provider in ("llama-stock", "llama-rope", "llama-pope", "llama-cope"):
+        assert {("model", provider, "training step"), ("model", provider, "decoding step")} <= found
+    for row in rows:
+        assert row["status"] == "ok"
+        assert float(row["milliseconds"]) >= float(row["fastest"]) > 0
+        assert float(row["ratio"]) > 0
+        assert row["ratio_to"] == ("rope-sdpa" if row["part"] == "attention" else "llama-stock")
+        assert row["torch"] == torch.__version__
+
+
+def test_every_direction_and_backend(tmp_path):
+    """A backend that does not serve the shape says why; the others are checked and timed."""
+    names = ["rope-sdpa-flash", "rope-sdpa-math", "rope-sdpa-cudnn", "sdpa-math", "cope-open"]
+    names += ["pope-sdpa-padded-flash", "pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-math"]
+    directions = "forward,backward,forward+backward,decoding"
+    code, rows = run(tmp_path, "--parts", "attention", "--providers", ",".join(names), "--directions", directions)
+    assert code == 0
+    reasons = {row["provider"]: row["status"] for row in rows if not row["direction"]}
+    assert set(reasons) == {"rope-sdpa-cudnn", "pope-sdpa-unpadded-flash"}
+    assert "same last dimension" in reasons["pope-sdpa-unpadded-flash"]
+    assert all(not row["milliseconds"] for row in rows if not row["direction"])
+    for name in {*names, "rope-sdpa"} - set(reasons):
+        assert [row["direction"] for row in rows if row["provider"] == name] == directions.split(",")
+
+
+def test_kernels(tmp_path):
+    """In the interpreter: the same check, and the rows that a GPU would give."""
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    names = "cope-triton-half,cope-triton-open,cope-triton-closed,pope-triton"
+    code, rows = run(
+        tmp_path, "--parts", "attention", "--providers", names, "--directions", "forward,backward,decoding"
+    )
+    assert code == 0, [row["status"] for row in rows]
+    assert {row["provider"] for row in rows if row["direction"] == "decoding"} == {"rope-sdpa", *names.split(",")}
+
+
+def test_no_number_without_a_check(tmp_path, monkeypatch, capsys):
+    """A wrong provider gets a reason, the others their numbers, and the exit code is 1."""
+    right = attention.blockwise_attention
+    monkeypatch.setattr(attention, "blockwise_attention", lambda *inputs, **options: right(*inputs, **options) * 1.001)
+    code, rows = run(tmp_path, "--parts", "attention", "--providers", "cope-half,pope-sdpa")
+    assert code == 1
+    wrong = [row for row in rows if row["provider"] == "cope-half"]
+    assert len(wrong) == 1
+    assert wrong[0]["status"].startswith("check failed: output is off by")
+    assert not wrong[0]["milliseconds"]
+    assert [row["status"] for row in rows if row["provider"] == "pope-sdpa"] == ["ok", "ok"]
+    assert "check failed: cope-half" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory", 0),
+        (Refused("too wide"), "refused: too wide", 0),
+        (ZeroDivisionError("no"), "ZeroDivisionError: no", 1),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "RuntimeError: CUDA error", 1),
+    ],
+)
+def test_what_keeps_one_from_a_number(tmp_path, monkeypatch, failure, status, code):
+    def fail(*inputs, **options):
+        raise failure
+
+    monkeypatch.setattr(attention, "blockwise_attention", fail)
+    found, rows = run(tmp_path, "--parts", "attention", "--providers", "pope-blockwise,pope-sdpa")
+    assert found == code
+    statuses = {row["provider"]: row["status"] for row in rows}
+    assert statuses["pope-blockwise"].startswith(status)
+    assert statuses["pope-sdpa"] == "ok"
+
+
+def test_a_lost_gpu():
+    """After an illegal memory access nothing works any more in that process: nothing more is tried."""
+    budget, shape = command.Budget(None, None), Shape(1, 1, 8, 16)
+
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    result = Result("pope-pytorch")
+    budget.attempt(result, shape, fail)
+    assert not budget.failures
+    assert result.status.startswith("RuntimeError: CUDA error")
+    assert budget.refuse("attention 2", "pope-triton", shape).startswith("left out: the GPU can not be used after")
+
+
+@pytest.mark.parametrize(("provider", "failed"), [("rope-sdpa-cudnn", 0), ("cope-triton-half", 1), ("llama-cope", 1)])
+def test_errors_of_pytorch_are_not_ours(provider, failed):
+    budget = command.Budget(None, None)
+
+    def fail():
+        raise RuntimeError("cuDNN Frontend error: no execution plan")
+
+    result = Result(provider, stage="backward: ")
+    budget.attempt(result, Shape(1, 1, 8, 16), fail)
+    assert result.status == "backward: RuntimeError: cuDNN Frontend error: no execution plan"
+    assert len(budget.failures) == failed
+
+
+def test_public_package(tmp_path, monkeypatch):
+    """It is optional, and its mistakes are not ours."""
+    monkeypatch.setitem(__import__("sys").modules, "PoPE_pytorch", None)
+    arguments = ["--parts", "attention", "--providers", "pope-pytorch"]
+    code, rows = run(tmp_path, *arguments)
+    assert code == 0
+    assert "refused: not installed" in rows[-1]["status"]
+
+    wrong = Provider("pope", lambda query, key, value, delta: query + key + value + delta.sum())
+    monkeypatch.setattr(Workload, "_pope_pytorch", lambda self: wrong)
+    code, rows = run(tmp_path, *arguments)
+    assert code == 0
+    assert rows[-1]["status"].startswith("check failed")
+
+
+def test_time_is_limited(tmp_path, capsys):
+    code, rows = run(tmp_path, "--minutes", "1e-9")
+    assert code == 0
+    assert all(row["status"].startswith("left out: the 1e-09 minutes") for row in rows)
+    assert "not measured:" in capsys.readouterr().out
+
+
+def test_what_would_take_too_long_is_left_out(tmp_path):
+    """Four times the length is expected to take sixteen times as long."""
+    code, rows = run(tmp_path, "--parts", "attention", "--lengths", "32,16384", "--provider-seconds", "0.05")
+    assert code == 0
+    later = [row for row in rows if row["length"] == "16384"]
+    assert later
+    assert all("more than --provider-seconds 0.05" in row["status"] for row in later)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--providers", "cope-fast"], "'cope-fast'"),
+        (["--directions", "sideways"], "'sideways'"),
+        (["--parts", "speed"], "'speed'"),
+        (["--lengths", "0"], "positive integers"),
+        (["--minutes", "-1"], "greater than 0"),
+        (["--batch", "0"], "--batch=0"),
+        (["--device", "tpu"], "'tpu'"),
+        (["--device", "cuda", "--clock", "cpu"], ""),
+    ],
+)
+def test_refusals(arguments, text, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(arguments)
+    assert exit_.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["--device", "cuda"])
+    assert exit_.value.code == 2
+    assert "PyTorch finds no CUDA device" in capsys.readouterr().err
+
+
+def test_rows_of_another_time_are_not_mixed(tmp_path, capsys):
+    output = tmp_path / "rows.csv"
+    output.write_text("date,part,provider\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        command.main(["--output", str(output)])
+    assert "has other columns" in capsys.readouterr().err
+
+
+def test_isolation(monkeypatch, tmp_path):
+    """One command for each provider, with its part and the other options."""
+    commands = []
+
+    def record(arguments):
+        commands.append(arguments[3:])
+        return subprocess.CompletedProcess(arguments, 1 if "cope-half" in arguments else 0)
+
+    monkeypatch.setattr(command.subprocess, "run", record)
+    output = ["--output", str(tmp_path / "rows.csv")]
+    assert command.main(["--isolate", "--quick", "--providers", "cope-half,llama-cope", *output]) == 1
+    providers = [arguments[-1] for arguments in commands]
+    assert providers == ["rope-sdpa", "cope-half", "llama-cope"]
+    assert all(arguments[:1] == ["--quick"] for arguments in commands)
+    assert commands[-1][-4:] == ["--parts", "model", "--providers", "llama-cope"]
+
+
+def test_names():
+    """What runs by default is known by name."""
+    assert {name for group in attention.DEVICE_PROVIDERS for name in group} <= set(PROVIDERS)
+    assert set(attention.HOST_PROVIDERS) <= set(PROVIDERS)
+    assert not set(PROVIDERS) & set(MODELS)
+    parsed = command.parse(["--device", "cpu"])
+    assert (parsed.lengths, parsed.dtype, parsed.head_dims) == ([1024, 4096], "float32", [64])
+
+
+# Checks.
+
+
+@pytest.fixture
+def long_workload(monkeypatch):
+    """A workload whose check looks at some rows only."""
+    monkeypatch.setattr(attention, "ALL_ROWS", 64)
+    options = {"num_positions": 8, "dtype": torch.float32, "device": torch.device("cpu")}
+    return Workload(batch=1, heads=2, length=400, head_dim=16, **options)
+
+
+@pytest.mark.parametrize("name", ["rope-sdpa", "cope-half", "cope-closed", "pope-sdpa", "pope-blockwise"])
+def test_check_of_some_rows(long_workload, name):
+    assert long_workload.rows.numel() < 400
+    assert long_workload.check(long_workload.provider(name)).share <= 1
+
+
+@pytest.mark.parametrize("which", range(4), ids=["dq", "dk", "dv", "dtable"])
+def test_a_wrong_gradient_is_found(long_workload, which):
+    """Keys and values far from the checked rows included: their gradients come from these rows alone."""
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1.001
+
+    provider = long_workload.provider("cope-half")
+    right = provider.function
+
+    def function(*inputs):
+        return right(*(Wrong.apply(tensor) if index == which else tensor for index, tensor in enumerate(inputs)))
+
+    provider.function = function
+    with pytest.raises(CheckFailed, match=("dq", "dk", "dv", "dtable")[which]):
+        long_workload.check(provider)
+
+
+def test_not_a_number_fails():
+    one = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(CheckFailed, match="output"):
+        relative_errors([one * float("nan")], [one], [one], ["output"], factor=2, tolerance=1.0)
+
+
+def test_kinds_of_failures():
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+    assert device_is_lost(RuntimeError("CUDA error: an illegal memory access"))
+    assert not device_is_lost(RuntimeError("shapes do not fit"))
+
+
+# Tables.
+
+
+def sample(milliseconds, above=100 << 20):
+    return Sample([milliseconds, milliseconds * 2, milliseconds / 2], above=above, inputs=100 << 20)
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Two lengths on a GPU that is not there: RoPE's backends, both kernels, and the public package at one length."""
+    lines: list[str] = []
+    common = {"dtype": "bfloat16", "device": "GPU", "threads": 1, "clock": "events"}
+    report = Report(tmp_path / "rows.csv", common, lines.append)
+    for length, factor in ((2048, 9.0), (4096, 1.0), (8192, 1.25)):
+        shape = Shape(2, 4, length, 64)
+        times = {"forward+backward": sample(4.0 * length / 4096), "backward": sample(3.0), "decoding": sample(1.0)}
+        slower = {direction: Sample([10 * sample.median], sample.above * 2, 1) for direction, sample in times.items()}
+        kernel = {
+            "forward+backward": sample(4.0 * length / 4096 * factor, above=140 << 20),
+            "backward": sample(3.0 * factor),
+            "decoding": sample(1.5),
+        }
+        results = [
+            Result("rope-sdpa-flash", times),
+            Result("rope-sdpa-math", slower),
+            Result("rope-sdpa-cudnn", status="refused: no"),
+            Result("cope-triton-half", kernel, note="tiles"),
+            Result("pope-triton", kernel),
+        ]
+        if length == 8192:
+            results.append(Result("pope-pytorch", {"backward": sample(15.0)}))
+        else:
+            results.append(Result("pope-pytorch", status="out of memory"))
+        report.add("attention", shape, results)
+    report.lines = lines
+    return report
+
+
+def judged(report, what):
+    return next(line for line in report.summary() if line.startswith(what))
+
+
+def test_summary(report):
+    """The worst length from 4,096 on counts, against RoPE's fastest backend."""
+    assert judged(report, "CoPE forward + backward").split()[-5:] == ["1.3", "1.25", "1.00", "8192", "yes"]
+    assert judged(report, "CoPE decoding  ").split()[-5:] == ["1.2", "1.50", "1.50", "4096", "no"]
+    # 240 MiB to 200, and 140 to 100 without the inputs.
+    assert judged(report, "PoPE peak memory  ").split()[-5:] == ["1.2", "1.20", "1.20", "4096", "yes"]
+    assert judged(report, "PoPE peak memory, inputs").split()[-5:] == ["1.2", "1.40", "1.40", "4096", "no"]
+    assert judged(report, "CoPE decoding, launches").endswith("not measured")
+    # 15 ms to 3.75 ms at the one length where both were measured.
+    assert judged(report, "PoPE backward").split()[-5:] == ["3", "4.00", "4.00", "8192", "yes"]
+
+
+def test_summary_says_why_not(report):
+    for results in report.results.values():
+        results["pope-pytorch"] = Result("pope-pytorch", status="refused: not installed")
+    assert judged(report, "PoPE backward").endswith("not measured: pope-pytorch: refused: not installed")
+    report.common["dtype"] = "float32"
+    assert judged(report, "CoPE decoding").endswith("not judged: float32")
+
+
+def test_growth(report):
+    lines = report.growth()
+    assert "2048-4096" in lines[1]
+    rope = next(line for line in lines if "rope-sdpa-flash" in line)
+    assert rope.split()[-2:] == ["2.00", "2.00"]
+    assert not report.growth("forward")
+
+
+def test_left_out(report):
+    lines = report.left_out()
+    assert "pope-pytorch (2x4x2048x64; 2x4x4096x64): out of memory" in lines
+    assert any(line.startswith("rope-sdpa-cudnn") and line.endswith("refused: no") for line in lines)
+
+
+def test_written_rows(report):
+    with report.output.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    row = next(row for row in rows if row["provider"] == "cope-triton-half" and row["length"] == "8192")
+    assert (row["direction"], row["ratio"], row["ratio_to"]) == ("forward+backward", "1.250", "rope-sdpa-flash")
+    assert (row["peak_mib"], row["above_mib"], row["memory_ratio"], row["note"]) == ("240.0", "140.0", "1.200", "tiles")

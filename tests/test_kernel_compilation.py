@@ -1,0 +1,157 @@
+"""The kernels compile for GPUs that are not here, and fit them. (The interpreter accepts what does not compile.)"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from whatwhere.scripts import compile_kernels
+from whatwhere.scripts.compile_kernels import TARGETS, Compiled, analysis, costs, occupancy
+
+# Under pytest-xdist the other core has work of its own.
+JOBS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+
+
+def run(folder, *arguments, code=None):
+    """Runs the command, or some code, in a process of its own: in this one kernels are interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONWARNINGS": "ignore"}
+    command = ["-m", "whatwhere.scripts.compile_kernels"]
+    if code:
+        # Triton reads the source of a kernel from its file.
+        (folder / "command.py").write_text(code, encoding="utf-8")
+        command = ["command.py"]
+    return subprocess.run(
+        [sys.executable, *command, *arguments], env=environment, cwd=folder, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("targets", "only"),
+    [
+        (list(TARGETS), [" D=128 "]),
+        (["sm_90"], [" bf16 D=64 ", " fp32 "]),
+        # The widest heads, where there is least shared memory.
+        (["gfx942"], [" D=256 "]),
+    ],
+    ids=["four targets", "sm_90", "gfx942"],
+)
+def test_every_kernel_compiles_and_fits(tmp_path, targets, only):
+    """Each kernel with its most flags. (All variants take ten minutes: the command does them without options.)"""
+    names = [argument for name in only for argument in ("--only", name)]
+    output = tmp_path / "kernels.json"
+    done = run(tmp_path, "--core", "--targets", ",".join(targets), *names, "--jobs", JOBS, "--json", str(output))
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [Compiled(**entry) for entry in json.loads(output.read_text())]
+    fitting = {(result.target, result.variant) for result in found if result.fits}
+    assert fitting == {(result.target, result.variant) for result in found}
+    assert {target for target, _ in fitting} == set(targets)
+    kernels = {variant.split()[0] for _, variant in fitting}
+    assert kernels >= {"forward_kernel", "backward_rows_kernel", "backward_columns_kernel"}
+    assert kernels >= {"position_values", "window_forward", "window_rows", "table_rows", "window_columns"}
+    for result in found:
+        if result.fits:
+            assert result.shared <= TARGETS[result.target].shared
+            assert result.registers is None or 0 < result.registers <= TARGETS[result.target].registers
+
+
+def test_the_kernels_of_every_launch_are_listed(tmp_path):
+    """What CoPE launches is recorded with its flags; what PoPE launches is in the list of the flash kernels."""
+    code = "from whatwhere.scripts.compile_kernels import *\nprint(*(n for m in MODULES for n in variants(m)), sep='|')"
+    names = run(tmp_path, code=code).stdout.strip().split("|")
+    assert "window_forward bf16 D=64 causal" in names
+    assert "window_forward bf16 D=64 decoding causal" in names
+    assert "window_columns bf16 D=128 limits+gate" in names
+    assert any(name.startswith("forward_kernel bf16 D=128 R=128") for name in names)
+
+
+FALLBACK = """
+import sys
+import triton
+import triton.language as tl
+from whatwhere.kernel_launch import Tiles
+from whatwhere.scripts import compile_kernels
+
+@triton.jit
+def product(left, right, out, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WRONG: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
+    for start in range(0, size, BLOCK_N):
+        a = tl.load(left + rows[:, None] * size + start + columns[None, :])
+        b = tl.load(right + (start + columns)[:, None] * size + rows[None, :])
+        total = tl.dot(a, b, total)
+    if WRONG:
+        total += tl.arange(0, 3)
+    tl.store(out + rows[:, None] * size + rows[None, :], total)
+
+types = {"left": "*bf16", "right": "*bf16", "out": "*fp32", "size": "i32", "WRONG": "constexpr"}
+tiles = {"falls back": [Tiles(256, 256, 8, 4), Tiles(32, 32, 4, 2)], "too large": [Tiles(256, 256, 8, 4)],
+         "wrong": [Tiles(32, 32)]}
+listed = {}
+for name in tiles:
+    listed[name] = [(product, dict(types), {"WRONG": name == "wrong"}, None, tile) for tile in tiles[name]]
+compile_kernels.variants = lambda module: listed if module == "kernel_flash" else {}
+sys.exit(compile_kernels.main())
+"""
+
+
+def test_falls_back_to_the_tiles_that_fit(tmp_path):
+    """The first tiles are too large for the target's shared memory, the second are not."""
+    result = tmp_path / "kernels.json"
+    done = run(tmp_path, "--targets", "sm_80", "--only", "falls back", "--json", str(result), code=FALLBACK)
+    assert done.returncode == 0, done.stderr
+    first, second = (Compiled(**entry) for entry in json.loads(result.read_text()))
+    assert (first.tiles, first.fits, second.tiles, second.fits) == ("256x256", False, "32x32", True)
+    assert first.shared > TARGETS["sm_80"].shared >= second.shared
+    assert "1 variants fit, 1 of them not with their first tiles" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "text"), [("too large", "no tiles fit"), ("wrong", "does not compile")])
+def test_failures(tmp_path, name, text):
+    done = run(tmp_path, "--targets", "sm_80", "--only", name, code=FALLBACK)
+    assert done.returncode == 1
+    assert name in done.stderr
+    assert text in done.stderr
+
+
+def test_refuses_the_interpreter(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit) as exit_:
+        compile_kernels.main([])
+    assert exit_.value.code == 2
+    assert "TRITON_INTERPRET='1' is set" in capsys.readouterr().err
+
+
+def test_refuses_unknown_targets(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(SystemExit):
+        compile_kernels.main(["--targets", "sm_90,sm_1"])
+    error = capsys.readouterr().err
+    assert "'sm_1'" in error
+    assert "'sm_80', 'sm_90', 'sm_100', 'gfx942'" in error
+
+
+def test_occupancy():
+    """By hand: 65,536 registers, 228 KiB and 64 warps of a multiprocessor."""
+    hopper = TARGETS["sm_90"]
+    assert occupancy(255, 0, 4, hopper) == 8
+    assert occupancy(128, 0, 4, hopper) == 16
+    assert occupancy(32, 0, 4, hopper) == 64
+    assert occupancy(32, 100 << 10, 8, hopper) == 16
+    assert occupancy(None, 0, 4, hopper) is None
+    assert occupancy(128, 0, 4, TARGETS["gfx942"]) == 16
+
+
+def test_analysis():
+    """Operations of causal attention: half of 4 T^2 D forward, and PoPE's one and a half times of that."""
+    found = costs(1, 1, 1024, 64, 64)
+    pairs = 1024 * 1025 / 2
+    assert found["rope + sdpa"][0].flops == 4 * pairs * 64
+    assert found["pope kernel"][0].flops == 6 * pairs * 64
+    lines = analysis((4096,), (64,), (780e12, 3.9e12, 4.3e12))
+    assert any("rope + sdpa" in line and line.endswith("1.00") for line in lines)
