@@ -420,7 +420,7 @@ def groups_on_gpu() -> Iterator[Group]:
     for gate, dtype in (("separate", "bfloat16"), ("separate", "float32"), ("value", "bfloat16"), ("value", "float32")):
         some = (Case(100, 257), Case(257, 257, gates="closed"), Case(1, 300), Case(130, 130, mask="padding"))
         yield Group("cope", dtype, 64, some, gate=gate)
-    for encoding in ("cope", "pope"):
+    for encoding in ("cope", "cope+rope", "pope"):
         for dtype in ("float32", "bfloat16"):
             yield Group(f"model {encoding}", dtype, 64, (Case(100, 100),))
 

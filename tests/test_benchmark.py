@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from whatwhere.scripts.benchmark import __main__ as command
-from whatwhere.scripts.benchmark import attention
-from whatwhere.scripts.benchmark.attention import PROVIDERS, Provider, Workload, relative_errors
-from whatwhere.scripts.benchmark.measure import CheckFailed, Refused, Sample, device_is_lost, out_of_memory
+from whatwhere.scripts.benchmark import attention, measure
+from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
+from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
 from whatwhere.scripts.benchmark.models import MODELS
 from whatwhere.scripts.benchmark.report import FIELDS, Report, Result, Shape
 
@@ -220,6 +220,89 @@ def test_names():
     assert not set(PROVIDERS) & set(MODELS)
     parsed = command.parse(["--device", "cpu"])
     assert (parsed.lengths, parsed.dtype, parsed.head_dims) == ([1024, 4096], "float32", [64])
+
+
+# What a GPU runs, as far as it goes without one.
+
+
+class Clock:
+    """In the place of CUDA events: each run takes a millisecond."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+        Clock.now += 1.0
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 350)
+    monkeypatch.setattr(measure, "FLUSH_BYTES", 16)
+    return DeviceTimer(torch.device("cpu"), None, 0.01)
+
+
+def test_device_timer(timer):
+    calls = []
+    sample = timer(lambda: calls.append(1), memory=True)
+    # Ten of a millisecond in ten milliseconds, one to estimate, one for the memory.
+    assert (len(sample.times), len(calls), sample.median, sample.above) == (10, 12, 1.0, 250)
+    assert timer(lambda: None, memory=False).above is None
+    assert len(DeviceTimer(torch.device("cpu"), 4, 0.01)(lambda: None, memory=False).times) == 4
+    assert len(DeviceTimer(torch.device("cpu"), None, 1e-4)(lambda: None, memory=False).times) == 1
+
+
+def test_device_path(timer, tmp_path):
+    """One provider after the other, all directions, with memory; models likewise."""
+    output = ["--output", str(tmp_path / "rows.csv")]
+    parsed = command.parse([*TINY, *output, "--directions", ",".join(DIRECTIONS), "--layers", "1"])
+    parsed.timer = timer
+    options = {"num_positions": 8, "dtype": torch.float32, "device": torch.device("cpu")}
+    workload = Workload(batch=1, heads=2, length=32, head_dim=16, **options)
+    results = [Result("rope-sdpa"), Result("cope-listing"), Result("rope-sdpa-cudnn"), Result("pope-blockwise")]
+    budget, shape = command.Budget(None, None), Shape(1, 2, 32, 16)
+    command.on_device(parsed, workload, shape, results, budget, 0)
+    rope, listing, refused, pope = results
+    assert list(rope.samples) == list(pope.samples) == ["forward", "backward", "forward+backward", "decoding"]
+    assert list(listing.samples) == ["forward", "backward", "forward+backward"]
+    # Query, key, value and gradient; the tables of cosines and sines.
+    tensor, table = 2 * 32 * 16 * 4, 32 * 16 * 4
+    assert rope.samples["forward"].inputs == 4 * tensor + 2 * table
+    assert rope.samples["forward"].total == 4 * tensor + 2 * table + 250
+    assert rope.samples["backward"].above is None
+    assert refused.status.startswith("refused")
+    report = Report(tmp_path / "rows.csv", {"dtype": "float32", "device": "", "threads": 1, "clock": "events"}, str)
+    command.benchmark_model(parsed, report, budget)
+    (found,) = report.results.values()
+    assert list(found) == ["llama-stock", "llama-rope", "llama-pope", "llama-cope"]
+    assert all(list(result.samples) == ["training step", "decoding step"] for result in found.values())
+    assert found["llama-cope"].samples["training step"].above == 250
+    assert not budget.failures
+
+
+def test_defaults_on_a_gpu():
+    parsed = command.parse(["--device", "cpu"])
+    for name in ("lengths", "model_lengths", "head_dims", "dtype", "directions", "provider_seconds", "listing_limit"):
+        setattr(parsed, name, None)
+    command.set_defaults(parsed, torch.device("cuda"))
+    assert (parsed.lengths[0], parsed.lengths[-1], parsed.head_dims) == (512, 65536, [64, 128])
+    assert (parsed.dtype, parsed.model_lengths, parsed.listing_limit) == ("bfloat16", [4096, 16384], None)
+    assert parsed.shape(512, 64) == Shape(32, 32, 512, 64)
+    assert parsed.shape(65536, 128) == Shape(1, 16, 65536, 128)
+    assert parsed.attention_groups == attention.DEVICE_PROVIDERS
+    parsed.providers, parsed.lengths = ["pope-triton"], [1024]
+    command.set_defaults(parsed, torch.device("cuda"))
+    assert {"rope-sdpa-flash", "rope-sdpa-cudnn", "pope-triton"} <= set(parsed.attention_groups[0])
 
 
 # Checks.
