@@ -20,7 +20,7 @@ one of phase 0. The pairs exist in registers and shared memory only.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -1013,7 +1013,8 @@ def combine_kernel(
             other=0.0,
         )
         new_top = tl.maximum(top, tl.max(part_top, 0))
-        weights = tl.where(part_top > 0.5 * MASKED, tl.exp2(part_top - new_top), 0.0)
+        # Where no part saw anything the weights are 1, and the parts 0.
+        weights = tl.exp2(part_top - new_top)
         decay = tl.exp2(top - new_top)
         acc = acc * decay + tl.sum(tile * weights[:, None], 0)
         total = total * decay + tl.sum(weights, 0)
@@ -1348,7 +1349,7 @@ def flash_backward_columns(
 
 def _decode_splits(query: torch.Tensor, heads: int, K: int) -> int:
     """Returns how many programs share the keys of a key head; `heads` is the number of key heads, B * G."""
-    if INTERPRETED:
+    if query.device.type != "cuda":
         return INTERPRETED_SPLITS
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     return max(1, min(triton.cdiv(2 * processors, max(1, heads)), triton.cdiv(K, SPLIT_KEYS)))
@@ -1419,94 +1420,3 @@ def flash_decode(
             {"D": D, "BLOCK_D": block_width(D)},
         )
     return out
-
-
-# What to compile without a GPU.
-
-_POINTERS = ("query", "key", "value", "grad", "out", "grad_query", "grad_key", "grad_value", "initial", "initial_out")
-_FLOATS = (
-    *("lse", "delta", "constant", "initial_lse", "initial_key", "initial_value", "shift", "grad_shift"),
-    *("parts", "top_lse", "result"),
-)
-_INDICES = ("limits", "bound")
-_PHASES = ("cos_q", "sin_q", "cos_k", "sin_k")
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-Variant = tuple[str, Any, dict[str, str], dict[str, Any], Tiles]
-
-
-def _variant(
-    name: str,
-    kernel: Any,
-    tiles: Tiles,
-    dtype: torch.dtype,
-    D: int,
-    R: int = 0,
-    without: Sequence[str] = (),
-    groups: int = 1,
-    **types: str,
-) -> Variant:
-    """A kernel for inputs of some type and head dim; `without` names the optional pointers that are None."""
-    constants = {
-        "POLAR": R > 0,
-        "GROUPS": groups,
-        "D": D,
-        "R": R,
-        "PRECISION": "ieee",
-        "BLOCK_D": block_width(D),
-        "BLOCK_M": tiles.rows,
-        "BLOCK_N": tiles.columns,
-    }
-    if R == 0:
-        without = (*without, *_PHASES, "shift")
-    signature: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for argument in kernel.arg_names:
-        if argument in constants or argument in without:
-            signature[argument] = "constexpr"
-            values[argument] = constants.get(argument)
-        elif argument in types:
-            signature[argument] = types[argument]
-        elif argument in _POINTERS:
-            signature[argument] = "*" + _TYPES[dtype]
-        elif argument in _INDICES:
-            signature[argument] = "*i32"
-        elif argument in _PHASES:
-            signature[argument] = "*fp32" if dtype == torch.float32 else "*fp16"
-        elif argument == "scaling":
-            signature[argument] = "fp32"
-        elif argument in _FLOATS:
-            signature[argument] = "*fp32"
-        else:
-            signature[argument] = "i32"
-    return name, kernel, signature, values, tiles
-
-
-def variants() -> Iterator[Variant]:
-    """Yields (name, kernel, signature, constants, tiles) of what is worth compiling, for `triton.compiler.ASTSource`.
-
-    Pointers, and integers that end in _batch, _head or _row, are multiples of 16 in most calls.
-    """
-    continued = ("constant", "initial", "initial_out", "initial_lse", "initial_key", "initial_value")
-    optional = ("limits", "bound", *continued)
-    tables = ((forward_kernel, _FORWARD), (backward_rows_kernel, _ROWS), (backward_columns_kernel, _COLUMNS))
-    half, single = torch.bfloat16, torch.float32
-    cases: list[tuple[torch.dtype, int, int, tuple[str, ...]]] = []
-    for D in (64, 128):
-        cases += [(half, D, 0, ()), (half, D, 0, ("limits",)), (half, D, D, ()), (half, D, D, ("limits",))]
-        # CoPE's part without positions.
-        cases += [(half, D, 0, ("bound", *continued)), (half, D, 0, ("limits", "bound", *continued))]
-    cases += [(half, 40, 20, ()), (half, 256, 0, ()), (half, 256, 256, ()), (single, 64, 0, ()), (single, 64, 64, ())]
-    for dtype, D, R, used in cases:
-        without = [argument for argument in optional if argument not in used] + ([] if R else ["grad_shift"])
-        for kernel, table in tables:
-            candidates = _candidates(table, dtype, D, R > 0)
-            for tiles in candidates if not used else dict.fromkeys((candidates[0], candidates[-1])):
-                name = f"{kernel.__name__} {_TYPES[dtype]} D={D} R={R} {'+'.join(used[:2]) or 'causal'}"
-                yield _variant(name, kernel, tiles, dtype, D, R, without)
-    yield _variant("grouped heads", backward_columns_kernel, _COLUMNS[True, 64][0], half, 64, 64, optional, groups=4)
-    for D, R in ((64, 0), (128, 128)):
-        for tiles in _DECODE:
-            yield _variant(f"decode D={D} R={R}", decode_kernel, tiles, half, D, R, ("limits", "bound"), out="*fp32")
-        yield _variant(f"combine D={D}", combine_kernel, _COMBINE[0], half, D)
-        yield _variant(f"row products D={D}", row_products_kernel, _ROW_PRODUCTS[0], half, D)

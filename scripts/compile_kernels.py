@@ -1,17 +1,14 @@
 """Compiles every Triton kernel for several GPUs, on a machine that needs none, and shows what the code uses.
 
     python -m whatwhere.scripts.compile_kernels                                  # all kernels, four targets
-    python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward_kernel bf16 D=64"
+    python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward pope bf16 D=64"
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
-    python -m whatwhere.scripts.compile_kernels --core --jobs 2                  # one variant for each head dim
     python -m whatwhere.scripts.compile_kernels --analysis                       # operations, bytes, least time
 
 The interpreter accepts code that does not compile, and a kernel that compiles can ask for more shared memory than a
 device has. So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in their
 order, until one fits the target: that is what `kernel_launch` falls back to there. `--all-tiles` compiles them all.
-The variants are those that `variants()` of a module lists, or that some calls of CoPE launch (the launches are recorded
-and do not happen). Pointers and sizes are taken to be multiples of 16, as those of the main shapes are;
-without that, Triton would load single elements, and need less shared memory than in truth.
+The variants are what some calls of CoPE and PoPE launch; the launches are recorded and do not happen.
 
 One line each: tiles (query rows x keys), warps, stages, bytes of shared memory, registers of a thread, bytes that a
 thread spills (on gfx942: registers spilled), how many warps one multiprocessor can hold, seconds to compile. "unknown"
@@ -24,7 +21,7 @@ TRITON_INTERPRET must not be set: kernels are then made for the interpreter, and
 import argparse
 import concurrent.futures
 import dataclasses
-import importlib
+import functools
 import json
 import multiprocessing
 import os
@@ -34,13 +31,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-
-MODULES = ("kernel_flash", "kernel_pope", "kernel_cope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,63 +86,27 @@ class Compiled:
     fits: bool = False
 
 
-# Kernel, signature, constants, attributes or None for those of the main shapes, tiles.
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[tuple[int], list] | None, Any]
+# Kernel, signature, constants, attributes, tiles.
+Entry = tuple[Any, dict[str, str], dict[str, Any], dict[tuple[int], list], Any]
 
 
-def variants(module: str) -> dict[str, list[Entry]]:
-    """Returns what to compile for the tiles of each variant of a module, in their order.
+@functools.cache
+def variants() -> dict[str, list[Entry]]:
+    """Returns, by name, what CoPE and PoPE launch in the calls of `calls`: an entry for each of the tiles, in order."""
+    from whatwhere.kernel_launch import recording
 
-    Raises:
-        ValueError: the module defines kernels and lists no variants.
-    """
-    found = importlib.import_module(f"whatwhere.{module}")
-    if module in RECORDED:
-        return recorded(module)
     grouped: dict[str, list[Entry]] = {}
-    listed = getattr(found, "variants", None)
-    if listed is None:
-        own = [name for name, value in vars(found).items() if getattr(value, "__module__", "") == found.__name__]
-        if any(hasattr(getattr(found, name), "arg_names") for name in own):
-            raise ValueError(f"{module} defines kernels and lists no `variants()`")
-        return {}
-    for name, kernel, signature, constants, tiles in listed():
-        grouped.setdefault(name, []).append((kernel, dict(signature), dict(constants), None, tiles))
-    return grouped
-
-
-def recorded(module: str) -> dict[str, list[Entry]]:
-    """Returns what a module launches for some inputs on the CPU: each launch is written down, and none happens."""
-    from whatwhere import kernel_flash
-
-    found = importlib.import_module(f"whatwhere.{module}")
-    grouped: dict[str, list[Entry]] = {}
-    label = ""
-
-    def record(
-        kernel: Any,
-        grid: Any,
-        candidates: Sequence[Any],
-        key: tuple,
-        arguments: Sequence[Any],
-        constants: dict[str, Any],
-        **options: Any,
-    ) -> Any:
-        name = f"{kernel.fn.__name__.strip('_')} {label}"
-        if kernel.fn.__module__ == found.__name__ and name not in grouped:
-            grouped[name] = [(kernel, *_described(kernel, arguments, constants), tiles) for tiles in candidates]
-        return candidates[0]
-
-    patch = unittest.mock.patch.object
-    # (In the interpreter the number of splits does not ask for a device.)
-    with (
-        patch(found, "launch", record),
-        patch(kernel_flash, "launch", record),
-        patch(kernel_flash, "INTERPRETED", True),
-    ):
-        for text, call in RECORDED[module]():
-            label = text
+    known: list[tuple[Any, ...]] = []
+    for label, call in calls():
+        with recording() as launches:
             call()
+        for one in launches:
+            described = _described(one.kernel, one.arguments, one.constants)
+            # The plain part of CoPE does not know about gates, for example.
+            if (one.kernel, *described) not in known:
+                known.append((one.kernel, *described))
+                name = f"{one.kernel.fn.__name__.strip('_').removesuffix('_kernel')} {label}"
+                grouped[name] = [(one.kernel, *described, tiles) for tiles in one.candidates]
     return grouped
 
 
@@ -184,52 +142,62 @@ POINTERS = {
 }
 
 
-def cope_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields name and call: forward and backward of CoPE, and its decoding."""
+def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields name and call: forward and backward, and decoding, of CoPE and PoPE.
+
+    All flags at the head dim 64 in bfloat16; other head dims, and float32, with causal attention.
+    """
+    cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
+    for flags in ((), ("limits",), ("limits", "separate gates"), ("grouped heads",), ("partial", "no shift")):
+        cases.append((torch.bfloat16, 64, flags))
+    cases += [(torch.bfloat16, 128, ()), (torch.bfloat16, 256, ()), (torch.bfloat16, 40, ()), (torch.float32, 64, ())]
+    for dtype, D, flags in cases:
+        of_cope = [flag for flag in flags if flag not in ("partial", "no shift")]
+        of_pope = [flag for flag in flags if flag != "separate gates"]
+        for rows in (1024, 1):
+            what = f"{POINTERS[dtype]} D={D} " + ("" if rows > 1 else "decoding ")
+            yield f"cope {what}{'+'.join(of_cope) or 'causal'}", _cope_call(dtype, D, rows, flags)
+            if len(of_pope) == len(flags):
+                yield f"pope {what}{'+'.join(of_pope) or 'causal'}", _pope_call(dtype, D, rows, flags)
+
+
+def _inputs(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> tuple[list[torch.Tensor], Any]:
+    """Returns query, key, value, and limits or None."""
+    heads = 4 if "grouped heads" in flags else 16
+    shapes = ((1, 16, rows, D), (1, heads, 1024, D), (1, heads, 1024, D))
+    limits = torch.empty(1, 1, rows + 1024, 2, dtype=torch.int32) if "limits" in flags else None
+    return [torch.empty(shape, dtype=dtype) for shape in shapes], limits
+
+
+def _run(attention: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], train: bool) -> None:
+    for tensor in inputs:
+        tensor.requires_grad_(train)
+    out = attention()
+    if train:
+        out.backward(torch.empty_like(out))
+
+
+def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
     from whatwhere.kernel_cope import cope_attention
 
-    # Type, head dim, whether rows have limits, whether gates have keys of their own.
-    cases = [(torch.bfloat16, D, limits, gate) for D in (64, 128) for limits in (False, True) for gate in (False, True)]
-    cases += [(torch.bfloat16, 40, False, False), (torch.bfloat16, 256, True, True), (torch.float32, 64, True, True)]
-    for dtype, D, with_limits, with_gate in cases:
-        for rows in (1024, 1):
-            query = torch.empty(2, 16, rows, D, dtype=dtype)
-            key, value, gate_key = (torch.empty(2, 16, 1024, D, dtype=dtype) for _ in range(3))
-            table = torch.empty(D, 64, dtype=dtype)
-            limits = torch.empty(2, 1, rows + 1024, 2, dtype=torch.int32) if with_limits else None
-            options: dict[str, Any] = {"limits": limits, "gate_key": gate_key if with_gate else None}
-            options |= {"scaling": 0.125, "position_scale": 0.125}
-            name = f"{POINTERS[dtype]} D={D} "
-            flags = "+".join(flag for flag, used in (("limits", with_limits), ("gate", with_gate)) if used) or "causal"
-
-            def call(
-                inputs: tuple[torch.Tensor, ...] = (query, key, value, table),
-                options: dict[str, Any] = options,
-                train: bool = rows > 1,
-            ) -> None:
-                if not train:
-                    with torch.no_grad():
-                        cope_attention(*inputs, **options)
-                    return
-                out = cope_attention(*(tensor.requires_grad_() for tensor in inputs), **options)
-                out.backward(torch.empty_like(out))
-
-            yield name + ("" if rows > 1 else "decoding ") + flags, call
+    inputs, limits = _inputs(dtype, D, rows, flags)
+    options: dict[str, Any] = {"limits": limits, "scaling": 0.125, "position_scale": 0.125}
+    if "separate gates" in flags:
+        options["gate_key"] = torch.empty_like(inputs[1])
+    inputs.append(torch.empty(D, 64, dtype=dtype))
+    return lambda: _run(lambda: cope_attention(*inputs, **options), inputs, rows > 1)
 
 
-RECORDED = {"kernel_cope": cope_calls}
+def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
+    from whatwhere.kernel_pope import pope_attention
 
-
-def _main_attributes(kernel: Any, signature: dict[str, str]) -> dict[tuple[int], list]:
-    """What Triton assumes of the arguments of a launch with the main shapes: multiples of 16, where it looks."""
-    attributes = {}
-    for index, parameter in enumerate(kernel.params):
-        kind = signature.get(parameter.name, "constexpr")
-        pointer = kind.startswith("*")
-        integer = kind in ("i32", "i64") and not parameter.do_not_specialize
-        if pointer or integer:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    return attributes
+    inputs, limits = _inputs(dtype, D, rows, flags)
+    R = D // 2 if "partial" in flags else D
+    phases = [torch.empty(1, length, R) for length in (rows, rows, 1024, 1024)]
+    shift = None if "no shift" in flags else torch.empty(16, R)
+    trained = inputs if shift is None else [*inputs, shift]
+    tables = (phases[0], phases[1], phases[2], phases[3], shift)
+    return lambda: _run(lambda: pope_attention(*inputs, tables, limits=limits, scaling=0.125), trained, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
@@ -247,8 +215,6 @@ def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
             signature = {argument: "constexpr", **signature}
     # In the order of the arguments.
     signature = {argument: signature[argument] for argument in kernel.arg_names}
-    if attributes is None:
-        attributes = _main_attributes(kernel, signature)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     start = time.perf_counter()
     try:
@@ -310,39 +276,28 @@ def occupancy(registers: int | None, shared: int, warps: int, target: Target) ->
     return min(by_registers, by_shared, 32, target.unit_warps // warps) * warps
 
 
-def compile_variant(module: str, name: str, target: str, all_tiles: bool) -> list[Compiled]:
+def compile_variant(name: str, target: str, all_tiles: bool) -> list[Compiled]:
     """Compiles a variant with its tiles in their order, up to the first that fit."""
     results = []
-    for entry in variants(module)[name]:
+    for entry in variants()[name]:
         results.append(compile_one(name, entry, target))
         if results[-1].fits and not all_tiles:
             break
     return results
 
 
-def chosen(module: str, only: Sequence[str], core: bool) -> list[tuple[str, str]]:
-    """Returns (module, variant) for those whose name contains one of `only`, or all.
-
-    core: of those that differ in the last word only, the flags, the last one, which has the most.
-    """
-    names = [name for name in variants(module) if not only or any(part in name for part in only)]
-    if core:
-        names = list({name.rpartition(" ")[0]: name for name in names}.values())
-    return [(module, name) for name in names]
-
-
 def compile_all(
-    targets: Sequence[str], names: Sequence[tuple[str, str]], *, all_tiles: bool, jobs: int
+    targets: Sequence[str], names: Sequence[str], *, all_tiles: bool, jobs: int
 ) -> Iterable[tuple[str, str, list[Compiled]]]:
-    """Yields target, variant and what was compiled, target by target; names are (module, variant)."""
-    tasks = [(*name, target) for target in targets for name in names]
+    """Yields target, variant and what was compiled, target by target."""
+    tasks = [(name, target) for target in targets for name in names]
     if jobs == 1:
-        for module, name, target in tasks:
-            yield target, name, compile_variant(module, name, target, all_tiles)
+        for name, target in tasks:
+            yield target, name, compile_variant(name, target, all_tiles)
         return
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(compile_variant, *task, all_tiles) for task in tasks]
-        for (_, name, target), future in zip(tasks, futures):
+        for (name, target), future in zip(tasks, futures):
             yield target, name, future.result()
 
 
@@ -459,7 +414,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], help="variants whose name contains this; may be repeated"
     )
-    parser.add_argument("--core", action="store_true", help="each kernel, type and head dim with its most flags only")
     parser.add_argument("--all-tiles", action="store_true", help="do not stop at the first tiles that fit")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=pathlib.Path, help="also write the results to this file")
@@ -501,12 +455,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"triton {triton.__version__}", end="")
     print("" if _cuobjdump() else "; registers on NVIDIA are unknown: Triton's package has no cuobjdump here")
     found: list[Compiled] = []
-    failures, names = [], []
-    for module in MODULES:
-        try:
-            names += chosen(module, parsed.only, parsed.core)
-        except (ImportError, ValueError) as error:
-            failures.append(str(error))
+    failures = []
+    names = [name for name in variants() if not parsed.only or any(part in name for part in parsed.only)]
     shown = ""
     for target, name, results in compile_all(parsed.targets, names, all_tiles=parsed.all_tiles, jobs=parsed.jobs):
         if target != shown:
