@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .kernel_launch import INTERPRETED, Tiles, block_width, dot, launch, precision
+from .kernel_launch import Tiles, block_width, dot, launch, precision
 
 try:
     import triton
@@ -1061,7 +1061,7 @@ _ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1))
 _COMBINE = (Tiles(16, 16, 4, 1),)
 
-# In the interpreter decoding splits the keys in this number, on a GPU so that a split has at least this many keys.
+# Without a GPU decoding splits the keys in this number, on a GPU so that a split has at least this many keys.
 INTERPRETED_SPLITS = 3
 SPLIT_KEYS = 256
 

@@ -349,10 +349,3 @@ def test_wrong_arguments() -> None:
         kernel_flash.flash_forward(query, key, value, scaling=1.0, limits=torch.zeros(1, 1, 40, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match="one row"):
         kernel_flash.flash_decode(query, key, value, scaling=1.0)
-
-
-def test_variants_name_every_argument() -> None:
-    """What is compiled without a GPU gives each argument a type or a value."""
-    for name, kernel, signature, constants, _ in kernel_flash.variants():
-        assert list(signature) == kernel.arg_names, name
-        assert set(constants) == {argument for argument, kind in signature.items() if kind == "constexpr"}, name
