@@ -188,7 +188,7 @@ def _position_values(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, rows from first_row on.
+    """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
 
     If the query is not float32, the table is used as a sum of two numbers of the query's type.
     """
@@ -516,9 +516,9 @@ def _table_rows(
     channels = tl.arange(0, BLOCK_D)
     here = member * chunk_rows + local.to(tl.int64)
     base = levels + here * P
-    low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
+    low, _high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
     first = tl.load(start + member * blocks + rows // WINDOW, mask=inside, other=0)
-    of_window, fraction_of_window = _unpack(tl.load(base, mask=inside, other=0))
+    of_window, _of_fractions = _unpack(tl.load(base, mask=inside, other=0))
     plain = tl.where(first > low, -of_window, 0.0)
     mask = inside[:, None] & (channels < D)[None, :]
     dq = tl.load(window_query + here[:, None] * D + channels[None, :], mask=mask, other=0.0)
@@ -526,7 +526,7 @@ def _table_rows(
         level = block * BLOCK_N + tl.arange(0, BLOCK_N)
         sums, fractions = _level(base, level, P, inside)
         sums_above, fractions_above = _level(base, level + 1, P, inside)
-        sums_below, fractions_below = _level(base, level - 1, P, inside)
+        _sums_below, fractions_below = _level(base, level - 1, P, inside)
         dz = (
             (sums - sums_above)
             - (fractions - fractions_above)
@@ -804,7 +804,7 @@ class _Pass:
             self.position_values(first, values)
             launch(
                 _window_forward,
-                lambda tiles, first=first: (triton.cdiv(min(chunk, Q - first), tiles.rows), B * H),
+                (triton.cdiv(min(chunk, Q - first), rows), B * H),
                 tiles,
                 self.tune,
                 (
@@ -867,7 +867,7 @@ class _Pass:
             row_blocks = triton.cdiv(min(chunk, Q - first), WINDOW_ROWS)
             launch(
                 _window_rows,
-                lambda tiles, row_blocks=row_blocks: (row_blocks, members),
+                (row_blocks, members),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, window["total"], window_query, levels, counts, slopes, *strides, *sizes, *place),
@@ -908,7 +908,7 @@ class _Pass:
             ahead = self.K if self.limits is not None else self.K - Q + rows.stop
             launch(
                 _window_columns,
-                lambda tiles, ahead=ahead: (triton.cdiv(ahead, tiles.columns), B * self.G),
+                (triton.cdiv(ahead, columns), B * self.G),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, counts, slopes, grad_key, grad_gate_key, grad_value, *strides, *sizes, *place),

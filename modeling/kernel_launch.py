@@ -56,7 +56,6 @@ class Launch:
     """A launch as it was asked for: what compiling its kernel needs to know."""
 
     kernel: Any
-    grid: tuple[int, ...]
     candidates: tuple[Tiles, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
@@ -82,7 +81,7 @@ _CHOSEN: dict[Hashable, Tiles] = {}
 
 def launch(
     kernel: Any,
-    grid: Callable[[Tiles], tuple[int, ...]],
+    grid: Callable[[Tiles], tuple[int, ...]] | tuple[int, ...],
     candidates: Sequence[Tiles],
     key: tuple[Hashable, ...],
     arguments: Sequence[Any],
@@ -99,7 +98,7 @@ def launch(
 
     Args:
         kernel: a `triton.jit` function. If `timed`, it must not write where it reads: it runs more than once.
-        grid: the grid for some tiles.
+        grid: the grid, or what gives it for some tiles.
         candidates: tiles, the preferred first.
         key: what the choice depends on besides the kernel: head dim, dtype, flags.
         arguments: the positional arguments.
@@ -111,7 +110,7 @@ def launch(
     """
 
     def run(tiles: Tiles) -> None:
-        kernel[grid(tiles)](
+        kernel[grid(tiles) if callable(grid) else grid](
             *arguments,
             **constants,
             BLOCK_M=tiles.rows,
@@ -121,7 +120,7 @@ def launch(
         )
 
     if _RECORD is not None:
-        _RECORD.append(Launch(kernel, grid(candidates[0]), tuple(candidates), tuple(arguments), constants))
+        _RECORD.append(Launch(kernel, tuple(candidates), tuple(arguments), constants))
         return candidates[0]
     if INTERPRETED:
         run(candidates[0])

@@ -148,8 +148,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     All flags at the head dim 64 in bfloat16; other head dims, and float32, with causal attention.
     """
     cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
-    for flags in ((), ("limits",), ("limits", "separate gates"), ("grouped heads",), ("partial", "no shift")):
-        cases.append((torch.bfloat16, 64, flags))
+    all_flags: list[tuple[str, ...]] = [(), ("limits",), ("limits", "separate gates")]
+    all_flags += [("grouped heads",), ("partial", "no shift")]
+    cases += [(torch.bfloat16, 64, flags) for flags in all_flags]
     cases += [(torch.bfloat16, 128, ()), (torch.bfloat16, 256, ()), (torch.bfloat16, 40, ()), (torch.float32, 64, ())]
     for dtype, D, flags in cases:
         of_cope = [flag for flag in flags if flag not in ("partial", "no shift")]
@@ -197,7 +198,12 @@ def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
     shift = None if "no shift" in flags else torch.empty(16, R)
     trained = inputs if shift is None else [*inputs, shift]
     tables = (phases[0], phases[1], phases[2], phases[3], shift)
-    return lambda: _run(lambda: pope_attention(*inputs, tables, limits=limits, scaling=0.125), trained, rows > 1)
+    query, key, value = inputs
+
+    def attention() -> torch.Tensor:
+        return pope_attention(query, key, value, tables, limits=limits, scaling=0.125)
+
+    return lambda: _run(attention, trained, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
