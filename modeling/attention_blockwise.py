@@ -31,7 +31,7 @@ from .position_encoding import BlockTerm
 MASKED = -1e30
 
 # At most this many logits are in memory at once (unless one head has more): about what stays in the cache of a core.
-CHUNK_LOGITS = 1 << 19
+CHUNK_LOGITS = 1 << 20
 
 # Up to this many query rows (decoding), the whole row of logits is computed at once with ordinary operations.
 DIRECT_ROWS = 4
@@ -185,10 +185,6 @@ class _Attention:
         self.block_size = min(block_size, self.Q)
         self.query = query.reshape(self.N, self.n, self.Q, self.D)
         self.key = _reversed(key, (self.N, self.K, self.D))
-        # Low precision would round: there, products with keys are scaled instead.
-        self.scaled_keys = key.dtype == self.dtype
-        if self.scaled_keys:
-            self.key.mul_(scaling)
         self.value = _reversed(value, (self.N, self.K, self.V))
         self.chunk = max(1, min(self.N, CHUNK_LOGITS // (self.n * self.block_size * self.K)))
         self.member = torch.arange(self.N, device=self.device)
@@ -281,19 +277,17 @@ class _Attention:
         skip = self.block_size - rows
         return square[:rows, skip : skip + width]
 
-    def times_keys(self, left: torch.Tensor, key: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`_product` with a part of `self.key` or its transpose, times the scaling."""
-        product = _product(left, key, out=out)
-        return product if self.scaled_keys else product.mul_(self.scaling)
-
     def logits(self, chunk: slice, block: Block, *, keep: bool) -> torch.Tensor:
         """Returns the logits (C, n, R, W) of a block, terms included, in a reused buffer."""
         C, n, R, _ = block.query.shape
         W = block.columns.stop - block.columns.start
         key = self.key[chunk, block.columns]
-        logits = self.times_keys(
-            block.query.reshape(C, n * R, self.D), key.transpose(1, 2), self.buffer(0, C, n * R, W)
-        )
+        flat = block.query.reshape(C, n * R, self.D)
+        out = self.buffer(0, C, n * R, W)
+        if flat.dtype == self.dtype:
+            logits = torch.bmm(flat * self.scaling, key.transpose(1, 2), out=out)
+        else:
+            logits = _product(flat, key.transpose(1, 2)).mul_(self.scaling)
         logits = logits.view(C, n, R, W)
         if block.causal_only:
             width = min(R, W)
@@ -409,7 +403,7 @@ def _backward(
             grad_logits.sub_(delta[chunk, :, block.rows, None]).mul_(weights)
             from_terms = [term.backward(grad_logits, block) for term in reversed(attention.terms)]
             grad_logits = grad_logits.view(C, n * R, W).to(query.dtype)
-            rows = attention.times_keys(grad_logits, key_part).view(C, n, R, D)
+            rows = _product(grad_logits, key_part).mul_(scaling).view(C, n, R, D)
             for part in from_terms:
                 if part is not None:
                     rows.add_(part)
@@ -542,7 +536,7 @@ def blockwise_attention(
     scaling: float,
     terms: Sequence[BlockTerm] = (),
     dropout: float = 0.0,
-    block_size: int | None = None,
+    block_size: int = 64,
     direct: bool | None = None,
 ) -> torch.Tensor:
     """Softmax attention with position terms, in memory proportional to the length.
@@ -558,7 +552,7 @@ def blockwise_attention(
         scaling: the factor on q.k.
         terms: what is added to the logits; a term that reads the content logits comes first.
         dropout: probability of dropping an attention weight.
-        block_size: query rows per block. None: 64, or 128 for 2048 keys and more without terms.
+        block_size: query rows per block.
         direct: True: all logits at once. None: so if there are at most 4 query rows.
 
     Returns:
@@ -576,8 +570,6 @@ def blockwise_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
         return _direct(query, key, value, mask, scaling, terms, dropout)
-    if block_size is None:
-        block_size = 128 if not terms and key.shape[2] >= 2048 else 64
     spec = _describe(terms)
     tensors = [tensor for term in terms for tensor in term.tensors]
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
