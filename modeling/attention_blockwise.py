@@ -30,8 +30,8 @@ from .position_encoding import BlockTerm
 # Far below every logit, and far from overflow when terms are added to it. -inf would give NaN in rows that see nothing.
 MASKED = -1e30
 
-# At most this many logits are in memory at once (unless one head has more): about what stays in the cache of a core.
-CHUNK_LOGITS = 1 << 20
+# At most this many logits are in memory at once (unless one head has more): few enough for a cache, enough for threads.
+CHUNK_LOGITS = 1 << 21
 
 # Up to this many query rows (decoding), the whole row of logits is computed at once with ordinary operations.
 DIRECT_ROWS = 4
