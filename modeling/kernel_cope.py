@@ -37,7 +37,14 @@ from typing import Any
 
 import torch
 
-from .kernel_flash import flash_backward_columns, flash_backward_rows, flash_decode, flash_forward, row_products
+from .kernel_flash import (
+    check_inputs,
+    flash_backward_columns,
+    flash_backward_rows,
+    flash_decode,
+    flash_forward,
+    row_products,
+)
 from .kernel_launch import Tiles, block_width, dot, launch, precision
 
 try:
@@ -727,7 +734,8 @@ class _Pass:
         self.query, self.key, self.value = _dense(query), _dense(key), _dense(value)
         self.gate_key = _dense(gate_key) if gate_key is not None else None
         self.table = table.contiguous()
-        self.limits, self.scaling, self.position_scale = limits, scaling, position_scale
+        self.limits = limits.contiguous() if limits is not None else None
+        self.scaling, self.position_scale = scaling, position_scale
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
         self.P = table.shape[1]
@@ -806,7 +814,7 @@ class _Pass:
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows), B * H),
                 tiles,
-                self.tune,
+                (*self.tune, rows, shared_rows),
                 (
                     self.query,
                     self.key,
@@ -1087,7 +1095,20 @@ def cope_attention(
 
     Returns:
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
+
+    Raises:
+        ValueError: shapes or types do not fit, or scaling is not positive.
     """
+    check_inputs(query, key, value, scaling, limits)
+    if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
+        raise ValueError(
+            f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
+        )
+    if gate_key is not None and (gate_key.shape != key.shape or gate_key.dtype != key.dtype):
+        raise ValueError(
+            f"gate_key={tuple(gate_key.shape)!r} of type {gate_key.dtype!r} is not valid: it must be as the keys, "
+            f"{tuple(key.shape)!r} of type {key.dtype!r}."
+        )
     arguments = (query, key, value, table, gate_key, limits, scaling, position_scale)
     inputs = (query, key, value, table, gate_key)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)

@@ -1079,7 +1079,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _check(
+def check_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, limits: torch.Tensor | None
 ) -> None:
     B, H, Q, D = query.shape
@@ -1204,7 +1204,7 @@ def flash_forward(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    _check(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, limits)
     query, key, value = _aligned(query), _aligned(key), _aligned(value)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
@@ -1262,7 +1262,7 @@ def flash_backward_rows(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    _check(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, limits)
     query, key, value, grad = _aligned(query), _aligned(key), _aligned(value), _aligned(grad)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
@@ -1321,7 +1321,7 @@ def flash_backward_columns(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    _check(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, limits)
     query, key, value, grad = _aligned(query), _aligned(key), _aligned(value), _aligned(grad)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
@@ -1383,7 +1383,7 @@ def flash_decode(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    _check(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, limits)
     if query.shape[2] != 1:
         raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
     query, key, value = _aligned(query), _aligned(key), _aligned(value)

@@ -244,3 +244,21 @@ def test_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(out.sin().sum(), query, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(grad.sum(), query)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": torch.zeros(1, 1, 9, 8)}, "do not fit"),
+        ({"table": torch.zeros(16, 1)}, r"table=\(16, 1\) is not valid"),
+        ({"table": torch.zeros(8, 4)}, r"table=\(8, 4\) is not valid"),
+        ({"gate_key": torch.zeros(1, 1, 9, 8)}, r"gate_key=\(1, 1, 9, 8\)"),
+        ({"limits": torch.zeros(1, 1, 20, 2)}, "limits="),
+        ({"scaling": 0.0}, "scaling=0.0"),
+    ],
+)
+def test_bad_inputs(change, message):
+    query, key, value, table, _ = inputs(1, 1, 1, 10, 10, 16)
+    given = {"query": query, "key": key, "value": value, "table": table, "scaling": 0.25, "position_scale": 0.25}
+    with pytest.raises(ValueError, match=message):
+        cope_attention(**{**given, **change})
