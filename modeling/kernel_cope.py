@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from .kernel_flash import (
+    aligned,
     check_inputs,
     flash_backward_columns,
     flash_backward_rows,
@@ -712,11 +713,6 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.stride(0), tensor.stride(1), tensor.stride(2)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor with its channels side by side in memory."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
 class _Pass:
     """What the forward and the backward pass share: shapes, constants, chunks, positions."""
 
@@ -731,8 +727,8 @@ class _Pass:
         scaling: float,
         position_scale: float,
     ) -> None:
-        self.query, self.key, self.value = _dense(query), _dense(key), _dense(value)
-        self.gate_key = _dense(gate_key) if gate_key is not None else None
+        self.query, self.key, self.value = aligned(query), aligned(key), aligned(value)
+        self.gate_key = aligned(gate_key) if gate_key is not None else None
         self.table = table.contiguous()
         self.limits = limits.contiguous() if limits is not None else None
         self.scaling, self.position_scale = scaling, position_scale
@@ -1006,7 +1002,7 @@ def _backward(
     attention = _Pass(query, key, value, table, gate_key, limits, scaling, position_scale)
     out, lse, *rest = saved
     window = dict(zip(_SAVED, rest), lse=lse)
-    grad = _dense(grad)
+    grad = aligned(grad)
     delta = row_products(grad, out)
     grad_query, grad_table, grad_key, grad_value, grad_gate_key = attention.window_backward(grad, delta, window)
     # A constant added to the logits of a row shifts their log-sum-exp.

@@ -1071,7 +1071,8 @@ def _candidates(table: _Table, dtype: torch.dtype, D: int, polar: bool) -> tuple
     return _FLOAT32[width] if dtype == torch.float32 else table[polar, width]
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor with its channels side by side in memory."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -1154,7 +1155,7 @@ def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     Args:
         grad, out: (B, H, Q, D), float32, bfloat16 or float16.
     """
-    grad, out = _aligned(grad), _aligned(out)
+    grad, out = aligned(grad), aligned(out)
     B, H, Q, D = grad.shape
     result = torch.empty(B, H, Q, dtype=torch.float32, device=grad.device)
     with torch.cuda.device_of(grad):
@@ -1205,7 +1206,7 @@ def flash_forward(
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
     check_inputs(query, key, value, scaling, limits)
-    query, key, value = _aligned(query), _aligned(key), _aligned(value)
+    query, key, value = aligned(query), aligned(key), aligned(value)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
     tables, phase_strides, R = _polar_arguments(polar)
@@ -1263,7 +1264,7 @@ def flash_backward_rows(
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
     check_inputs(query, key, value, scaling, limits)
-    query, key, value, grad = _aligned(query), _aligned(key), _aligned(value), _aligned(grad)
+    query, key, value, grad = aligned(query), aligned(key), aligned(value), aligned(grad)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
     tables, phase_strides, R = _polar_arguments(polar)
@@ -1322,7 +1323,7 @@ def flash_backward_columns(
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
     check_inputs(query, key, value, scaling, limits)
-    query, key, value, grad = _aligned(query), _aligned(key), _aligned(value), _aligned(grad)
+    query, key, value, grad = aligned(query), aligned(key), aligned(value), aligned(grad)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
     tables, phase_strides, R = _polar_arguments(polar)
@@ -1386,7 +1387,7 @@ def flash_decode(
     check_inputs(query, key, value, scaling, limits)
     if query.shape[2] != 1:
         raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
-    query, key, value = _aligned(query), _aligned(key), _aligned(value)
+    query, key, value = aligned(query), aligned(key), aligned(value)
     B, H, _, D = query.shape
     G, K = key.shape[1], key.shape[2]
     tables, phase_strides, R = _polar_arguments(polar)
