@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import importlib
 import sys
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -95,6 +95,8 @@ class WhatWhereConfig(PreTrainedConfig):
         position_encoding_parameters: the encoding's parameters; for a combination, nested by name
             (`{"cope": {"num_positions": 64}}`). None takes the defaults. Resolved defaults are written back, so that a
             saved checkpoint keeps them.
+        attention_weights: "softmax"; or hard attention, all weight on the key with the largest logit (CoPE, Table 7):
+            "hard" gives the choice no gradient, "straight_through" that of the softmax. Served by `eager` attention.
 
     Raises:
         ValueError: an unknown or misspelt field, an unknown encoding, an impossible combination, a parameter of the
@@ -108,6 +110,7 @@ class WhatWhereConfig(PreTrainedConfig):
 
     position_encoding: str = "rope"
     position_encoding_parameters: dict | None = None
+    attention_weights: Literal["softmax", "hard", "straight_through"] = "softmax"
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown_fields(kwargs)
@@ -116,12 +119,8 @@ class WhatWhereConfig(PreTrainedConfig):
             kwargs.pop(key, None)
         if self.rotates:
             self.rope_parameters = dict(rope.pop("rope_parameters", None) or {})
-            if (
-                float(rope.get("partial_rotary_factor") or self.rope_parameters.get("partial_rotary_factor") or 1.0)
-                != 1
-            ):
-                raise ValueError("rope_parameters['partial_rotary_factor'] must be 1.0: 'rope' rotates whole heads.")
-            self._refuse_unknown_rope(self.rope_parameters or rope.get("rope_scaling") or {}, rope.get("rope_theta"))
+            given = self.rope_parameters or rope.get("rope_scaling") or {}
+            self._refuse_unknown_rope(given, rope.get("rope_theta"), rope.get("partial_rotary_factor"))
             kwargs.update(rope)
         elif rope:
             key, value = next(iter(rope.items()))
@@ -169,7 +168,7 @@ class WhatWhereConfig(PreTrainedConfig):
                     raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
 
     @staticmethod
-    def _refuse_unknown_rope(parameters: dict[str, Any], theta: Any) -> None:
+    def _refuse_unknown_rope(parameters: dict[str, Any], theta: Any, factor: Any) -> None:
         allowed = {"rope_type", "type", *_ROPE_PARAMETERS}
         for key in parameters:
             if key not in allowed:
@@ -184,6 +183,11 @@ class WhatWhereConfig(PreTrainedConfig):
         theta = parameters.get("rope_theta", theta)
         if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0):
             raise ValueError(f"rope_theta={theta!r} is not valid: it must be a number greater than 0.")
+        factor = parameters.get("partial_rotary_factor", factor)
+        if factor is not None and (
+            isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1
+        ):
+            raise ValueError(f"partial_rotary_factor={factor!r} is not valid: it must be a number in (0, 1].")
 
     @property
     def rotates(self) -> bool:

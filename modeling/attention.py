@@ -61,9 +61,11 @@ def eager_attention_forward(
     Returns:
         The output (B, Q, H, Dv) and the weights (B, H, Q, K), in the dtype of `query`.
     """
+    encoding = module.position_encoding
+    if encoding.replacements:
+        return _attend_instead(module, query, key, value, attention_mask, scaling, dropout, position_context, False)
     groups = query.shape[1] // key.shape[1]
     logits = torch.matmul(query, repeat_heads(key, groups).transpose(2, 3)) * scaling
-    encoding = module.position_encoding
     if encoding.biases:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if attention_mask is None:
@@ -75,8 +77,45 @@ def eager_attention_forward(
     if encoding.biases:
         logits = logits + encoding.bias(logits, query, position_context, scaling)
     weights = nn.functional.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if encoding.attention_weights != "softmax":
+        weights = hard_weights(weights, straight_through=encoding.attention_weights == "straight_through")
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, repeat_heads(value, groups))
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def hard_weights(weights: torch.Tensor, *, straight_through: bool) -> torch.Tensor:
+    """Hard attention: all weight on the key with the largest one, the oldest of several.
+
+    The choice has no gradient: with `straight_through` it gets that of the soft weights, otherwise 0.
+    """
+    chosen = torch.zeros_like(weights).scatter_(-1, weights.argmax(-1, keepdim=True), 1.0)
+    passed = weights if straight_through else weights * 0
+    return chosen + passed - passed.detach()
+
+
+def _attend_instead(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    position_context: PositionContext | None,
+    blockwise: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `attend` of the layer's encoding does in place of softmax attention: output (B, Q, H, V) and weights."""
+    output, weights = module.position_encoding.attend(
+        query,
+        key,
+        value,
+        attention_mask,
+        position_context,
+        scaling=scaling,
+        dropout=dropout if module.training else 0.0,
+        blockwise=blockwise,
+    )
     return output.transpose(1, 2).contiguous(), weights
 
 
@@ -97,6 +136,11 @@ def blockwise_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in blocks of queries, with memory O(Q * block): see `attention_blockwise`. Returns no weights."""
+    if module.position_encoding.replacements:
+        output, _ = _attend_instead(
+            module, query, key, value, attention_mask, scaling, dropout, position_context, True
+        )
+        return output, None
     terms = module.position_encoding.block_terms(position_context, scaling)
     output = blockwise_attention(query, key, value, mask=attention_mask, scaling=scaling, terms=terms, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None
@@ -128,7 +172,8 @@ def sdpa_attention_forward(
     if encoding.biases:
         if attention_mask is None:
             attention_mask = causal_mask(query.shape[2], key.shape[2], query.device)[None, None]
-        bias = encoding.bias(_no_logits(query, key), query, position_context, scaling).to(query.dtype)
+        logits = _mask_logits(attention_mask) if encoding.biases_from_mask else _no_logits(query, key)
+        bias = encoding.bias(logits, query, position_context, scaling).to(query.dtype)
         if attention_mask.dtype == torch.bool:
             attention_mask = torch.where(attention_mask, bias, torch.finfo(query.dtype).min)
         else:
@@ -165,6 +210,14 @@ def flex_attention_forward(
         module, query, key, _pad_value(key, value), attention_mask, scaling=scaling, **kwargs
     )
     return output[..., : value.shape[-1]], weights
+
+
+def _mask_logits(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Logits (B, 1 or H, Q, K), float32, from which an encoding that `biases_from_mask` reads what is masked."""
+    if attention_mask.dtype != torch.bool:
+        return attention_mask.float()
+    masked = torch.finfo(torch.float32).min
+    return torch.zeros(attention_mask.shape, device=attention_mask.device).masked_fill_(~attention_mask, masked)
 
 
 def _no_logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ class Block:
 
     Attributes:
         query: (C, n, R, D), the rows, in the type of the inputs.
+        chunk: the members of the chunk, on the axis N.
         batch: int64 (C,), the batch entry of each member of the chunk.
         group: int64 (C,), its key head.
         rows: the rows, on the query axis.
@@ -61,6 +62,7 @@ class Block:
     """
 
     query: torch.Tensor
+    chunk: slice
     batch: torch.Tensor
     group: torch.Tensor
     rows: slice
@@ -253,29 +255,40 @@ class _Attention:
                 heads = group[:, None] * self.n + torch.arange(self.n, device=self.device)
                 mask = mask[torch.arange(batch.shape[0], device=self.device)[:, None], heads]
             visible, additive = (mask, None) if mask.dtype == torch.bool else (None, mask)
-            return Block(query, batch, group, rows, slice(0, self.K), False, visible, additive)
+            return Block(query, chunk, batch, group, rows, slice(0, self.K), False, visible, additive)
         end = self.offset + rows.stop
         columns = slice(self.K - end, self.K)
         if self.segments is None or self.first_visible is None:
-            return Block(query, batch, group, rows, columns, True, None, None)
+            return Block(query, chunk, batch, group, rows, columns, True, None, None)
         first = int(self.first_visible[batches, end - R : end].min())
         if first >= end:
             return None
         columns = slice(self.K - end, self.K - first)
         segments = self.segments[batches, columns]
         if bool(((segments == segments[:, :1]) & (segments >= 0)).all()):
-            return Block(query, batch, group, rows, columns, True, None, None)
+            return Block(query, chunk, batch, group, rows, columns, True, None, None)
         own = self.segments[batches, self.K - end : self.K - end + R].flip(1)
         visible = (own[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
         width = min(R, visible.shape[2])
         visible[:, :, :width] &= ~self._future(self.future, R, width)
         visible = visible[batch - batches.start][:, None]
-        return Block(query, batch, group, rows, columns, False, visible, None)
+        return Block(query, chunk, batch, group, rows, columns, False, visible, None)
 
     def _future(self, square: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         """The part (rows, width) of `future` or `future_logits` for a block of that size."""
         skip = self.block_size - rows
         return square[:rows, skip : skip + width]
+
+    def of_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What belongs to a query head, (at least H, ...), in the compute type: (G, n, ...), to index by `block.group`."""
+        return tensor[: self.H].to(self.dtype).reshape(self.G, self.n, *tensor.shape[1:])
+
+    def of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What belongs to a query head and a key, (B, H, K), in the compute type: (N, n, K), newest key first.
+
+        To index by `[block.chunk, :, block.columns]`.
+        """
+        return tensor.flip(2).to(self.dtype).reshape(self.N, self.n, self.K)
 
     def logits(self, chunk: slice, block: Block, *, keep: bool) -> torch.Tensor:
         """Returns the logits (C, n, R, W) of a block, terms included, in a reused buffer."""

@@ -117,6 +117,10 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 class WhatWhereGenerationMixin:
     """Refuses by name the generation modes that an encoding can not serve."""
 
+    def _get_static_cache_init_shape(self) -> tuple[int, int] | None:
+        # Cached keys may be wider than a head: the first update knows how wide.
+        return None
+
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Continuous batching; see `transformers.generation.ContinuousMixin`.
 
@@ -145,6 +149,7 @@ class WhatWhereGenerationMixin:
 def attend(
     module: Any,
     interface: Any,
+    hidden: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -159,6 +164,7 @@ def attend(
     Args:
         module: the attention layer, with `position_encoding`, `scaling` and `layer_idx`.
         interface: the attention function.
+        hidden: (B, Q, E), the input of the layer's projections.
         query: (B, H, Q, D). key, value: (B, G, Q, D), of the new tokens.
         attention_mask: what the implementation's mask function made.
         past_key_values: the cache, updated here.
@@ -177,8 +183,14 @@ def attend(
         position_context = {**position_context, "head_offset": _first_local_head(module, query.shape[1])}
     if encoding.rotations:
         query, key = encoding.rotate(query, key, position_context)
+    carried = encoding.carry(hidden, key, position_context) if encoding.carriers else {}
+    new_value = value
     if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
+        key, value, carried = _update_cache(past_key_values, key, value, carried, module.layer_idx)
+    if encoding.mixers or encoding.biases or encoding.replacements:
+        position_context = {**position_context, "carried": carried, "value": value, "new_value": new_value}
+    if encoding.mixers:
+        key, value = encoding.mix_cached(key, value, position_context)
     if encoding.cached_rotations and module.config._attn_implementation not in ROTATING:
         query, key = encoding.rotate_cached(query, key, position_context)
     output, weights = interface(
@@ -192,7 +204,25 @@ def attend(
         position_context=position_context,
         **kwargs,
     )
+    if encoding.finishers:
+        output = encoding.finish(output, hidden)
     return output.reshape(*output.shape[:2], -1).contiguous(), weights
+
+
+def _update_cache(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, carried: dict[str, torch.Tensor], layer_idx: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns all keys, values and carried states, (B, G, K, ...), the new ones (B, G, Q, ...) included.
+
+    Carried states are further channels of the cached keys: so every cache of Transformers holds, crops, reorders and
+    offloads them with the keys.
+    """
+    if not carried:
+        return *cache.update(key, value, layer_idx), carried
+    widths = [key.shape[-1], *(state.shape[-1] for state in carried.values())]
+    keys, value = cache.update(torch.cat((key, *carried.values()), dim=-1), value, layer_idx)
+    key, *states = keys.split(widths, dim=-1)
+    return key, value, dict(zip(carried, states))
 
 
 def _first_local_head(module: nn.Module, local_heads: int) -> int:

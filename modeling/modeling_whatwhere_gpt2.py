@@ -73,6 +73,7 @@ class WhatWhereGPT2Attention(nn.Module):
         output, weights = attend(
             self,
             ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
+            hidden_states,
             query,
             key,
             value,
@@ -86,10 +87,11 @@ class WhatWhereGPT2Attention(nn.Module):
 
 
 class WhatWhereGPT2Block(GradientCheckpointingLayer):
-    """Pre-norm block: attention, then the MLP."""
+    """Attention, then the MLP; normed before (GPT-2), or after what they add to (`norm_position="post"`)."""
 
     def __init__(self, config: WhatWhereGPT2Config, layer_idx: int) -> None:
         super().__init__()
+        self.post_norm = config.norm_position == "post"
         self.ln_1 = _norm(config)
         self.attn = WhatWhereGPT2Attention(config, layer_idx)
         self.ln_2 = _norm(config)
@@ -100,6 +102,10 @@ class WhatWhereGPT2Block(GradientCheckpointingLayer):
             setattr(projection, "ends_residual_path", True)  # noqa: B010
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if self.post_norm:
+            attended, _ = self.attn(hidden_states, **kwargs)
+            hidden_states = self.ln_1(hidden_states + attended)
+            return self.ln_2(hidden_states + self.mlp(hidden_states))
         attended, _ = self.attn(self.ln_1(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.ln_2(hidden_states))
@@ -136,7 +142,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         self.wpe = embedding(config)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([WhatWhereGPT2Block(config, i) for i in range(config.n_layer)])
-        self.ln_f = _norm(config)
+        self.ln_f = _norm(config) if config.norm_position == "pre" else nn.Identity()
         self.position_encoding = SharedPositionEncodings(config)
         self.gradient_checkpointing = False
         self.post_init()

@@ -66,6 +66,7 @@ class WhatWhereLlamaAttention(nn.Module):
         output, weights = attend(
             self,
             ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
+            hidden_states,
             query,
             key,
             value,

@@ -4,6 +4,7 @@ Axes: B batch, H query heads, Q query length, K key length; in blocks: C a chunk
 share a key head, R rows, W columns (newest key first, see `attention_blockwise`).
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,30 @@ from typing import Any
 import torch
 
 from .attention_blockwise import TERMS, Block, Term, compute_dtype
-from .position_encoding import BlockTerm, PositionContext, PositionEncoding
+from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding
+
+
+@dataclasses.dataclass(frozen=True)
+class ALiBiParameters(Parameters):
+    """Parameters of ALiBi.
+
+    Attributes:
+        head_fraction: the share of heads, the first ones, that have a slope, in (0, 1]; the others see no positions. One
+            half is a baseline of the ICML version of the PoPE paper.
+    """
+
+    head_fraction: float = 1.0
+
+    def heads(self, config: Any) -> int:
+        """Returns the number of heads with a slope."""
+        return int(config.num_attention_heads * self.head_fraction)
+
+    def validate(self, config: Any) -> None:
+        if not 0 < self.head_fraction <= 1 or self.heads(config) < 1:
+            raise ValueError(
+                f"position_encoding_parameters['alibi']['head_fraction']={self.head_fraction!r} is not valid: it must be "
+                f"in (0, 1], and leave at least one of {config.num_attention_heads} heads."
+            )
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -42,7 +66,7 @@ class ALiBiTerm(Term):
 
     def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
         super().__init__(tensors, parameters, attention)
-        self.slopes = tensors[0][: attention.H].to(attention.dtype).view(attention.G, attention.n)
+        self.slopes = attention.of_heads(tensors[0])
         self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
@@ -61,7 +85,7 @@ TERMS["alibi"] = ALiBiTerm
 
 
 class ALiBi(PositionEncoding):
-    """ALiBi: logit = q_i . k_j / sqrt(d) - m_h * (i - j), with fixed slopes m_h.
+    """ALiBi: logit = q_i . k_j / sqrt(d) - m_h * (i - j), with fixed slopes m_h; in all heads or in some.
 
     The distance is that of the positions of the two tokens, so left padding and packed documents need no care. Under
     tensor parallelism a rank has only some heads; the context tells the first one as "head_offset".
@@ -70,6 +94,7 @@ class ALiBi(PositionEncoding):
     name = "alibi"
     paper = "Press et al. 2022 (2108.12409)"
     summary = "fixed linear penalty of the distance, another slope for each head"
+    parameters_class = ALiBiParameters
     default_implementation = "blockwise"
     has_bias = True
     needs_key_positions = True
@@ -80,6 +105,7 @@ class ALiBi(PositionEncoding):
 
     def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
         # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
-        slopes = alibi_slopes(self.config.num_attention_heads)[context.get("head_offset", 0) :]
+        heads, sloped = self.config.num_attention_heads, self.parameters_.heads(self.config)
+        slopes = [*alibi_slopes(sloped), *[0.0] * (heads - sloped)][context.get("head_offset", 0) :]
         positions = context["query_positions"], context["key_positions"]
         return BlockTerm("alibi", (torch.tensor(slopes, device=positions[0].device), *positions), {})

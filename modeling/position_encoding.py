@@ -6,9 +6,11 @@ A model calls the hooks in this order, and never asks which encoding it has:
 
 1. `embedding(config, parameters)`: a module that adds positions to the hidden states (absolute, sinusoidal).
 2. `SharedPositionEncoding.forward`: what all layers need once per forward (cosines, a table shared by layers).
-3. In every attention layer: `rotate` before the cache, `rotate_cached` after it, then the attention function, which
-   asks for `bias` (eager: the readable specification), `block_term` (blockwise: the same, block by block) or
-   `kernel_attention` (triton, which also does what `rotate_cached` does).
+3. In every attention layer that the encoding serves (`serves_layer`): `rotate` and `carry` before the cache, `mix_cached`
+   and `rotate_cached` after it, then the attention function, which asks for `bias` (eager: the readable specification),
+   `block_term` (blockwise: the same, block by block) or `kernel_attention` (triton, which also does what
+   `rotate_cached` does); an encoding that replaces softmax attention does it in `attend`. Last, `finish` changes the
+   output of the heads.
 """
 
 import dataclasses
@@ -24,7 +26,13 @@ from torch import nn
 #   "query_positions"  int64 (1 or B, Q), the position of each query token
 #   "key_positions"    int64 (1 or B, K), the position of each key token, cached ones included; present only if an
 #                      encoding of the model has `needs_key_positions`
+#   "key_mask"         bool (B, K), which key slots hold a token that is not padding, or None for all; present only if
+#                      an encoding of the model has `needs_key_mask`
 #   "<encoding name>"  whatever the shared part of that encoding returned
+# What a layer adds for its own attention function, to a copy:
+#   "carried"          a dictionary: "<encoding name>" to what its `carry` returned, (B, G, K, c), cached ones included
+#   "value"            (B, G, K, D), cached ones included
+#   "new_value"        (B, G, Q, D), the values of the new tokens
 PositionContext = dict[str, Any]
 
 
@@ -95,6 +103,21 @@ def parse_parameters(cls: type[Parameters], values: dict, field: str) -> Paramet
     return cls(**values)
 
 
+def split_digits(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Writes float32 numbers (..., c) as two numbers of `dtype` each, (..., 2 c): the nearest, and what is left.
+
+    In bfloat16 the sum has 16 binary digits instead of 8. `join_digits` gives it back.
+    """
+    high = states.to(dtype)
+    return torch.cat((high, (states - high.to(states.dtype)).to(dtype)), dim=-1)
+
+
+def join_digits(states: torch.Tensor) -> torch.Tensor:
+    """Returns what `split_digits` split, (..., 2 c) to (..., c): float64 for float64, float32 for the rest."""
+    high, low = states.to(torch.promote_types(states.dtype, torch.float32)).chunk(2, dim=-1)
+    return high + low
+
+
 @dataclasses.dataclass
 class BlockTerm:
     """One encoding's contribution to the attention logits in the blockwise path.
@@ -141,7 +164,9 @@ class PositionEncoding(nn.Module):
         has_kernel: True if it has a Triton kernel (`kernel_attention`).
         has_bias: True if it adds to the attention logits (`bias` and `block_term`).
         needs_key_positions: True if it needs the position of every cached key.
+        needs_key_mask: True if it needs to know which key slots are padding.
         biases_from_content: True if `bias` depends on the content logits (such an encoding comes first in a sum).
+        biases_from_mask: True if `bias` reads from the logits only which of them are masked.
     """
 
     name: ClassVar[str]
@@ -154,7 +179,9 @@ class PositionEncoding(nn.Module):
     has_kernel: ClassVar[bool] = False
     has_bias: ClassVar[bool] = False
     needs_key_positions: ClassVar[bool] = False
+    needs_key_mask: ClassVar[bool] = False
     biases_from_content: ClassVar[bool] = False
+    biases_from_mask: ClassVar[bool] = False
 
     def __init__(self, config: Any, parameters: Any, layer_idx: int) -> None:
         super().__init__()
@@ -173,6 +200,15 @@ class PositionEncoding(nn.Module):
         """Returns the longest sequence, in tokens, that the encoding can serve, or None if there is no limit."""
         return None
 
+    def defines(self, hook: str) -> bool:
+        """Returns True if the hook with this name does something here; a class whose parameters decide overrides it."""
+        return getattr(type(self), hook) is not getattr(PositionEncoding, hook)
+
+    @classmethod
+    def serves_layer(cls, parameters: Any, layer_idx: int) -> bool:
+        """Returns True if the layer with this index has the encoding."""
+        return True
+
     def reset(self) -> None:
         """Fills parameters and buffers with `transformers.initialization` (loading builds on the meta device)."""
 
@@ -181,6 +217,25 @@ class PositionEncoding(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Changes new queries (B, H, Q, D) and new keys (B, G, Q, D) before the keys go into the cache."""
         return query, key
+
+    def carry(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
+        """Returns the state of new tokens that is cached beside their keys: (B, G, Q, c), in the type of the keys.
+
+        It is cached in additional channels of the keys, so that every cache of Transformers can hold it. What needs
+        more digits than a half-precision key has, is carried as the sum of two numbers: see `split_digits`.
+
+        Args:
+            hidden: (B, Q, E), the input of the attention layer.
+            key: (B, G, Q, D), the new keys after `rotate`.
+            context: the positions of this forward pass; "head_offset" is the first local head under tensor parallelism.
+        """
+        raise NotImplementedError(f"{type(self).__name__} carries nothing")
+
+    def mix_cached(
+        self, key: torch.Tensor, value: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Changes all keys and values, (B, G, K, D) each, the cached ones included, before `rotate_cached`."""
+        return key, value
 
     def rotate_cached(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
@@ -202,6 +257,35 @@ class PositionEncoding(nn.Module):
     def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
         """Returns the same contribution for the blockwise path."""
         raise NotImplementedError(f"{type(self).__name__} has no block term")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        context: PositionContext,
+        *,
+        scaling: float,
+        dropout: float,
+        blockwise: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Replaces softmax attention; returns the output (B, H, Q, V) and the weights (B, H, Q, K) or None.
+
+        Args:
+            query: (B, H, Q, D). key: (B, G, K, D). value: (B, G, K, V).
+            mask: as the implementation has it: "eager" an additive or boolean one (B, 1 or H, Q, K), or None for causal;
+                "blockwise" see `blockwise_attention`.
+            context: the positions of this forward pass.
+            scaling: the factor on q.k.
+            dropout: the probability of dropping an attention weight.
+            blockwise: False: the readable specification, with weights. True: memory proportional to the length.
+        """
+        raise NotImplementedError(f"{type(self).__name__} uses softmax attention")
+
+    def finish(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Changes the output of the heads, (B, Q, H, V), before the output projection; hidden (B, Q, E) as in `carry`."""
+        return output
 
     def kernel_attention(
         self,

@@ -32,7 +32,7 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
     )
 }
 # Sums that are defined, tested and documented; written in this order.
-COMBINATIONS = ("cope+rope", "cope+relative")
+COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi")
 
 
 def list_position_encodings() -> list[str]:
@@ -96,6 +96,8 @@ def check(config: Any) -> dict:
 
 def kernel(config: Any) -> str | None:
     """Returns the name of the encoding whose Triton kernel does the attention, or None."""
+    if config.attention_weights != "softmax":
+        return None
     parts = classes(config)
     found = [cls for cls in parts if cls.has_kernel]
     # A kernel knows one encoding; what changes queries and keys before the cache goes with it.
@@ -105,6 +107,8 @@ def kernel(config: Any) -> str | None:
 
 def pytorch_implementation(config: Any) -> str:
     """Returns the attention implementation that is fast without kernels."""
+    if config.attention_weights != "softmax":
+        return "eager"
     parts = classes(config)
     return next((cls.default_implementation for cls in parts if cls.has_bias), parts[0].default_implementation)
 
@@ -115,7 +119,9 @@ def default_implementation(config: Any) -> str:
 
 
 def supported_implementations(config: Any) -> list[str]:
-    """Returns the attention implementations that serve the encoding, the default first."""
+    """Returns the attention implementations that serve the configuration, the default first."""
+    if config.attention_weights != "softmax":
+        return ["eager"]
     stock = [set(cls.stock_implementations) for cls in classes(config)]
     shared = [name for name in ("sdpa", "flex_attention", "flash_attention") if all(name in one for one in stock)]
     kernels = ("auto", "triton") if kernel(config) else ()
@@ -142,6 +148,7 @@ class SharedPositionEncodings(nn.ModuleDict):
         parsed = parse(config)
         super().__init__({cls.name: cls.shared_class(config, p) for cls, p in parsed if cls.shared_class is not None})
         self.needs_key_positions = any(cls.needs_key_positions for cls, _ in parsed)
+        self.needs_key_mask = any(cls.needs_key_mask for cls, _ in parsed)
         self.reach = reach(config)
 
     def forward(
@@ -167,6 +174,11 @@ class SharedPositionEncodings(nn.ModuleDict):
         context: PositionContext = {"query_positions": position_ids}
         if self.needs_key_positions:
             context["key_positions"] = key_positions(position_ids, attention_mask, past_length, key_length)
+        if self.needs_key_mask:
+            query_length = position_ids.shape[1]
+            context["key_mask"] = (
+                None if attention_mask is None else key_mask(attention_mask, query_length, key_length)
+            )
         for name, module in self.items():
             context[name] = module(hidden, context)
         return context
@@ -190,33 +202,42 @@ def key_positions(
     if attention_mask is None:
         cached = position_ids[:, :1] + offsets
     else:
-        if is_limits(attention_mask):
-            visible = valid_slots(attention_mask, query_length)
-        elif attention_mask.ndim == 4:
-            visible = attention_mask[:, 0, -1]
-            visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
-        else:
-            visible = attention_mask != 0
-        visible = nn.functional.pad(visible, (0, max(0, key_length - visible.shape[-1])))[:, :key_length]
-        past = (visible & (offsets < 0)).long()
+        past = (key_mask(attention_mask, query_length, key_length) & (offsets < 0)).long()
         # the number of visible cached tokens from each slot to the last cached one
         ahead = past.sum(-1, keepdim=True) - past.cumsum(-1) + past
         cached = position_ids[:, :1] - ahead
     return torch.where(offsets < 0, cached, new)
 
 
+def key_mask(attention_mask: torch.Tensor, query_length: int, key_length: int) -> torch.Tensor:
+    """Returns which key slots are not padding, of a 2D or 4D mask or limits: bool (B, K). 4D: those of the last row."""
+    if is_limits(attention_mask):
+        visible = valid_slots(attention_mask, query_length)
+    elif attention_mask.ndim == 4:
+        visible = attention_mask[:, 0, -1]
+        visible = visible if visible.dtype == torch.bool else visible > torch.finfo(visible.dtype).min / 2
+    else:
+        visible = attention_mask != 0
+    return nn.functional.pad(visible, (0, max(0, key_length - visible.shape[-1])))[:, :key_length]
+
+
 class PositionEncodings(nn.ModuleDict):
     """The parts of the encoding that exist in every attention layer, by name; their hooks, composed."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__({cls.name: cls(config, parameters, layer_idx) for cls, parameters in parse(config)})
+        here = [(cls, parameters) for cls, parameters in parse(config) if cls.serves_layer(parameters, layer_idx)]
+        super().__init__({cls.name: cls(config, parameters, layer_idx) for cls, parameters in here})
         # Hooks that do nothing are not called: a decoding step is short.
-        parts = classes(config)
-        self.biases = [cls.name for cls in parts if cls.has_bias]
-        self.rotations = [cls.name for cls in parts if cls.rotate is not PositionEncoding.rotate]
-        self.cached_rotations = [cls.name for cls in parts if cls.rotate_cached is not PositionEncoding.rotate_cached]
+        parts: list[PositionEncoding] = list(self.values())  # type: ignore[arg-type]
+        self.biases = [part.name for part in parts if part.has_bias]
+        self.rotations, self.carriers, self.mixers, self.cached_rotations, self.replacements, self.finishers = (
+            [part.name for part in parts if part.defines(hook)]
+            for hook in ("rotate", "carry", "mix_cached", "rotate_cached", "attend", "finish")
+        )
+        self.biases_from_mask = any(part.biases_from_mask for part in parts)
         self.kernel = kernel(config)
         self.pytorch_implementation = pytorch_implementation(config)
+        self.attention_weights = config.attention_weights
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)
@@ -228,6 +249,29 @@ class PositionEncodings(nn.ModuleDict):
         for name in self.rotations:
             query, key = self._modules[name].rotate(query, key, context)  # type: ignore[operator]
         return query, key
+
+    def carry(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> dict[str, torch.Tensor]:
+        """Returns what every encoding carries, by name. See `PositionEncoding.carry`."""
+        return {name: self[name].carry(hidden, key, context) for name in self.carriers}
+
+    def mix_cached(
+        self, key: torch.Tensor, value: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PositionEncoding.mix_cached`."""
+        for name in self.mixers:
+            key, value = self[name].mix_cached(key, value, context)
+        return key, value
+
+    def finish(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """See `PositionEncoding.finish`."""
+        for name in self.finishers:
+            output = self[name].finish(output, hidden)
+        return output
+
+    def attend(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `PositionEncoding.attend`; called where `replacements` names an encoding."""
+        (name,) = self.replacements
+        return self[name].attend(*args, **kwargs)
 
     def rotate_cached(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext

@@ -25,6 +25,8 @@ class PoPEParameters(Parameters):
         delta_init: `"zeros"` (for length extrapolation) or `"uniform"` on [-2 pi, 0] (best in-distribution).
         magnitude: `"softplus"` (Eq. 3), or the ablations `"relu"` and `"identity"` (raw signed features).
         partial_rotary_factor: the share of channels that is polar, in (0, 1]; the others give a plain signed product.
+        scale: the factor on the sum of Eq. 6, d being a head's channels: `"1/sqrt(d)"`, or `"1/sqrt(2d)"`, as one public
+            port has it (the paper is silent).
     """
 
     theta: float = 10000.0
@@ -32,6 +34,7 @@ class PoPEParameters(Parameters):
     delta_init: Literal["zeros", "uniform"] = "zeros"
     magnitude: Literal["softplus", "relu", "identity"] = "softplus"
     partial_rotary_factor: float = 1.0
+    scale: Literal["1/sqrt(d)", "1/sqrt(2d)"] = "1/sqrt(d)"
 
     def validate(self, config: Any) -> None:
         if not 1 < self.theta < math.inf:
@@ -213,7 +216,7 @@ class PoPE(PositionEncoding):
         sum_c mu(q)_c mu(k)_c cos((s - t) theta_c + delta_c) * scaling
 
     with magnitudes mu = softplus, one frequency per channel, and a learned delta per query head and frequency, bounded
-    to [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D) (the paper is silent).
+    to [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D), or with `scale` another.
     The cache holds the unrotated magnitudes, D numbers a key; delta sits on the query's phase, so that heads which
     share a key share its cache. After rotation queries and keys are D + R wide.
 
@@ -241,7 +244,8 @@ class PoPE(PositionEncoding):
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replaces the first R channels by their magnitudes (Eq. 3)."""
-        return self._magnitude(query), self._magnitude(key)
+        turned = self._magnitude(query)
+        return turned if self.parameters_.scale == "1/sqrt(d)" else turned * math.sqrt(0.5), self._magnitude(key)
 
     def _magnitude(self, features: torch.Tensor) -> torch.Tensor:
         kind = self.parameters_.magnitude

@@ -1,11 +1,28 @@
 """RoPE, by Transformers' own implementation, with all of its `rope_parameters`."""
 
+import dataclasses
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import rotate_half
 
-from .position_encoding import PositionContext, PositionEncoding, SharedPositionEncoding
+from .position_encoding import Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryParameters(Parameters):
+    """None of its own: RoPE is set by the configuration's `rope_parameters`."""
+
+    def validate(self, config: Any) -> None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        rotated = int(head_dim * factor)
+        if factor != 1 and (rotated < 2 or rotated % 2):
+            raise ValueError(
+                f"rope_parameters['partial_rotary_factor']={factor!r} is not valid: of {head_dim} channels of a head it "
+                f"rotates {rotated}; it must be an even number, at least 2."
+            )
 
 
 class RotaryTables(SharedPositionEncoding):
@@ -13,23 +30,26 @@ class RotaryTables(SharedPositionEncoding):
 
     def __init__(self, config: Any, parameters: Any) -> None:
         super().__init__(config, parameters)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        # The one that knows partial_rotary_factor; otherwise it is Llama's.
+        self.rotary_emb = GPTNeoXRotaryEmbedding(config=config)
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin, each (1 or B, Q, D), dtype of `hidden`."""
+        """Returns cos and sin, each (1 or B, Q, R), dtype of `hidden`; R channels of a head are rotated."""
         return self.rotary_emb(hidden, position_ids=context["query_positions"])
 
 
 class RotaryPositionEncoding(PositionEncoding):
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864): q and k are rotated by their position.
 
-    Set by the configuration's `rope_parameters` (`rope_theta`; `rope_type` default, linear, dynamic, yarn, ...).
-    Runs at any length; without scaling, quality falls off beyond the trained one.
+    Set by the configuration's `rope_parameters` (`rope_theta`; `rope_type` default, linear, dynamic, yarn, ...;
+    `partial_rotary_factor`: the share of a head's channels, the first ones, that is rotated). Runs at any length;
+    without scaling, quality falls off beyond the trained one.
     """
 
     name = "rope"
     paper = "Su et al. 2021 (2104.09864)"
-    summary = "queries and keys rotated by their position; linear, dynamic, YaRN, llama3 scaling"
+    summary = "queries and keys rotated by their position; linear, dynamic, YaRN, llama3 scaling; all or some channels"
+    parameters_class = RotaryParameters
     shared_class = RotaryTables
     stock_implementations = ("sdpa", "flex_attention", "flash_attention")
 
@@ -37,4 +57,14 @@ class RotaryPositionEncoding(PositionEncoding):
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = context[self.name]
-        return apply_rotary_pos_emb(query, key, cos, sin)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the first R channels of states (B, H, Q, D); cos and sin (1 or B, 1, Q, R)."""
+    R = cos.shape[-1]
+    if R == states.shape[-1]:
+        return states * cos + rotate_half(states) * sin
+    turned, plain = states[..., :R], states[..., R:]
+    return torch.cat((turned * cos + rotate_half(turned) * sin, plain), dim=-1)

@@ -72,8 +72,8 @@ SHARED = {
         "rope_theta=100.0 has no effect with position_encoding='cope'",
     ),
     "partial rope": (
-        {"position_encoding": "rope", "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor'. must be 1",
+        {"position_encoding": "rope", "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
+        "partial_rotary_factor'.=0.4 is not valid: of 8 channels of a head it rotates 3",
     ),
     "misspelt rope key": (
         {"position_encoding": "rope", "rope_parameters": {"rope_typ": "yarn", "factor": 4.0}},
@@ -197,7 +197,7 @@ def test_settings_of_an_encoding_that_stays_are_kept(family, tmp_path):
     summed.save_pretrained(tmp_path)
     alone = config_class.from_pretrained(tmp_path, position_encoding="cope")
     assert alone.position_encoding_parameters.items() >= parameters.items()
-    assert config_class.from_pretrained(tmp_path, position_encoding="alibi").position_encoding_parameters == {}
+    assert config_class.from_pretrained(tmp_path, position_encoding="sinusoidal").position_encoding_parameters == {}
 
 
 def test_rope_parameters_of_the_caller_are_left_alone():

@@ -7,7 +7,7 @@ import torch
 
 import oracles
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
-from whatwhere.position_alibi import ALiBi, alibi_slopes
+from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 
 
 def config(num_heads):
@@ -44,7 +44,7 @@ def test_slopes(num_heads, slopes):
 def test_equals_loops(num_heads, segments, key_positions):
     """Outputs and every gradient, of the eager and of the blockwise path; positions decide, not slots."""
     Q, K, H, scaling = 7, 9, num_heads, 0.5
-    layer = ALiBi(config(H), None, 0)
+    layer = ALiBi(config(H), ALiBiParameters(), 0)
     key_positions = torch.tensor([key_positions])
     context = {"query_positions": key_positions[:, K - Q :], "key_positions": key_positions}
     shapes = [(2, H, Q, 4), (2, H, K, 4), (2, H, K, 3)]
@@ -90,7 +90,7 @@ def test_equals_loops(num_heads, segments, key_positions):
 def test_tensor_parallel_ranks_get_their_heads(Q):
     """A rank with heads 2 and 3 of 6 computes what the whole model computes for them."""
     K = 8
-    layer = ALiBi(config(6), None, 0)
+    layer = ALiBi(config(6), ALiBiParameters(), 0)
     positions = torch.arange(K)[None]
     whole = {"query_positions": positions[:, K - Q :], "key_positions": positions}
     rank = {**whole, "head_offset": 2}
@@ -110,7 +110,7 @@ def test_tensor_parallel_ranks_get_their_heads(Q):
 
 def test_has_no_state():
     """Slopes are computed: non-persistent buffers would be garbage after from_pretrained."""
-    layer = ALiBi(config(4), None, 0)
+    layer = ALiBi(config(4), ALiBiParameters(), 0)
     assert not list(layer.parameters())
     assert not list(layer.buffers())
     assert ALiBi.shared_class is None
