@@ -5,10 +5,14 @@ RUN = $(VENV)/bin/python
 # One thread a process: pytest runs two.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: test demo lint conformance benchmark gpu-check clean
+.PHONY: test test-slow demo lint conformance benchmark gpu-check clean
 
 test: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 2
+	$(SINGLE) $(RUN) -m pytest -n 2 -m "not slow"
+
+# The kernels for every target and head dim, and the longest checks in the interpreter.
+test-slow: $(VENV)/installed
+	$(SINGLE) $(RUN) -m pytest -n 2 -m slow
 
 demo: $(VENV)/installed
 	$(RUN) -m whatwhere.scripts.demo

@@ -33,12 +33,14 @@ def run(folder, *arguments, code=None):
 @pytest.mark.parametrize(
     ("targets", "only"),
     [
+        # The flags of most calls.
+        (["sm_90"], [" bf16 D=64 causal", " bf16 D=64 decoding causal"]),
         # All flags.
-        (list(TARGETS), [" bf16 D=64 "]),
+        pytest.param(list(TARGETS), [" bf16 D=64 "], marks=pytest.mark.slow),
         # Other head dims and float32. (For all targets the command takes ten minutes.)
-        (["sm_90"], [" D=40 ", " D=128 ", " D=256 ", " fp32 "]),
+        pytest.param(["sm_90"], [" D=40 ", " D=128 ", " D=256 ", " fp32 "], marks=pytest.mark.slow),
     ],
-    ids=["four targets", "sm_90"],
+    ids=["one target", "four targets", "sm_90"],
 )
 def test_every_kernel_compiles_and_fits(tmp_path, targets, only):
     names = [argument for name in only for argument in ("--only", name)]
