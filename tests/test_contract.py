@@ -16,19 +16,40 @@ VARIANTS = {
     "relative:last": {"num_positions": 8, "beyond": "last"},
     "relative:none": {"num_positions": 8, "beyond": "none"},
 }
-ENCODINGS = [*whatwhere.list_position_encodings(), *VARIANTS]
+# Variants by other fields of the configuration.
+FIELD_VARIANTS = {
+    "absolute:hard": {"attention_weights": "straight_through"},
+    "alibi:half": {"position_encoding_parameters": {"head_fraction": 0.5}},
+    "rope:half": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "rope:yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 12,
+        }
+    },
+}
+ENCODINGS = [*whatwhere.list_position_encodings(), *VARIANTS, *FIELD_VARIANTS]
 # Scaled down to saturate within the tiny sequences.
 FIELDS = {
     "cope": {"position_encoding_parameters": {"num_positions": 6}},
     "cope+rope": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
     "cope+relative": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
 }
-CASES = [pytest.param(family, encoding, id=f"{family}-{encoding}") for family in FAMILIES for encoding in ENCODINGS]
+# Every encoding in both families; variants in turn.
+CASES = [
+    pytest.param(family, encoding, id=f"{family}-{encoding}")
+    for index, encoding in enumerate(ENCODINGS)
+    for family in ([FAMILIES[index % 2]] if ":" in encoding else FAMILIES)
+]
 every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
 
 
 def settings(encoding):
     """The name of an encoding or variant as the configuration takes it, and its fields."""
+    if encoding in FIELD_VARIANTS:
+        return encoding.split(":")[0], FIELD_VARIANTS[encoding]
     parameters = VARIANTS.get(encoding)
     return encoding.split(":")[0], {"position_encoding_parameters": parameters} if parameters else FIELDS.get(
         encoding, {}
@@ -332,7 +353,7 @@ def test_left_padded_batch_generates_as_alone(family, encoding):
 def test_past_the_configured_length(family, encoding):
     model = build(family, encoding)
     ids = tokens(1, 60)
-    if encoding in ("absolute", "relative", "cope+relative"):
+    if encoding in ("absolute", "absolute:hard", "relative", "cope+relative"):
         with pytest.raises(ValueError, match=r"60 tokens.*reaches \(48 tokens\)"):
             model(ids)
         return
