@@ -110,7 +110,7 @@ def model_card(
     sections = [
         f"# {name}",
         _description(config, training),
-        "## Use\n\n" + _snippet(auto, name, has_tokenizer),
+        "## Use\n\n" + _snippet(auto, name, has_tokenizer, data.get("example")),
         _encoding_section(config),
         _training_section(training),
         _results_section(results, figure),
@@ -186,8 +186,12 @@ def _eval_results(results: dict[str, Any]) -> list[EvalResult]:
     training = results.get("results", {})
     if training.get("metrics"):
         data = training["data"]
-        for metric, score in training["metrics"].items():
+        for metric, score in _metrics(training):
             found.append(_language_modelling(data, metric, score["value"], "final evaluation"))
+        for name, scores in _test_sets(training).items():
+            for metric in ("token_error", "sequence_error"):
+                where = f"test set {name.replace('_', ' ')}"
+                found.append(_language_modelling(data, metric, scores[metric], where))
     for cell in _cells(results.get("length")):
         if cell["reached"]:
             data = results["length"]["data"]
@@ -222,9 +226,21 @@ def _language_modelling(data: dict[str, Any], metric: str, value: float, where: 
     )
 
 
+def _metrics(training: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the metrics of a `results.json` that are one number each."""
+    return [(name, score) for name, score in training.get("metrics", {}).items() if name != "test_sets"]
+
+
+def _test_sets(training: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns a toy task's scores in a `results.json`, by test set."""
+    return training.get("metrics", {}).get("test_sets", {})
+
+
 def _data_name(data: dict[str, Any]) -> str:
     if data.get("dataset"):
         return str(data["dataset"])
+    if data.get("task"):
+        return f"toy task {data['task'].replace('_', ' ')}"
     return {"stdlib": "source code of Python's standard library", "local": "local files"}.get(
         data["source"], str(data["source"])
     )
@@ -266,15 +282,20 @@ def _description(config: Any, training: dict[str, Any]) -> str:
     )
 
 
-def _snippet(auto: str, name: str, has_tokenizer: bool) -> str:
+def _snippet(auto: str, name: str, has_tokenizer: bool, example: dict[str, Any] | None = None) -> str:
     lines = [f"from transformers import {auto}" + (", AutoTokenizer" if has_tokenizer else "")]
     lines += ["", f'name = "{name}"  # the id of this repository, or the path of this folder']
     lines.append(f"model = {auto}.from_pretrained(name, trust_remote_code=True)")
     if has_tokenizer:
         # It reads the model's configuration, which is code of this repository.
         lines.append("tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)")
-        lines.append('inputs = tokenizer("def main(", return_tensors="pt")')
-        if auto == "AutoModelForCausalLM":
+        prompt = json.dumps(example["prompt"] if example else "def main(")
+        lines.append(f'inputs = tokenizer({prompt}, return_tensors="pt")')
+        if example and auto == "AutoModelForCausalLM":
+            lines.append(f"output = model.generate(**inputs, max_new_tokens={example['tokens']}, do_sample=False)")
+            lines.append('print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))')
+            lines.append(f"# the right answer: {example['answer']}")
+        elif auto == "AutoModelForCausalLM":
             lines.append("output = model.generate(**inputs, max_new_tokens=40)")
             lines.append("print(tokenizer.decode(output[0]))")
         else:
@@ -305,6 +326,7 @@ def _training_section(training: dict[str, Any]) -> str:
         "data": _data_name(data) if data.get("source") else None,
         "optimiser steps": training.get("steps"),
         "tokens seen": training.get("tokens_trained"),
+        "samples seen": training.get("samples_trained"),
         "seed": training.get("seed"),
         "seconds": training.get("seconds"),
         "device": training.get("device"),
@@ -325,10 +347,20 @@ def _training_section(training: dict[str, Any]) -> str:
 def _results_section(results: dict[str, Any], figure: str | None) -> str:
     parts = ["## Results"]
     training = results.get("results", {})
-    if training.get("metrics"):
+    if _test_sets(training):
+        rows = [["test set", "differs in", "error per answer token", "error per sequence", "answers", "sequences"]]
+        changed = training["recipe"]["data"]["test_sets"]
+        for name, scores in _test_sets(training).items():
+            differs = [f"{key} {value}" for key, value in changed[name].items() if key != "test_samples"]
+            errors = [f"{100 * scores[metric]:.2f} %" for metric in ("token_error", "sequence_error")]
+            counts = [f"{scores[count]:,}" for count in ("tokens", "sequences")]
+            rows.append([name.replace("_", " "), ", ".join(differs), *errors, *counts])
+        where = f"Held-out samples of the {_data_name(training['data'])}, each answer predicted from the right tokens"
+        parts += [where + " before it:", _table(rows), _command(training)]
+    if _metrics(training):
         data = training["data"]
         rows = [["metric", "value"]]
-        for metric, score in training["metrics"].items():
+        for metric, score in _metrics(training):
             error = f" ± {score['standard_error']:.4f}" if score.get("standard_error") is not None else ""
             rows.append([metric.replace("_", " "), f"{score['value']:.4f}{error}"])
         where = f"Held-out loss on {_data_name(data)}, {data['split']} split"

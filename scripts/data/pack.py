@@ -140,7 +140,12 @@ class StreamedBatches:
 
 
 def add_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adds `labels` (the model shifts them): the tokens, without a packed document's first, which nothing precedes."""
+    """Adds `labels` (the model shifts them): the tokens, without a packed document's first, which nothing precedes.
+
+    A batch that has labels keeps them.
+    """
+    if "labels" in batch:
+        return batch
     labels = batch["input_ids"]
     if "position_ids" in batch:
         labels = labels.masked_fill(batch["position_ids"] == 0, IGNORED)

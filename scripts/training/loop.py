@@ -31,9 +31,12 @@ from whatwhere.model_card import weights_fingerprint
 
 from ..data.corpus import load_text
 from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, make_blocks
+from ..data.samples import TaskBatches, TaskSamples
 from ..data.tokenize import build_tokenizer, bytes_per_token
+from ..evaluation.answers import count_errors, summarise
 from ..evaluation.card import write_card
 from ..evaluation.results import check_writable, provenance, write_json
+from ..tasks.common import build_tokenizer as build_task_tokenizer
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe, differences
 
@@ -154,7 +157,16 @@ class Run:
                     f"training.trackers={training.trackers!r} is not valid: {tracker!r} is not installed."
                 )
         self.micro_batch_size = training.micro_batch_size or training.batch_size // processes
-        self._prepare_data(data_dir)
+        self.batches: ShuffledBatches | StreamedBatches | TaskBatches
+        self.held_out: dict[str, Any]
+        # Says whether a resumed run reads the same text. A stream is not known before it was read.
+        self.text_sha256: str | None = None
+        # Of a toy task the answers are scored, of text the bits per byte.
+        self.is_task = recipe.data.source == "task"
+        if self.is_task:
+            self._prepare_task()
+        else:
+            self._prepare_data(data_dir)
         set_seed(recipe.seed)
         model = build_model(recipe, build_config(recipe, self.tokenizer))
         optimizer, self.scheduler = build_optimizer(model, training)
@@ -185,14 +197,11 @@ class Run:
         limit = (
             max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
         )
-        self.held_out: dict[str, Any] = {
+        self.held_out = {
             split: make_blocks(corpus[split], self.tokenizer, sequence_length=length, pack=pack, limit=limit)
             for split in ("validation", "test")
             if split in corpus
         }
-        # Says whether a resumed run reads the same text. A stream is not known before it was read.
-        self.text_sha256: str | None = None
-        self.batches: ShuffledBatches | StreamedBatches
         if data.streaming:
             self.batches = StreamedBatches(
                 corpus["train"],
@@ -211,6 +220,39 @@ class Run:
                 digest.update(part["input_ids"].tobytes())
             self.text_sha256 = digest.hexdigest()
 
+    def _prepare_task(self) -> None:
+        data, seed = self.recipe.data, self.recipe.seed
+        config = data.task_config(seed=seed)
+        self.tokenizer = build_task_tokenizer(config)
+        block = data.sequence_length if config.may_be_cut else None
+        samples = TaskSamples(
+            config,
+            self.tokenizer,
+            "train",
+            count=data.train_samples,
+            block=block,
+            loss=data.loss or "answer",
+            keep=data.train_samples is not None,
+        )
+        self.batches = TaskBatches(samples, self.recipe.training.batch_size, seed)
+        # The same samples for every seed of a run: what differs between seeds is the model.
+        held_out = data.task_config()
+        self.held_out = {
+            "validation": TaskSamples(
+                held_out, self.tokenizer, "validation", count=held_out.validation_samples, block=block, keep=True
+            )
+        }
+        for name in data.test_sets or {}:
+            tested = data.task_config(test_set=name)
+            self.held_out[f"test set {name}"] = TaskSamples(
+                tested, self.tokenizer, "test", count=tested.test_samples, block=block
+            )
+        # Samples are drawn as they are needed. The first ones tell whether a resumed run draws the same.
+        digest = hashlib.sha256(json.dumps(config.symbols).encode())
+        for index in range(8):
+            digest.update(samples.row(index)[0].tobytes())
+        self.text_sha256 = digest.hexdigest()
+
     def train(self) -> None:
         """Trains from the present step to the last one.
 
@@ -219,7 +261,9 @@ class Run:
             Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
         """
         training, every = self.recipe.training, self.recipe.evaluation.every
-        tokens_per_step = training.batch_size * self.recipe.data.sequence_length
+        # Samples of a task differ in length, and most of their tokens are not scored.
+        unit = "samples" if self.is_task else "tokens"
+        per_step = training.batch_size * (1 if self.is_task else self.recipe.data.sequence_length)
         # On a terminal only: a log file gets one line an evaluation.
         hidden = None if self.accelerator.is_main_process else True
         bar = tqdm(total=training.steps, initial=self.step, desc=self.recipe.name, unit="step", disable=hidden)
@@ -239,8 +283,8 @@ class Run:
                         {
                             **values,
                             "learning_rate": rate,
-                            "tokens": self.step * tokens_per_step,
-                            "tokens_per_second": (self.step - marked_step) * tokens_per_step / (now - marked),
+                            unit: self.step * per_step,
+                            f"{unit}_per_second": (self.step - marked_step) * per_step / (now - marked),
                         }
                     )
                     marked, marked_step = now, self.step
@@ -249,7 +293,8 @@ class Run:
                     scores = self.evaluate("validation", self.recipe.evaluation.blocks)
                     self.log({f"validation_{name}": value for name, value in scores.items()})
                     if self.accelerator.is_main_process:
-                        report = ", ".join(f"{name} {scores[name]:.4f}" for name in ("bits_per_byte", "perplexity"))
+                        shown = ("loss", "token_error") if self.is_task else ("bits_per_byte", "perplexity")
+                        report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown)
                         bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
                     marked, marked_step = time.monotonic(), self.step
                 stop = self._agree(received)
@@ -308,8 +353,9 @@ class Run:
         """Scores `limit` blocks of a held-out split, spread evenly over it; by default all.
 
         Returns:
-            `bits_per_byte`: all nats, end-of-text tokens included, over ln 2 times the bytes of the predicted text;
-            `perplexity` per token, `loss` (nats per token) and `tokens`, the number of predictions.
+            of a toy task, `loss` (nats per answer token) and what `summarise` returns. Of text, `bits_per_byte`: all
+            nats, end-of-text tokens included, over ln 2 times the bytes of the predicted text; `perplexity` per token,
+            `loss` (nats per token) and `tokens`, the number of predictions.
         """
         # Without its data-parallel wrapper, which would wait for processes that have no block left.
         model = self.accelerator.unwrap_model(self.model)
@@ -318,7 +364,7 @@ class Run:
         count = min(limit or len(blocks), len(blocks))
         chosen = [i * len(blocks) // count for i in range(count)]
         size = self.micro_batch_size * self.accelerator.num_processes
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(5 if self.is_task else 3, dtype=torch.float64)
         for start in range(0, count, size):
             with self.accelerator.split_between_processes(chosen[start : start + size]) as mine:
                 if not mine:
@@ -326,20 +372,25 @@ class Run:
                 batch = add_labels(blocks[mine])
                 inputs = {name: rows.to(self.accelerator.device) for name, rows in batch.items()}
                 # `num_items_in_batch=1` turns the mean into the sum.
-                nats = model(**inputs, num_items_in_batch=1, use_cache=False).loss
+                outputs = model(**inputs, num_items_in_batch=1, use_cache=False)
+                if self.is_task:
+                    sums[0] += outputs.loss.item()
+                    sums[1:] += count_errors(outputs.logits, batch["labels"]).cpu()
+                    continue
                 labels = batch["labels"][:, 1:]
                 labels = labels[labels != IGNORED]
-                sums += torch.tensor([nats.item(), labels.numel(), self.bytes_per_token[labels].sum().item()])
-        nats, tokens, size_in_bytes = self.accelerator.reduce(
-            sums.to(self.accelerator.device), reduction="sum"
-        ).tolist()
+                sums += torch.tensor([outputs.loss.item(), labels.numel(), self.bytes_per_token[labels].sum().item()])
+        nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum").tolist()
+        tokens = counts[0]
         if not nats / tokens < _HOPELESS:
             raise TrainingError(
                 f"a loss of {nats / tokens!r} nats a token on the {split} split at step {self.step}: training has "
                 "diverged."
             )
+        if self.is_task:
+            return {"loss": nats / tokens, **summarise(counts)}
         return {
-            "bits_per_byte": nats / (math.log(2) * size_in_bytes),
+            "bits_per_byte": nats / (math.log(2) * counts[1]),
             "perplexity": math.exp(nats / tokens),
             "loss": nats / tokens,
             "tokens": int(tokens),
@@ -419,25 +470,52 @@ class Run:
             metrics.write_text("".join(kept), encoding="utf-8")
         self.accelerator.wait_for_everyone()
 
-    def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Evaluates on the test split (validation, if there is none) and saves the model, the results and the card."""
-        recipe, data = self.recipe, self.recipe.data
+    def _score_text(self) -> dict[str, Any]:
+        """Returns what `results.json` says about a model of text alone."""
+        data = self.recipe.data
         split = "test" if "test" in self.held_out else "validation"
-        scores = self.evaluate(split, recipe.evaluation.final_blocks)
+        scores = self.evaluate(split, self.recipe.evaluation.final_blocks)
+        return {
+            "metrics": {name: {"value": scores[name]} for name in ("bits_per_byte", "perplexity")},
+            "data": {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split},
+            "length": data.sequence_length,
+            "tokens": scores["tokens"],
+            "tokens_trained": self.step * self.recipe.training.batch_size * data.sequence_length,
+        }
+
+    def _score_task(self) -> dict[str, Any]:
+        """Returns what `results.json` says about a model of a toy task alone."""
+        data = self.recipe.data
+        config = data.task_config()
+        # For the card: the shortest prompt of a few.
+        rows = (config.row(config.sample("test", index)) for index in range(8))
+        row = min(rows, key=lambda row: len(row["prompt"]))
+        tokens = len(self.tokenizer(row["answer"])["input_ids"])
+        example = {"prompt": row["prompt"], "answer": row["answer"], "tokens": tokens}
+        return {
+            "metrics": {"test_sets": {name: self.evaluate(f"test set {name}") for name in data.test_sets or {}}},
+            "data": {"source": data.source, "task": data.task, "split": "test", "example": example},
+            "length": data.sequence_length,
+            "samples_trained": self.step * self.recipe.training.batch_size,
+        }
+
+    def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
+        """Evaluates on the test split (validation, if there is none) and saves the model, the results and the card.
+
+        A toy task's model is evaluated on every test set.
+        """
+        recipe = self.recipe
+        scored = self._score_task() if self.is_task else self._score_text()
         results: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             model = self.accelerator.unwrap_model(self.model)
             model.save_pretrained(self.output)
             self.tokenizer.save_pretrained(self.output)
             results = {
-                "metrics": {name: {"value": scores[name]} for name in ("bits_per_byte", "perplexity")},
-                "data": {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split},
-                "length": data.sequence_length,
-                "tokens": scores["tokens"],
+                **scored,
                 "recipe": recipe.resolved(),
                 "seed": recipe.seed,
                 "steps": self.step,
-                "tokens_trained": self.step * recipe.training.batch_size * data.sequence_length,
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "seconds": self.seconds,
                 "processes": self.accelerator.num_processes,

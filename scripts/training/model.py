@@ -27,7 +27,7 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
     """Builds the configuration of the recipe's model.
 
     What `model` leaves out comes from the rest of the recipe: the vocabulary and the special tokens from `tokenizer`,
-    `max_position_embeddings` from `data.sequence_length`.
+    `max_position_embeddings` from `data.sequence_length`, or the longest sample of a test set if that is more.
 
     Raises:
         RecipeError: a field is unknown or out of range, or the encoding cannot reach `data.sequence_length`.
@@ -36,7 +36,7 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
     family = fields.pop("family")
     if family not in FAMILIES:
         raise RecipeError(f"model.family={family!r} is not valid. {suggest(family, FAMILIES)}")
-    length = recipe.data.sequence_length
+    length = recipe.data.longest_input()
     if not {"max_position_embeddings", "n_positions"} & set(fields):
         fields["max_position_embeddings"] = length
     if tokenizer is not None:
@@ -48,8 +48,9 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
             **fields,
         }
         if not isinstance(fields["vocab_size"], int) or fields["vocab_size"] < len(tokenizer):
+            key = "task" if recipe.data.source == "task" else "tokenizer"
             raise RecipeError(
-                f"model.vocab_size={fields['vocab_size']!r} is not valid: data.tokenizer={recipe.data.tokenizer!r} has "
+                f"model.vocab_size={fields['vocab_size']!r} is not valid: data.{key}={getattr(recipe.data, key)!r} has "
                 f"{len(tokenizer)} tokens."
             )
     try:
@@ -58,8 +59,11 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
         raise RecipeError(f"model is not valid: {error}") from error
     limit = reach(config)
     if limit is not None and length > limit:
+        what = (
+            "data.sequence_length" if length == recipe.data.sequence_length else "the longest sample of data.test_sets"
+        )
         raise RecipeError(
-            f"data.sequence_length={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "
+            f"{what}={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "
             f"{limit} tokens. Allowed: at most {limit}, or a larger model.max_position_embeddings."
         )
     return config

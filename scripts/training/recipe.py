@@ -28,10 +28,14 @@ def _field(default: Any = dataclasses.MISSING, **limits: float) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataRecipe:
-    """What is read, and how it becomes tokens. `load_text`, `build_tokenizer` and `iterate_blocks` say it in full."""
+    """What is read, and how it becomes tokens. `load_text`, `build_tokenizer` and `iterate_blocks` say it in full.
+
+    With `source` "task" samples of a toy task are drawn, which is said by `task` and the keys that follow it;
+    `TaskConfig`, `TaskSamples` and `TaskBatches` say it in full.
+    """
 
     sequence_length: int = _field(minimum=2)
-    source: Literal["stdlib", "hub", "local"] = "stdlib"
+    source: Literal["stdlib", "hub", "local", "task"] = "stdlib"
     dataset: str | None = None
     dataset_config: str | None = None
     splits: dict | None = None
@@ -41,9 +45,21 @@ class DataRecipe:
     tokenizer: str = "bytes"
     vocab_size: int | None = _field(None, minimum=258)
     pack: Literal["concat", "documents"] = "concat"
+    # For `source: task` only. Parameters and test sets that are left out are filled in when a recipe is parsed.
+    task: str | None = None
+    task_parameters: dict | None = None
+    test_sets: dict | None = None
+    test_samples: int | None = _field(None, minimum=1)
+    train_samples: int | None = _field(None, minimum=1)
+    loss: Literal["answer", "all"] | None = None
 
     def validate(self) -> None:
         """Checks the fields against each other."""
+        # What the other kind of source is about.
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if (field.name in _TASK_KEYS) != (self.source == "task") and value != field.default:
+                raise RecipeError(f"data.{field.name}={value!r} has no effect with data.source={self.source!r}.")
         if self.source == "hub" and not self.dataset:
             raise RecipeError(
                 f"data.dataset={self.dataset!r} is not valid: data.source='hub' needs the id of a dataset."
@@ -65,6 +81,81 @@ class DataRecipe:
             raise RecipeError(
                 "data.tokenizer='bpe' is trained on the whole training split: it needs data.streaming=false."
             )
+
+    def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
+        """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
+
+        Args:
+            seed: decides the samples.
+            test_set: the name of a test set, whose parameters are then taken.
+
+        Raises:
+            RecipeError: the task or a parameter is unknown or not valid.
+        """
+        # Text needs none of these modules.
+        from ..tasks.registry import TASKS, task_config
+
+        if self.task not in TASKS:
+            raise RecipeError(f"data.task={self.task!r} is not valid. {suggest(str(self.task), TASKS)}")
+        where, values = "task_parameters", self.task_parameters or {}
+        if fixed := {"seed", "train_samples", "validation_samples", "test_samples"} & set(values):
+            raise RecipeError(
+                f"data.task_parameters={values!r} is not valid: {', '.join(sorted(fixed))} must not be given. The "
+                "recipe's seed decides the training samples; data.train_samples, evaluation.blocks and "
+                "data.test_samples say how many samples there are."
+            )
+        if test_set is not None:
+            where, values = f"test_sets[{test_set!r}]", {**values, **(self.test_sets or {})[test_set]}
+            if self.test_samples is not None:
+                values["test_samples"] = self.test_samples
+        try:
+            return task_config(self.task, {**values, "seed": seed})
+        except ValueError as error:
+            raise RecipeError(f"data.{where} is not valid: {error}") from error
+
+    def longest_input(self) -> int:
+        """Returns the largest number of tokens that the model is given in training or evaluation."""
+        if self.source != "task":
+            return self.sequence_length
+        if self.task_config().may_be_cut:
+            return self.sequence_length
+        return max(self.sequence_length, *(self.task_config(test_set=name).longest for name in self.test_sets or {}))
+
+    def with_task_defaults(self) -> "DataRecipe":
+        """Returns the same with every parameter of the task and its test sets filled in.
+
+        Raises:
+            RecipeError: a parameter, a test set or the length is not valid.
+        """
+        from ..tasks.common import shape
+
+        training = self.task_config()
+        if self.sequence_length < training.longest and not training.may_be_cut:
+            raise RecipeError(
+                f"data.sequence_length={self.sequence_length!r} is not valid: samples of data.task={self.task!r} have "
+                f"up to {training.longest} tokens with these parameters."
+            )
+        test_sets = training.test_sets() if self.test_sets is None else self.test_sets
+        for name, changes in test_sets.items():
+            if not isinstance(name, str) or not isinstance(changes, dict) or "seed" in changes:
+                raise RecipeError(
+                    f"data.test_sets[{name!r}]={changes!r} is not valid: it must be a mapping of parameters, without "
+                    "`seed`, for a name."
+                )
+        known = dataclasses.replace(self, task_parameters=shape(training), test_sets=test_sets)
+        for name in test_sets:
+            tested = known.task_config(test_set=name)
+            if unknown := set(tested.symbols) - set(training.symbols):
+                raise RecipeError(
+                    f"data.test_sets[{name!r}]={test_sets[name]!r} is not valid: the model would not know the symbols "
+                    f"{', '.join(map(repr, sorted(unknown)))}."
+                )
+        # With the size that the task gives it, so that a later default cannot change an old recipe.
+        test_sets = {
+            name: {**changes, "test_samples": known.task_config(test_set=name).test_samples}
+            for name, changes in test_sets.items()
+        }
+        return dataclasses.replace(known, test_sets=test_sets, loss=self.loss or "answer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,12 +236,18 @@ class Recipe:
             raise RecipeError(
                 "evaluation.blocks and evaluation.final_blocks must be given when data.streaming is true."
             )
+        if self.data.source == "task" and self.evaluation.final_blocks is not None:
+            raise RecipeError(
+                f"evaluation.final_blocks={self.evaluation.final_blocks!r} has no effect with data.source='task': "
+                "data.test_samples says how many samples of every test set are scored at the end."
+            )
 
     def resolved(self) -> dict[str, Any]:
         """Returns every key with its value: `parse_recipe` makes an equal recipe of it."""
         return dataclasses.asdict(self)
 
 
+_TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 _SECTIONS = {"data": DataRecipe, "training": TrainingRecipe, "evaluation": EvaluationRecipe}
 
 
@@ -223,6 +320,8 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         if name in values:
             values[name] = _parse(cls, values[name], f"{name}.")
     recipe = _parse(Recipe, values, "")
+    if recipe.data.source == "task":
+        recipe = dataclasses.replace(recipe, data=recipe.data.with_task_defaults())
     if not isinstance(recipe.model.get("family"), str):
         raise RecipeError(f"model.family={recipe.model.get('family')!r} is not valid. Allowed: 'gpt2', 'llama'.")
     return recipe

@@ -1,0 +1,1 @@
+"""Toy tasks that tell position encodings apart: data set builders, solvers and tokenizers."""

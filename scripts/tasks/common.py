@@ -1,0 +1,237 @@
+"""What all toy tasks share: checked parameters, samples that are a function of a seed, builders and tokenizers.
+
+A task is described by its configuration, which draws samples; its builder makes data sets of them. A sample is a
+sequence of symbols, and says which of them are answers: those that the symbols before them determine, and that are
+scored.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from whatwhere.position_encoding import describe_type, matches_type, suggest
+
+try:
+    import datasets
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+except ImportError as error:
+    raise ImportError('the toy tasks need `datasets` and `tokenizers`: pip install "whatwhere[train]"') from error
+
+from ..data.tokenize import END_OF_TEXT, PADDING
+
+UNKNOWN = "<|unknown|>"
+# Part of every sample's seed: splits never share a stream of random numbers.
+SPLITS = {"train": 0, "validation": 1, "test": 2}
+
+
+class Sample(NamedTuple):
+    """One sequence: `symbols`, int64 (T), indices into the task's `symbols`; and `answers`, bool (T)."""
+
+    symbols: np.ndarray
+    answers: np.ndarray
+
+
+def parameter(default: Any, **limits: float) -> Any:
+    """A field of a configuration whose value must be at least `minimum`, above `above` and at most `maximum`."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class TaskConfig(datasets.BuilderConfig):
+    """The parameters of a task, and its samples.
+
+    Args:
+        seed: with the split and the index of a sample, decides the sample.
+        train_samples: the size of the training split of the builder's data set.
+        validation_samples: the size of the validation split.
+        test_samples: the size of the test split.
+
+    Raises:
+        ValueError: a parameter is of the wrong type or out of range.
+    """
+
+    # Between two symbols in the text of a sample.
+    separator: ClassVar[str] = ""
+    # Whether samples may be longer than a training block; what does not fit is then cut off on the left.
+    may_be_cut: ClassVar[bool] = False
+
+    seed: int = parameter(0, minimum=0)
+    train_samples: int = parameter(10_000, minimum=1)
+    validation_samples: int = parameter(1_000, minimum=1)
+    test_samples: int = parameter(1_000, minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check()
+
+    def check(self) -> None:
+        """Checks every parameter; raises ValueError."""
+        for field in own_fields(type(self)):
+            value = getattr(self, field.name)
+            if not matches_type(value, field.type):
+                raise ValueError(f"{field.name}={value!r} is not valid: it must be {describe_type(field.type)}.")
+            for kind, limit in field.metadata.items():
+                words, holds = {
+                    "minimum": ("at least", value >= limit),
+                    "above": ("above", value > limit),
+                    "maximum": ("at most", value <= limit),
+                }[kind]
+                # so that NaN fails
+                if not holds:
+                    raise ValueError(f"{field.name}={value!r} is not valid: it must be {words} {limit}.")
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks the parameters against each other; raises ValueError."""
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """All symbols of the task with these parameters; samples hold indices into them."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """The largest number of symbols in a sample."""
+        raise NotImplementedError
+
+    def test_sets(self) -> dict[str, dict[str, Any]]:
+        """The sets on which the paper tests a model that was trained with these parameters.
+
+        Returns:
+            for each set, by name, the parameters in which it differs.
+        """
+        raise NotImplementedError
+
+    def draw(self, random: np.random.Generator) -> Sample:
+        """Draws one sample."""
+        raise NotImplementedError
+
+    def sample(self, split: str, index: int) -> Sample:
+        """Returns a sample, which its split, its index, the seed and the other parameters determine.
+
+        Args:
+            split: `train`, `validation` or `test`.
+            index: any integer from 0 on; no split has an end.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r} is not valid. {suggest(split, SPLITS)}")
+        return self.draw(np.random.default_rng([self.seed, SPLITS[split], index]))
+
+    def text(self, symbols: np.ndarray) -> str:
+        """Returns the text of a sequence of symbols."""
+        names = self.symbols
+        return self.separator.join(names[symbol] for symbol in symbols.tolist())
+
+    def row(self, sample: Sample) -> dict[str, Any]:
+        """Returns a sample as the builders' data sets hold it.
+
+        Returns:
+            `text`; `tokens`, its symbols; `scored`, for each of them whether it is an answer; `answer`, the text of the
+            last run of answers, and `prompt`, the text before it.
+        """
+        symbols, answers = sample
+        end = int(np.flatnonzero(answers)[-1]) + 1
+        start = int(np.flatnonzero(~answers[:end])[-1]) + 1
+        names = self.symbols
+        return {
+            "text": self.text(symbols),
+            "prompt": self.text(symbols[:start]),
+            "answer": self.text(symbols[start:end]),
+            "tokens": [names[symbol] for symbol in symbols.tolist()],
+            "scored": answers.tolist(),
+        }
+
+
+def own_fields(cls: type[TaskConfig]) -> list[dataclasses.Field]:
+    """Returns the fields of a configuration without those that every builder's configuration has."""
+    inherited = {field.name for field in dataclasses.fields(datasets.BuilderConfig)}
+    return [field for field in dataclasses.fields(cls) if field.name not in inherited]
+
+
+def shape(config: TaskConfig) -> dict[str, Any]:
+    """Returns the parameters that decide what samples look like: all but the seed and the sizes of the splits."""
+    others = {field.name for field in own_fields(TaskConfig)}
+    return {field.name: getattr(config, field.name) for field in own_fields(type(config)) if field.name not in others}
+
+
+class TaskBuilder(datasets.GeneratorBasedBuilder):
+    """Base of the tasks' builders.
+
+    Args:
+        config_name: one of the task's named configurations; by default the first.
+        cache_dir: where `download_and_prepare` writes; by default the cache of `datasets`.
+        parameters: those in which the data set differs from the named configuration.
+
+    Raises:
+        ValueError: a parameter is unknown, of the wrong type or out of range.
+    """
+
+    # Part of the place in the cache: goes up when the same parameters and seed give other samples.
+    VERSION = datasets.Version("1.0.0")
+
+    def __init__(self, config_name: str | None = None, cache_dir: str | None = None, **parameters: Any) -> None:
+        names = [field.name for field in own_fields(self.BUILDER_CONFIG_CLASS)]
+        for name, value in parameters.items():
+            if name not in names:
+                raise ValueError(f"unknown parameter {name!r} (given: {value!r}). {suggest(name, names)}")
+        super().__init__(config_name=config_name, cache_dir=cache_dir, **parameters)
+        # `datasets` sets parameters on a copy of the named configuration.
+        self.config.check()
+
+    def _info(self) -> datasets.DatasetInfo:
+        text = datasets.Value("string")
+        return datasets.DatasetInfo(
+            description=(type(self.config).__doc__ or "").split("\n")[0],
+            features=datasets.Features(
+                {
+                    "text": text,
+                    "prompt": text,
+                    "answer": text,
+                    "tokens": datasets.List(text),
+                    "scored": datasets.List(datasets.Value("bool")),
+                }
+            ),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> list[Any]:
+        return [
+            datasets.SplitGenerator(
+                name=split, gen_kwargs={"split": split, "count": getattr(self.config, f"{split}_samples")}
+            )
+            for split in SPLITS
+        ]
+
+    def _generate_examples(self, split: str, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index in range(count):
+            yield index, self.config.row(self.config.sample(split, index))
+
+
+def build_tokenizer(config: TaskConfig) -> PreTrainedTokenizerFast:
+    """Builds the tokenizer of a task: one token a symbol, then four special ones.
+
+    Token i is symbol i of `config.symbols`. `decode(encode(text)) == text` for the text of any sample.
+    """
+    symbols = config.symbols
+    vocabulary = {token: index for index, token in enumerate([*symbols, END_OF_TEXT, PADDING, UNKNOWN])}
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
+    if config.separator:
+        # Tokens are joined with spaces where there is no decoder.
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    else:
+        # The longest symbols first: one may begin with another. Anything else is unknown, character by character.
+        pattern = "|".join(re.escape(symbol) for symbol in sorted(symbols, key=len, reverse=True))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{pattern}|[\s\S]"), behavior="isolated")
+        backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )

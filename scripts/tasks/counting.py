@@ -1,0 +1,146 @@
+"""Counting (CoPE paper, Section 5.3, and its released code): the value of a variable after assignments and increments.
+
+A sample is a program and a question about one of its variables:
+
+    pass; a = 0 ; pass; a ++; pass; a ++; print a 2 ;
+
+The number after `print a` is the answer.
+"""
+
+import dataclasses
+import itertools
+import string
+from typing import Any
+
+import numpy as np
+
+from .common import Sample, TaskBuilder, TaskConfig, parameter
+
+_SET, _PASS, _INCREMENT = range(3)
+# Symbols of an operation.
+_LENGTHS = np.array([4, 1, 2])
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class CountingConfig(TaskConfig):
+    """Operations that set variables to 0, increment them, or do nothing.
+
+    The number of operations is uniform. Each one is drawn by its weight; an assignment takes any variable, an increment
+    one that has been set. An increment that finds none, or one at its largest value, is drawn again, and so is a
+    program that sets no variable. The question is about any variable that has been set.
+
+    Args:
+        variables: the number of variables.
+        min_steps: the smallest number of operations.
+        max_steps: the largest number of operations.
+        max_value: the largest value of a variable.
+        set_weight: of an assignment.
+        pass_weight: of an operation that does nothing.
+        increment_weight: of an increment.
+    """
+
+    separator = " "
+    may_be_cut = True
+
+    variables: int = parameter(1, minimum=1, maximum=26)
+    min_steps: int = parameter(3, minimum=1)
+    max_steps: int = parameter(512, minimum=1)
+    max_value: int = parameter(10, minimum=1)
+    set_weight: float = parameter(1.0, above=0)
+    pass_weight: float = parameter(50.0, minimum=0)
+    increment_weight: float = parameter(7.0, minimum=0)
+
+    def validate(self) -> None:
+        if self.min_steps > self.max_steps:
+            raise ValueError(
+                f"min_steps={self.min_steps!r} is not valid: it must be at most max_steps={self.max_steps!r}."
+            )
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        numbers = (str(value) for value in range(self.max_value + 1))
+        return ("=", ";", "++;", "pass;", "print", *numbers, *string.ascii_lowercase[: self.variables])
+
+    @property
+    def longest(self) -> int:
+        return 4 * self.max_steps + 4
+
+    def test_sets(self) -> dict[str, dict[str, Any]]:
+        # 100 and 10 in the paper, which trains with 50
+        return {
+            "in_distribution": {},
+            "longer": {"pass_weight": 2 * self.pass_weight},
+            "shorter": {"pass_weight": self.pass_weight / 5},
+        }
+
+    def _operations(self, random: np.random.Generator, steps: int) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
+        """Returns `steps` operations, int64 (steps), the variable of each, and the values at the end."""
+        weights = np.array([self.set_weight, self.pass_weight, self.increment_weight])
+        bounds = np.cumsum(weights)[:2] / weights.sum()
+        values: dict[int, int] = {}
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        missing = steps
+        while missing:
+            choices = random.random((2, missing))
+            kinds = np.searchsorted(bounds, choices[0], side="right")
+            variables, kept = np.zeros(missing, dtype=np.int64), np.ones(missing, dtype=bool)
+            places = np.flatnonzero(kinds != _PASS)
+            for place, kind, choice in zip(places.tolist(), kinds[places].tolist(), choices[1, places].tolist()):
+                if kind == _SET:
+                    variable = int(choice * self.variables)
+                    values[variable] = 0
+                else:
+                    variable = list(values)[int(choice * len(values))] if values else -1
+                    if values.get(variable, self.max_value) == self.max_value:
+                        kept[place] = False
+                        continue
+                    values[variable] += 1
+                variables[place] = variable
+            parts.append((kinds[kept], variables[kept]))
+            missing -= int(kept.sum())
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]), values
+
+    def draw(self, random: np.random.Generator) -> Sample:
+        values: dict[int, int] = {}
+        while not values:
+            steps = int(random.integers(self.min_steps, self.max_steps, endpoint=True))
+            kinds, variables, values = self._operations(random, steps)
+        asked = list(values)[int(random.integers(len(values)))]
+        equals, semicolon, increment, nothing, question, zero = range(6)
+        first_variable = zero + self.max_value + 1
+        ends = np.cumsum(_LENGTHS[kinds])
+        symbols = np.full(ends[-1] + 4, nothing, dtype=np.int64)
+        places = (ends - _LENGTHS[kinds])[kinds != _PASS]
+        symbols[places] = first_variable + variables[kinds != _PASS]
+        symbols[ends[kinds == _INCREMENT] - 1] = increment
+        for place, symbol in ((-3, equals), (-2, zero), (-1, semicolon)):
+            symbols[ends[kinds == _SET] + place] = symbol
+        symbols[-4:] = question, first_variable + asked, zero + values[asked], semicolon
+        return Sample(symbols, np.arange(symbols.size) == symbols.size - 2)
+
+
+class Counting(TaskBuilder):
+    """The sets of the CoPE paper: Tables 3 and 9 (1, 3 and 5 variables), Table 4 (`longer` and `shorter` contexts)."""
+
+    BUILDER_CONFIG_CLASS = CountingConfig
+    BUILDER_CONFIGS = [
+        *(CountingConfig(name=f"variables_{n}", version=TaskBuilder.VERSION, variables=n) for n in (1, 3, 5)),
+        *(
+            CountingConfig(name=name, version=TaskBuilder.VERSION, **changes)
+            for name, changes in CountingConfig().test_sets().items()
+            if changes
+        ),
+    ]
+    DEFAULT_CONFIG_NAME = "variables_1"
+
+
+def solve(text: str, config: CountingConfig) -> str:
+    """Returns the symbol that follows `text`, which ends in `print` and a variable."""
+    values: dict[str, int] = {}
+    words = text.split()
+    for word, following in itertools.pairwise(words):
+        if following == "=":
+            values[word] = 0
+        elif following == "++;":
+            values[word] += 1
+    return str(values[words[-1]])

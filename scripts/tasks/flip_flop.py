@@ -1,0 +1,76 @@
+"""Flip-flop language modelling (Liu et al. 2023, 2306.00946; CoPE paper, Section 5.1): recall the bit last written.
+
+A sample is a sequence of instructions, each followed by a bit: `w` (write) and a random bit, `i` (ignore) and a random
+bit, `r` (read) and the bit that was last written. `w0i1r0w1i0i1r1`: the bits after `r` are the answers.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from .common import Sample, TaskBuilder, TaskConfig, parameter
+
+_WRITE, _READ, _IGNORE, _BIT = range(4)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FlipFlopConfig(TaskConfig):
+    """FFL(ignore): the first instruction is a write, the last one a read, and each one between them is drawn.
+
+    Args:
+        instructions: their number; a sample has two symbols an instruction.
+        ignore: the probability of an ignore; writes and reads share the rest equally.
+    """
+
+    train_samples: int = parameter(1_600_000, minimum=1)
+    validation_samples: int = parameter(16_000, minimum=1)
+    test_samples: int = parameter(16_000, minimum=1)
+    instructions: int = parameter(256, minimum=2)
+    ignore: float = parameter(0.8, minimum=0, maximum=1)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ("w", "r", "i", "0", "1")
+
+    @property
+    def longest(self) -> int:
+        return 2 * self.instructions
+
+    def test_sets(self) -> dict[str, dict[str, Any]]:
+        return {
+            "in_distribution": {},
+            "sparse": {"ignore": 0.98, "test_samples": 160_000},
+            "dense": {"ignore": 0.1, "test_samples": 4_000},
+        }
+
+    def draw(self, random: np.random.Generator) -> Sample:
+        choice = random.random(self.instructions)
+        kinds = np.where(choice < self.ignore, _IGNORE, np.where(choice < (1 + self.ignore) / 2, _WRITE, _READ))
+        kinds[0], kinds[-1] = _WRITE, _READ
+        bits = random.integers(2, size=self.instructions)
+        written = np.maximum.accumulate(np.where(kinds == _WRITE, np.arange(self.instructions), 0))
+        reads = kinds == _READ
+        symbols = np.empty(2 * self.instructions, dtype=np.int64)
+        symbols[0::2] = kinds
+        symbols[1::2] = _BIT + np.where(reads, bits[written], bits)
+        answers = np.zeros(2 * self.instructions, dtype=bool)
+        answers[1::2] = reads
+        return Sample(symbols, answers)
+
+
+class FlipFlop(TaskBuilder):
+    """The sets of Liu et al.: training and in-distribution test, sparse and dense out of distribution."""
+
+    BUILDER_CONFIG_CLASS = FlipFlopConfig
+    BUILDER_CONFIGS = [
+        FlipFlopConfig(name=name, version=TaskBuilder.VERSION, **changes)
+        for name, changes in FlipFlopConfig().test_sets().items()
+    ]
+    DEFAULT_CONFIG_NAME = "in_distribution"
+
+
+def solve(text: str, config: FlipFlopConfig) -> str:
+    """Returns the symbol that follows `text`, which ends in `r`."""
+    return re.findall("w([01])", text)[-1]

@@ -1,0 +1,72 @@
+"""Selective copy (Gu and Dao 2023, 2312.00752; CoPE paper, Section 5.2): repeat a sequence without its blanks.
+
+A sample is a shuffled sequence of blanks (`_`) and other symbols, followed by the others in their order: `c_ab__a` and
+then `caba`, which is the answer. There is no mark between the two: the answer begins when the number of symbols that
+are not blank, which is the same in every sample, is complete and the blanks have been read.
+"""
+
+import dataclasses
+import string
+from typing import Any
+
+import numpy as np
+
+from .common import Sample, TaskBuilder, TaskConfig, parameter
+
+_CHARACTERS = ("_", *string.ascii_letters, *string.digits)
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class SelectiveCopyConfig(TaskConfig):
+    """Symbols to copy between blanks.
+
+    Args:
+        vocabulary: the number of different symbols, the blank included.
+        non_blanks: symbols to copy in a sample.
+        blanks: blanks in a sample.
+    """
+
+    train_samples: int = parameter(1_000_000, minimum=1)
+    vocabulary: int = parameter(16, minimum=2, maximum=len(_CHARACTERS))
+    non_blanks: int = parameter(256, minimum=1)
+    blanks: int = parameter(256, minimum=0)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return _CHARACTERS[: self.vocabulary]
+
+    @property
+    def longest(self) -> int:
+        return 2 * self.non_blanks + self.blanks
+
+    def test_sets(self) -> dict[str, dict[str, Any]]:
+        # 128 and 512 in the paper, which trains with 256
+        return {
+            "in_distribution": {},
+            "dense": {"blanks": self.blanks // 2},
+            "sparse": {"blanks": 2 * self.blanks},
+        }
+
+    def draw(self, random: np.random.Generator) -> Sample:
+        content = random.integers(1, self.vocabulary, size=self.non_blanks)
+        length = self.non_blanks + self.blanks
+        symbols = np.zeros(length + self.non_blanks, dtype=np.int64)
+        symbols[np.sort(random.permutation(length)[: self.non_blanks])] = content
+        symbols[length:] = content
+        return Sample(symbols, np.arange(symbols.size) >= length)
+
+
+class SelectiveCopy(TaskBuilder):
+    """The sets of the CoPE paper: training and in-distribution test, dense and sparse out of distribution."""
+
+    BUILDER_CONFIG_CLASS = SelectiveCopyConfig
+    BUILDER_CONFIGS = [
+        SelectiveCopyConfig(name=name, version=TaskBuilder.VERSION, **changes)
+        for name, changes in SelectiveCopyConfig().test_sets().items()
+    ]
+    DEFAULT_CONFIG_NAME = "in_distribution"
+
+
+def solve(text: str, config: SelectiveCopyConfig) -> str:
+    """Returns the symbol that follows `text`: a whole sequence and any part of its copy."""
+    return text.replace("_", "")[-config.non_blanks]
