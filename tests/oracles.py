@@ -76,6 +76,21 @@ def relative_oracle(query, key, value, table, query_positions, key_positions, vi
     return attention_oracle(query, key, value, visible, scaling, term)
 
 
+def rope_rotation(features, position, theta, rotated):
+    """RoPE, Eq. 15 of arXiv 2104.09864, of one token's features (D,), in the layout of Transformers' Llama.
+
+    Of the first `rotated` channels, channel c and channel c + rotated / 2 are one plane; the others stay.
+    """
+    turned = features.clone()
+    half = rotated // 2
+    for c in range(half):
+        angle = float(position) * theta ** (-2 * c / rotated)
+        x, y = features[c], features[half + c]
+        turned[c] = x * math.cos(angle) - y * math.sin(angle)
+        turned[half + c] = y * math.cos(angle) + x * math.sin(angle)
+    return turned
+
+
 def alibi_oracle(query, key, value, slope, query_positions, key_positions, visible, scaling):
     """ALiBi, Section 3 of arXiv 2108.12409, one head with the given slope."""
 
@@ -130,7 +145,7 @@ def pope_attention(query, key, value, delta, parameters, positions):
                             phase = phase + delta[h, c]
                         logit = logit + magnitude(query[b, h, t, c]) * magnitude(key[b, g, s, c]) * torch.cos(phase)
                     logit = logit + (query[b, h, t, R:] * key[b, g, s, R:]).sum()
-                    logits.append(logit / math.sqrt(D))
+                    logits.append(logit / math.sqrt(2 * D if parameters.scale == "1/sqrt(2d)" else D))
                 weights = torch.softmax(torch.stack(logits), dim=0)
                 rows.append(weights @ value[b, g, : t + 1])
     return torch.stack(rows).view(B, H, T, D)

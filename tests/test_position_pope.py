@@ -21,6 +21,7 @@ PARAMETERS = [
     {"theta": 50.0},
     {"partial_rotary_factor": 0.5},
     {"partial_rotary_factor": 0.3, "magnitude": "identity"},
+    {"scale": "1/sqrt(2d)", "partial_rotary_factor": 0.5},
 ]
 
 

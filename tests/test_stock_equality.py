@@ -219,3 +219,33 @@ def test_rmsnorm_and_grouped_heads_of_the_gpt2_family():
     ids = tokens(2, 8)
     model(ids, labels=ids).loss.backward()
     assert model.transformer.h[0].ln_1.weight.grad.abs().sum() > 0
+
+
+def test_post_norm_equals_torch_layers():
+    config = WhatWhereGPT2Config(
+        **GPT2, norm_position="post", activation_function="relu", position_encoding="none", resid_pdrop=0, attn_pdrop=0
+    )
+    model = WhatWhereGPT2ForCausalLM(config).eval()
+    layers = []
+    for block in model.transformer.h:
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, batch_first=True, norm_first=False).eval()
+        layer.self_attn.in_proj_weight.data = block.attn.c_attn.weight.T.contiguous()
+        layer.self_attn.out_proj.weight.data = block.attn.c_proj.weight.T.contiguous()
+        layer.linear1.weight.data = block.mlp.c_fc.weight.T.contiguous()
+        layer.linear2.weight.data = block.mlp.c_proj.weight.T.contiguous()
+        layers.append(layer)
+        for bias in (
+            layer.self_attn.in_proj_bias,
+            layer.self_attn.out_proj.bias,
+            layer.linear1.bias,
+            layer.linear2.bias,
+        ):
+            torch.nn.init.zeros_(bias)
+    ids = tokens(2, 10)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(10)
+    with torch.no_grad():
+        hidden = model.transformer.wte(ids)
+        for layer in layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        expected = hidden @ model.transformer.wte.weight.T
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
