@@ -16,8 +16,8 @@ class WhatWhereGPT2Config(WhatWhereConfig):
 
     Args:
         norm_type: `"layernorm"` (GPT-2) or `"rmsnorm"` (the models of the PoPE paper, Table 6).
-        norm_position: `"pre"` (GPT-2), or `"post"`: norms after the residual sums and none at the end, as in Vaswani et al. 2017
-            (the released code of CoPE's counting task).
+        norm_position: `"pre"` (GPT-2), or `"post"`: norms after the residual sums and none at the end, as in Vaswani
+            et al. 2017 (the released code of CoPE's counting task).
         num_key_value_heads: number of key/value heads; None for as many as query heads.
 
     Raises:

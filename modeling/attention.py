@@ -137,9 +137,7 @@ def blockwise_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention in blocks of queries, with memory O(Q * block): see `attention_blockwise`. Returns no weights."""
     if module.position_encoding.replacements:
-        output, _ = _attend_instead(
-            module, query, key, value, attention_mask, scaling, dropout, position_context, True
-        )
+        output, _ = _attend_instead(module, query, key, value, attention_mask, scaling, dropout, position_context, True)
         return output, None
     terms = module.position_encoding.block_terms(position_context, scaling)
     output = blockwise_attention(query, key, value, mask=attention_mask, scaling=scaling, terms=terms, dropout=dropout)

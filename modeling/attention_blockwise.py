@@ -280,7 +280,7 @@ class _Attention:
         return square[:rows, skip : skip + width]
 
     def of_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What belongs to a query head, (at least H, ...), in the compute type: (G, n, ...), to index by `block.group`."""
+        """What belongs to a query head, (at least H, ...), in the compute type: (G, n, ...), for `block.group`."""
         return tensor[: self.H].to(self.dtype).reshape(self.G, self.n, *tensor.shape[1:])
 
     def of_keys(self, tensor: torch.Tensor) -> torch.Tensor:

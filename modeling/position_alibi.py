@@ -20,8 +20,8 @@ class ALiBiParameters(Parameters):
     """Parameters of ALiBi.
 
     Attributes:
-        head_fraction: the share of heads, the first ones, that have a slope, in (0, 1]; the others see no positions. One
-            half is a baseline of the ICML version of the PoPE paper.
+        head_fraction: the share of heads, the first ones, that have a slope, in (0, 1]; the others see no positions.
+            One half is a baseline of the ICML version of the PoPE paper.
     """
 
     head_fraction: float = 1.0
@@ -33,8 +33,8 @@ class ALiBiParameters(Parameters):
     def validate(self, config: Any) -> None:
         if not 0 < self.head_fraction <= 1 or self.heads(config) < 1:
             raise ValueError(
-                f"position_encoding_parameters['alibi']['head_fraction']={self.head_fraction!r} is not valid: it must be "
-                f"in (0, 1], and leave at least one of {config.num_attention_heads} heads."
+                f"position_encoding_parameters['alibi']['head_fraction']={self.head_fraction!r} is not valid: it must "
+                f"be in (0, 1], and leave at least one of {config.num_attention_heads} heads."
             )
 
 

@@ -6,11 +6,11 @@ A model calls the hooks in this order, and never asks which encoding it has:
 
 1. `embedding(config, parameters)`: a module that adds positions to the hidden states (absolute, sinusoidal).
 2. `SharedPositionEncoding.forward`: what all layers need once per forward (cosines, a table shared by layers).
-3. In every attention layer that the encoding serves (`serves_layer`): `rotate` and `carry` before the cache, `mix_cached`
-   and `rotate_cached` after it, then the attention function, which asks for `bias` (eager: the readable specification),
-   `block_term` (blockwise: the same, block by block) or `kernel_attention` (triton, which also does what
-   `rotate_cached` does); an encoding that replaces softmax attention does it in `attend`. Last, `finish` changes the
-   output of the heads.
+3. In every attention layer that the encoding serves (`serves_layer`): `rotate` and `carry` before the cache,
+   `mix_cached` and `rotate_cached` after it, then the attention function, which asks for `bias` (eager: the readable
+   specification), `block_term` (blockwise: the same, block by block) or `kernel_attention` (triton, which also does
+   what `rotate_cached` does); an encoding that replaces softmax attention does it in `attend`. Last, `finish` changes
+   the output of the heads.
 """
 
 import dataclasses
@@ -274,8 +274,8 @@ class PositionEncoding(nn.Module):
 
         Args:
             query: (B, H, Q, D). key: (B, G, K, D). value: (B, G, K, V).
-            mask: as the implementation has it: "eager" an additive or boolean one (B, 1 or H, Q, K), or None for causal;
-                "blockwise" see `blockwise_attention`.
+            mask: as the implementation has it: "eager" an additive or boolean one (B, 1 or H, Q, K), or None for
+                causal; "blockwise" see `blockwise_attention`.
             context: the positions of this forward pass.
             scaling: the factor on q.k.
             dropout: the probability of dropping an attention weight.
@@ -284,7 +284,7 @@ class PositionEncoding(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} uses softmax attention")
 
     def finish(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Changes the output of the heads, (B, Q, H, V), before the output projection; hidden (B, Q, E) as in `carry`."""
+        """Changes the output of the heads, (B, Q, H, V), before its projection; hidden (B, Q, E) as in `carry`."""
         return output
 
     def kernel_attention(

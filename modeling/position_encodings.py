@@ -176,9 +176,7 @@ class SharedPositionEncodings(nn.ModuleDict):
             context["key_positions"] = key_positions(position_ids, attention_mask, past_length, key_length)
         if self.needs_key_mask:
             query_length = position_ids.shape[1]
-            context["key_mask"] = (
-                None if attention_mask is None else key_mask(attention_mask, query_length, key_length)
-            )
+            context["key_mask"] = None if attention_mask is None else key_mask(attention_mask, query_length, key_length)
         for name, module in self.items():
             context[name] = module(hidden, context)
         return context

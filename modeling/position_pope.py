@@ -25,8 +25,8 @@ class PoPEParameters(Parameters):
         delta_init: `"zeros"` (for length extrapolation) or `"uniform"` on [-2 pi, 0] (best in-distribution).
         magnitude: `"softplus"` (Eq. 3), or the ablations `"relu"` and `"identity"` (raw signed features).
         partial_rotary_factor: the share of channels that is polar, in (0, 1]; the others give a plain signed product.
-        scale: the factor on the sum of Eq. 6, d being a head's channels: `"1/sqrt(d)"`, or `"1/sqrt(2d)"`, as one public
-            port has it (the paper is silent).
+        scale: the factor on the sum of Eq. 6, with d channels in a head: `"1/sqrt(d)"`, or `"1/sqrt(2d)"`, as one
+            public port has it (the paper is silent).
     """
 
     theta: float = 10000.0
@@ -216,7 +216,7 @@ class PoPE(PositionEncoding):
         sum_c mu(q)_c mu(k)_c cos((s - t) theta_c + delta_c) * scaling
 
     with magnitudes mu = softplus, one frequency per channel, and a learned delta per query head and frequency, bounded
-    to [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D), or with `scale` another.
+    to [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D), unless `scale` differs.
     The cache holds the unrotated magnitudes, D numbers a key; delta sits on the query's phase, so that heads which
     share a key share its cache. After rotation queries and keys are D + R wide.
 

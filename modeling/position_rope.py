@@ -20,8 +20,8 @@ class RotaryParameters(Parameters):
         rotated = int(head_dim * factor)
         if factor != 1 and (rotated < 2 or rotated % 2):
             raise ValueError(
-                f"rope_parameters['partial_rotary_factor']={factor!r} is not valid: of {head_dim} channels of a head it "
-                f"rotates {rotated}; it must be an even number, at least 2."
+                f"rope_parameters['partial_rotary_factor']={factor!r} is not valid: of {head_dim} channels of a head "
+                f"it rotates {rotated}; it must be an even number, at least 2."
             )
 
 
@@ -64,7 +64,7 @@ class RotaryPositionEncoding(PositionEncoding):
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first R channels of states (B, H, Q, D); cos and sin (1 or B, 1, Q, R)."""
     R = cos.shape[-1]
-    if R == states.shape[-1]:
+    if states.shape[-1] == R:
         return states * cos + rotate_half(states) * sin
     turned, plain = states[..., :R], states[..., R:]
     return torch.cat((turned * cos + rotate_half(turned) * sin, plain), dim=-1)
