@@ -1,11 +1,16 @@
-"""Errors in the answers of toy tasks, teacher-forced: every answer is predicted from the right tokens before it."""
+"""Errors in the answers of toy tasks, teacher-forced: every answer is predicted from the right tokens before it.
+
+And the likelihoods of answers to a question in words, for models that were trained on none of the tasks.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..data.pack import IGNORED
+from ..data.samples import TaskSamples
 
 
 def count_errors(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -39,3 +44,45 @@ def summarise(counts: Sequence[float]) -> dict[str, Any]:
         "tokens": int(tokens),
         "sequences": int(sequences),
     }
+
+
+@torch.no_grad()
+def score_samples(model: Any, samples: TaskSamples, *, batch_size: int = 64) -> dict[str, Any]:
+    """Returns the errors (see `summarise`) of a model on all of the samples.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        samples: a fixed number of them, with labels for answers only.
+        batch_size: samples in a batch.
+    """
+    total = torch.zeros(4, dtype=torch.float64)
+    for start in range(0, len(samples), batch_size):
+        batch = samples[range(start, min(start + batch_size, len(samples)))]
+        logits = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits
+        total += count_errors(logits, batch["labels"]).cpu()
+    return summarise(total.tolist())
+
+
+@torch.no_grad()
+def choice_likelihoods(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, choices: Sequence[str]
+) -> torch.Tensor:
+    """Returns the log-likelihood (nats) of each choice after the prompt, float32 (choices), on the CPU.
+
+    A choice is what a text of prompt and choice has after as many tokens as the prompt alone.
+
+    Args:
+        model: a causal language model, in evaluation mode.
+        tokenizer: that of the model.
+        prompt: what is given.
+        choices: what may follow; each must add a token at least.
+    """
+    start = len(tokenizer(prompt)["input_ids"])
+    texts = [tokenizer(prompt + choice)["input_ids"] for choice in choices]
+    width = max(map(len, texts))
+    # Padded on the right, where a causal model does not look.
+    ids = torch.tensor([text + [text[-1]] * (width - len(text)) for text in texts])
+    logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, start - 1 : -1].float().cpu()
+    found = logits.log_softmax(-1).gather(-1, ids[:, start:, None]).squeeze(-1)
+    lengths = torch.tensor([len(text) - start for text in texts])
+    return (found * (torch.arange(width - start) < lengths[:, None])).sum(-1)

@@ -28,21 +28,14 @@ UNKNOWN = "<|unknown|>"
 SPLITS = {"train": 0, "validation": 1, "test": 2}
 
 
-class Sample(NamedTuple):
-    """One sequence: `symbols`, int64 (T), indices into the task's `symbols`; and `answers`, bool (T)."""
-
-    symbols: np.ndarray
-    answers: np.ndarray
-
-
 def parameter(default: Any, **limits: float) -> Any:
     """A field of a configuration whose value must be at least `minimum`, above `above` and at most `maximum`."""
     return dataclasses.field(default=default, metadata=limits)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class TaskConfig(datasets.BuilderConfig):
-    """The parameters of a task, and its samples.
+class SampleConfig(datasets.BuilderConfig):
+    """The parameters that decide a set of samples.
 
     Args:
         seed: with the split and the index of a sample, decides the sample.
@@ -53,11 +46,6 @@ class TaskConfig(datasets.BuilderConfig):
     Raises:
         ValueError: a parameter is of the wrong type or out of range.
     """
-
-    # Between two symbols in the text of a sample.
-    separator: ClassVar[str] = ""
-    # Whether samples may be longer than a training block; what does not fit is then cut off on the left.
-    may_be_cut: ClassVar[bool] = False
 
     seed: int = parameter(0, minimum=0)
     train_samples: int = parameter(10_000, minimum=1)
@@ -88,16 +76,6 @@ class TaskConfig(datasets.BuilderConfig):
     def validate(self) -> None:
         """Checks the parameters against each other; raises ValueError."""
 
-    @property
-    def symbols(self) -> tuple[str, ...]:
-        """All symbols of the task with these parameters; samples hold indices into them."""
-        raise NotImplementedError
-
-    @property
-    def longest(self) -> int:
-        """The largest number of symbols in a sample."""
-        raise NotImplementedError
-
     def test_sets(self) -> dict[str, dict[str, Any]]:
         """The sets on which the paper tests a model that was trained with these parameters.
 
@@ -106,11 +84,11 @@ class TaskConfig(datasets.BuilderConfig):
         """
         raise NotImplementedError
 
-    def draw(self, random: np.random.Generator) -> Sample:
+    def draw(self, random: np.random.Generator) -> Any:
         """Draws one sample."""
         raise NotImplementedError
 
-    def sample(self, split: str, index: int) -> Sample:
+    def sample(self, split: str, index: int) -> Any:
         """Returns a sample, which its split, its index, the seed and the other parameters determine.
 
         Args:
@@ -120,6 +98,41 @@ class TaskConfig(datasets.BuilderConfig):
         if split not in SPLITS:
             raise ValueError(f"split={split!r} is not valid. {suggest(split, SPLITS)}")
         return self.draw(np.random.default_rng([self.seed, SPLITS[split], index]))
+
+    def row(self, sample: Any) -> dict[str, Any]:
+        """Returns a sample as the builder's data sets hold it."""
+        raise NotImplementedError
+
+    def features(self) -> dict[str, Any]:
+        """Returns the features of the builder's data sets: those of a row."""
+        raise NotImplementedError
+
+
+class Sample(NamedTuple):
+    """One sequence: `symbols`, int64 (T), indices into the task's `symbols`; and `answers`, bool (T)."""
+
+    symbols: np.ndarray
+    answers: np.ndarray
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class TaskConfig(SampleConfig):
+    """The parameters of a task whose samples are sequences of symbols, on which models are trained."""
+
+    # Between two symbols in the text of a sample.
+    separator: ClassVar[str] = ""
+    # Whether samples may be longer than a training block; what does not fit is then cut off on the left.
+    may_be_cut: ClassVar[bool] = False
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """All symbols of the task with these parameters; samples hold indices into them."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """The largest number of symbols in a sample."""
+        raise NotImplementedError
 
     def text(self, symbols: np.ndarray) -> str:
         """Returns the text of a sequence of symbols."""
@@ -145,8 +158,13 @@ class TaskConfig(datasets.BuilderConfig):
             "scored": answers.tolist(),
         }
 
+    def features(self) -> dict[str, Any]:
+        text = datasets.Value("string")
+        tokens = {"tokens": datasets.List(text), "scored": datasets.List(datasets.Value("bool"))}
+        return {"text": text, "prompt": text, "answer": text, **tokens}
 
-def own_fields(cls: type[TaskConfig]) -> list[dataclasses.Field]:
+
+def own_fields(cls: type[SampleConfig]) -> list[dataclasses.Field]:
     """Returns the fields of a configuration without those that every builder's configuration has."""
     inherited = {field.name for field in dataclasses.fields(datasets.BuilderConfig)}
     return [field for field in dataclasses.fields(cls) if field.name not in inherited]
@@ -154,7 +172,7 @@ def own_fields(cls: type[TaskConfig]) -> list[dataclasses.Field]:
 
 def shape(config: TaskConfig) -> dict[str, Any]:
     """Returns the parameters that decide what samples look like: all but the seed and the sizes of the splits."""
-    others = {field.name for field in own_fields(TaskConfig)}
+    others = {field.name for field in own_fields(SampleConfig)}
     return {field.name: getattr(config, field.name) for field in own_fields(type(config)) if field.name not in others}
 
 
@@ -178,23 +196,17 @@ class TaskBuilder(datasets.GeneratorBasedBuilder):
         for name, value in parameters.items():
             if name not in names:
                 raise ValueError(f"unknown parameter {name!r} (given: {value!r}). {suggest(name, names)}")
+            # `datasets` would leave it out.
+            if value is None:
+                raise ValueError(f"{name}={value!r} is not valid: leave it out for its default.")
         super().__init__(config_name=config_name, cache_dir=cache_dir, **parameters)
         # `datasets` sets parameters on a copy of the named configuration.
         self.config.check()
 
     def _info(self) -> datasets.DatasetInfo:
-        text = datasets.Value("string")
         return datasets.DatasetInfo(
             description=(type(self.config).__doc__ or "").split("\n")[0],
-            features=datasets.Features(
-                {
-                    "text": text,
-                    "prompt": text,
-                    "answer": text,
-                    "tokens": datasets.List(text),
-                    "scored": datasets.List(datasets.Value("bool")),
-                }
-            ),
+            features=datasets.Features(self.config.features()),
         )
 
     def _split_generators(self, dl_manager: Any) -> list[Any]:
@@ -211,7 +223,7 @@ class TaskBuilder(datasets.GeneratorBasedBuilder):
 
 
 def build_tokenizer(config: TaskConfig) -> PreTrainedTokenizerFast:
-    """Builds the tokenizer of a task: one token a symbol, then four special ones.
+    """Builds the tokenizer of a task: one token a symbol, then the special ones.
 
     Token i is symbol i of `config.symbols`. `decode(encode(text)) == text` for the text of any sample.
     """
