@@ -76,13 +76,23 @@ def choice_likelihoods(
         tokenizer: that of the model.
         prompt: what is given.
         choices: what may follow; each must add a token at least.
+
+    Raises:
+        ValueError: the tokenizer does not know a word.
     """
     start = len(tokenizer(prompt)["input_ids"])
     texts = [tokenizer(prompt + choice)["input_ids"] for choice in choices]
-    width = max(map(len, texts))
+    if any(tokenizer.unk_token_id in text for text in texts if tokenizer.unk_token_id is not None):
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} does not know every word of {prompt[:60]!r}.")
+    # Choices that differ in their last token alone share what comes before it.
+    contexts = list(dict.fromkeys(tuple(text[:-1]) for text in texts))
+    width = max(map(len, contexts))
     # Padded on the right, where a causal model does not look.
-    ids = torch.tensor([text + [text[-1]] * (width - len(text)) for text in texts])
-    logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, start - 1 : -1].float().cpu()
-    found = logits.log_softmax(-1).gather(-1, ids[:, start:, None]).squeeze(-1)
-    lengths = torch.tensor([len(text) - start for text in texts])
-    return (found * (torch.arange(width - start) < lengths[:, None])).sum(-1)
+    ids = torch.tensor([context + context[-1:] * (width - len(context)) for context in contexts])
+    logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, start - 1 :].float().cpu()
+    chances = logits.log_softmax(-1)
+    found = []
+    for text in texts:
+        added = torch.tensor(text[start:])
+        found.append(chances[contexts.index(tuple(text[:-1])), torch.arange(len(added)), added].sum())
+    return torch.stack(found)

@@ -110,7 +110,7 @@ class AliceConfig(SampleConfig):
                 "last": set(last) - set(earlier),
                 "earlier": set(earlier) - set(last),
                 "both": set(last) & set(earlier),
-                "none": set(others),
+                "none": set(others) - set(last) - set(earlier),
             }[place]
             text = " ".join(chosen).lower()
             fitting = sorted(
