@@ -56,12 +56,13 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         super().post_init()
         if self.config.base_model_tp_plan is None:
             return
-        # On every rank, position parameters see the gradient of the local heads only.
+        # On every rank, position parameters see the gradient of the local heads only; a projection of the hidden states
+        # is sharded by heads instead, because the gradient of its input would be partial too.
         assert self._tp_plan is not None, "the base class takes it from the configuration"
         for name, module in self.named_modules():
             if "position_encoding" in name.split(".") and any(True for _ in module.parameters(recurse=False)):
                 pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
-                self._tp_plan[pattern] = "replicated_with_grad_allreduce"
+                self._tp_plan[pattern] = getattr(module, "tensor_parallel_style", "replicated_with_grad_allreduce")
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         chosen = choose_implementation(self.config, requested_attention)
@@ -205,7 +206,7 @@ def attend(
         **kwargs,
     )
     if encoding.finishers:
-        output = encoding.finish(output, hidden)
+        output = encoding.finish(output, hidden, position_context)
     return output.reshape(*output.shape[:2], -1).contiguous(), weights
 
 
@@ -269,9 +270,9 @@ def prepare_forward(
     _check_reach(config, model.position_encoding.reach, position_ids)
     key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
     _check_mask(config, attention_mask, batch, length, past_length, key_length)
-    # Positions that are not given number the slots, masked ones too; those that are given skip what is masked.
-    seen = None if consecutive else attention_mask
-    context = model.position_encoding(inputs_embeds, position_ids, seen, past_length, key_length)
+    context = model.position_encoding(
+        inputs_embeds, position_ids, attention_mask, past_length, key_length, consecutive=consecutive
+    )
     # Transformers looks for packed documents only where no cache is given; an empty one hides nothing.
     empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
     mask: Any = create_causal_mask(

@@ -28,6 +28,7 @@ from torch import nn
 #                      encoding of the model has `needs_key_positions`
 #   "key_mask"         bool (B, K), which key slots hold a token that is not padding, or None for all; present only if
 #                      an encoding of the model has `needs_key_mask`
+#   "attention_mask"   what "key_mask" was made from, 2D or 4D, or None; present with it
 #   "<encoding name>"  whatever the shared part of that encoding returned
 # What a layer adds for its own attention function, to a copy:
 #   "carried"          a dictionary: "<encoding name>" to what its `carry` returned, (B, G, K, c), cached ones included
@@ -283,8 +284,8 @@ class PositionEncoding(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} uses softmax attention")
 
-    def finish(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Changes the output of the heads, (B, Q, H, V), before its projection; hidden (B, Q, E) as in `carry`."""
+    def finish(self, output: torch.Tensor, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
+        """Changes the output of the heads, (B, Q, H, V), before its projection; the rest as in `carry`."""
         return output
 
     def kernel_attention(

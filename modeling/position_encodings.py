@@ -158,6 +158,8 @@ class SharedPositionEncodings(nn.ModuleDict):
         attention_mask: torch.Tensor | None,
         past_length: int | torch.Tensor,
         key_length: int,
+        *,
+        consecutive: bool = False,
     ) -> PositionContext:
         """Computes what all layers share in one forward pass.
 
@@ -167,16 +169,19 @@ class SharedPositionEncodings(nn.ModuleDict):
             attention_mask: (B, K) with 0 for padding, or 4D, or None.
             past_length: the number of cached tokens, before this pass.
             key_length: the number of key slots that the attention will see.
+            consecutive: True if positions number the slots, masked ones too; False if they skip what is masked.
 
         Returns:
             The context that is passed to every layer.
         """
         context: PositionContext = {"query_positions": position_ids}
         if self.needs_key_positions:
-            context["key_positions"] = key_positions(position_ids, attention_mask, past_length, key_length)
+            counted = None if consecutive else attention_mask
+            context["key_positions"] = key_positions(position_ids, counted, past_length, key_length)
         if self.needs_key_mask:
             query_length = position_ids.shape[1]
             context["key_mask"] = None if attention_mask is None else key_mask(attention_mask, query_length, key_length)
+            context["attention_mask"] = attention_mask
         for name, module in self.items():
             context[name] = module(hidden, context)
         return context
@@ -260,10 +265,10 @@ class PositionEncodings(nn.ModuleDict):
             key, value = self[name].mix_cached(key, value, context)
         return key, value
 
-    def finish(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def finish(self, output: torch.Tensor, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """See `PositionEncoding.finish`."""
         for name in self.finishers:
-            output = self[name].finish(output, hidden)
+            output = self[name].finish(output, hidden, context)
         return output
 
     def attend(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
