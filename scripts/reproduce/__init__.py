@@ -1,0 +1,1 @@
+"""The papers' tables, trained and measured here: `python -m whatwhere.scripts.reproduce` (manual: `__main__`)."""

@@ -1,0 +1,139 @@
+"""Makes a table of the papers: trains what is missing, and prints our figures beside the printed ones.
+
+On a laptop, the small version (what it leaves out is in the report, key by key):
+
+    python -m whatwhere.scripts.reproduce cope_2 --small
+
+On one or more GPUs, as in the paper:
+
+    accelerate launch -m whatwhere.scripts.reproduce cope_2
+
+| TABLE | paper | subject |
+|---|---|---|
+| cope_2, cope_10 | CoPE (2405.18719) | flip-flop and selective copy; the latter with standard deviations |
+| cope_3, cope_4, cope_9 | CoPE | counting: variables; longer and shorter contexts; both, with standard deviations |
+| cope_7 | CoPE | flip-flop: architectures and ablations |
+| cope_8 | CoPE | WikiText-103: ablations |
+| pope_1 | PoPE (2509.10534) | indirect indexing |
+| pope_indexing | PoPE, ICML version | indirect indexing with more encodings |
+
+Every run is one of `whatwhere.scripts.train` in a folder of its own, `OUTPUT/<recipe>/<row>[-<variant>]-seed<k>`. A
+finished run is not made again, by no table that needs it; an interrupted one goes on, exactly. Ctrl-C or SIGTERM writes
+a checkpoint first: the same command goes on. A folder that holds a run of another recipe is an error.
+
+`--dry-run` lists runs and cells with what is done and what is missing, and trains nothing; `--report-only` reports what
+is there. `--set KEY=VALUE` changes every recipe; what the rows and columns decide cannot be changed, and runs that are
+not those of the paper any more are never called exact.
+
+The report goes to `OUTPUT/<TABLE>[_small].md` and `.json`; `report.py` says what its verdicts mean. `--cards DIR`
+copies it to `DIR/<TABLE>[_small]/`, as README.md and results.json.
+"""
+
+import argparse
+import os
+import pathlib
+import shlex
+import sys
+
+from ..evaluation.results import check_writable, provenance
+from . import report, runs
+from .tables import TABLES
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m whatwhere.scripts.reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("table", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
+    result.add_argument("--small", action="store_true", help="the small recipes")
+    result.add_argument("--seeds", type=int, metavar="N", help="runs of each system; default: as many as in the paper")
+    result.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; --dry-run shows their names")
+    result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of all recipes")
+    result.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs"), metavar="DIR", help="default runs")
+    result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+    result.add_argument("--cards", type=pathlib.Path, metavar="DIR", help="copy the report there, as a model card")
+    mode = result.add_mutually_exclusive_group()
+    mode.add_argument("--report-only", action="store_true", help="train nothing")
+    mode.add_argument("--dry-run", action="store_true", help="train and write nothing, list what is done and missing")
+    return result
+
+
+def listing(planned: dict[tuple[str, str], list[runs.Run]]) -> str:
+    """Returns a line for every run, with its state and its command, and one for every cell."""
+    states = {run.folder: run.state() for run in runs.unique(planned)}
+    lines = ["Runs:"]
+    for run in runs.unique(planned):
+        lines.append(f"  {states[run.folder]:<8}  {run.folder}")
+        lines.append(f"  {'':<8}  {run.command()}")
+    lines.append("Cells (row, column, finished seeds):")
+    for (row, column), cell in planned.items():
+        done = sum(states[run.folder] == "done" for run in cell)
+        lines.append(f"  {row}, {column}: {done} of {len(cell)}")
+    done = sum(state == "done" for state in states.values())
+    return "\n".join([*lines, f"{done} of {len(states)} runs are done."])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    table = TABLES[options.table]
+    # Set by torchrun and accelerate launch: every process trains, one speaks.
+    speaks = int(os.environ.get("RANK", "0")) == 0
+    try:
+        planned = runs.plan(
+            table,
+            output=options.output,
+            small=options.small,
+            seeds=options.seeds,
+            rows=options.rows,
+            sets=options.set,
+        )
+        if options.dry_run:
+            if speaks:
+                print(listing(planned))
+            return
+        check_writable(options.output)
+        if not options.report_only:
+            train_all(planned, options.data_dir, arguments, speaks)
+        if speaks:
+            found = report.collect(table, planned, small=options.small)
+            found |= provenance("whatwhere.scripts.reproduce", arguments)
+            print(report.markdown(found))
+            print(f"Written: {report.write(found, options.output)}")
+            if options.cards:
+                print(f"Written: {report.write_card(found, options.cards)}")
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"error: {error}")
+
+
+def train_all(
+    planned: dict[tuple[str, str], list[runs.Run]], data_dir: str | None, arguments: list[str], speaks: bool
+) -> None:
+    """Trains every run that is not done; exits, with the way to go on, when one is interrupted or fails."""
+    from ..training.loop import Interrupted, TrainingError
+
+    wanted = runs.unique(planned)
+    for number, run in enumerate(wanted, 1):
+        state = run.state()
+        if speaks:
+            print(f"run {number} of {len(wanted)}, {state}: {run.folder}", flush=True)
+        if state == "done":
+            continue
+        try:
+            runs.train(run, data_dir)
+        except TrainingError as error:
+            sys.exit(f"error in {run.folder}: {error}")
+        except (Interrupted, KeyboardInterrupt) as stop:
+            if speaks:
+                reason = str(stop).strip() or "interrupted"
+                print(f"{run.folder}: {reason}. Go on with the same command:\n", file=sys.stderr)
+                print(f"    python -m whatwhere.scripts.reproduce {shlex.join(arguments)}", file=sys.stderr)
+            sys.exit(128 + getattr(stop, "number", 2))
+
+
+if __name__ == "__main__":
+    main()

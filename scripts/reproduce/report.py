@@ -1,0 +1,329 @@
+"""Reports: a table's figures beside the paper's, a verdict for each, and how they came about.
+
+**Verdicts.** A cell of ours is the mean over its finished seeds; its spread is their sample standard deviation. The
+verdict of a cell is the first of these that holds:
+
+* `not run`: no run for it is finished.
+* `agrees within spread`: the runs are exact, there are at least two of them, the paper gives a standard deviation, and
+  |ours - paper's| <= 2 * sqrt(our spread^2 + its spread^2), plus half a unit of the paper's last digit.
+* `nothing to compare`: there is no other row with which the order could be compared.
+* `agrees in order`: in every comparison, our means are in the paper's order.
+* `differs`: in at least one they are not.
+
+The order of two rows of a column is compared if both have runs, and the paper's figures differ by more than their
+combined spread, sqrt(a^2 + b^2); if one of them has none, by more than the other's, and the table's margin.
+
+**Exact and small.** Runs are exact if their recipe is, whatever the command line said: `differences` from the exact
+recipe, and from nothing else, make the text about what was scaled down.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.results import write_json
+from .runs import Run, unique
+from .tables import Figure, Table
+
+NOT_RUN, WITHIN, ALONE, ORDER, DIFFERS = (
+    "not run",
+    "agrees within spread",
+    "nothing to compare",
+    "agrees in order",
+    "differs",
+)
+
+
+LICENCE = """
+## Licence
+
+This report and the code are under the Apache License 2.0. The toy tasks are generated; language models are trained on
+the source code of Python's standard library (PSF License) or on WikiText-103 (CC BY-SA 3.0).
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A cell of a table: the paper's figure, and ours.
+
+    Attributes:
+        row, column: the keys of its row and its column.
+        paper: the printed figure.
+        values: ours, of every finished seed.
+        exact: whether all of them are from exact runs.
+    """
+
+    row: str
+    column: str
+    paper: Figure
+    values: tuple[float, ...] = ()
+    exact: bool = False
+
+    @property
+    def mean(self) -> float:
+        """The mean of our figures, of which there must be one."""
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float | None:
+        """Their sample standard deviation; None with fewer than two."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is said of a cell.
+
+    Attributes:
+        text: one of the five of the module's docstring.
+        compared: rows with which the order was compared.
+        agreed: those among them with which our order is the paper's.
+    """
+
+    text: str
+    compared: int = 0
+    agreed: int = 0
+
+
+def ordered(one: Figure, other: Figure, margin: float) -> bool:
+    """Returns whether two printed figures are so far apart that their order is one: see the module's docstring."""
+    needed = math.hypot(one.spread or 0.0, other.spread or 0.0)
+    if one.spread is None or other.spread is None:
+        needed = max(needed, margin)
+    return abs(one.mean - other.mean) > needed
+
+
+def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
+    """Returns the verdict of a cell, by the rules of the module's docstring.
+
+    Args:
+        cell: which is judged.
+        column: all cells of its column; the cell itself may be among them.
+        margin: the table's.
+    """
+    if not cell.values:
+        return Verdict(text=NOT_RUN)
+    others = [
+        other for other in column if other.row != cell.row and other.values and ordered(cell.paper, other.paper, margin)
+    ]
+    agreed = sum((cell.mean - other.mean) * (cell.paper.mean - other.paper.mean) > 0 for other in others)
+    if cell.exact and cell.spread is not None and cell.paper.spread is not None:
+        allowed = 2 * math.hypot(cell.spread, cell.paper.spread) + cell.paper.rounding
+        # Differences of decimal fractions are off in the last bits.
+        if abs(cell.mean - cell.paper.mean) <= allowed + 1e-9:
+            return Verdict(text=WITHIN, compared=len(others), agreed=agreed)
+    text = ALONE if not others else ORDER if agreed == len(others) else DIFFERS
+    return Verdict(text=text, compared=len(others), agreed=agreed)
+
+
+def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
+    """Reads the figures of all finished runs, and judges them.
+
+    Args:
+        table: the table.
+        planned: its runs, as `plan` lists them.
+        small: whether it is the small version.
+
+    Returns:
+        what `<table>.json` holds, without the command.
+
+    Raises:
+        ReproduceError: a folder holds a run of another recipe.
+        ValueError: a run lacks a figure.
+    """
+    columns = {column.key: column for column in table.columns}
+    rows = {row.key: row for row in table.rows}
+    results = {run.folder: run.results() for run in unique(planned)}
+    seeds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    cells = []
+    for (row, column), runs in planned.items():
+        done = [(run, found) for run in runs if (found := results[run.folder]) is not None]
+        seeds[row, column] = [
+            {
+                "seed": run.seed,
+                "value": columns[column].measure(found, run.folder),
+                "folder": str(run.folder),
+                "steps": found["steps"],
+                "parameters": found["parameters"],
+                "seconds": found["seconds"],
+            }
+            for run, found in done
+        ]
+        cells.append(
+            Cell(
+                row=row,
+                column=column,
+                paper=rows[row].figures[column],
+                values=tuple(seed["value"] for seed in seeds[row, column]),
+                exact=bool(done) and not any(run.changes for run, _ in done),
+            )
+        )
+    entries = []
+    for cell in cells:
+        verdict = judge(cell, [other for other in cells if other.column == cell.column], table.margin)
+        solved = None
+        if table.solved is not None and cell.values:
+            solved = sum(value >= table.solved for value in cell.values) / len(cell.values)
+        entries.append(
+            {
+                "row": cell.row,
+                "label": rows[cell.row].label,
+                "column": cell.column,
+                "column_label": columns[cell.column].label,
+                "paper": {"text": cell.paper.text, "mean": cell.paper.mean, "spread": cell.paper.spread},
+                "ours": {
+                    "mean": cell.mean if cell.values else None,
+                    "spread": cell.spread,
+                    "exact": cell.exact,
+                    "wanted": len(planned[cell.row, cell.column]),
+                    "seeds": seeds[cell.row, cell.column],
+                },
+                **({} if table.solved is None else {"solve_rate": solved}),
+                "verdict": dataclasses.asdict(verdict),
+            }
+        )
+    finished = [found for found in results.values() if found is not None]
+    return {
+        "table": table.name,
+        "small": small,
+        "title": table.title,
+        "unit": table.unit,
+        "margin": table.margin,
+        "solved": table.solved,
+        "choices": table.choices,
+        "cells": entries,
+        "scaled_down": scaled_down(planned),
+        "systems": systems(planned),
+        "runs": [run.command() for run in unique(planned)],
+        "origin": {
+            key: distinct(found[key] for found in finished) for key in ("commit", "device", "processes", "versions")
+        },
+    }
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """Returns the values without repetitions, in their order."""
+    result: list[Any] = []
+    for value in values:
+        if value not in result:
+            result.append(value)
+    return result
+
+
+def scaled_down(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
+    """Returns, for each recipe, every key in which a run of it differs from the exact one: `key: exact → ours`."""
+    result: dict[str, list[str]] = {}
+    for run in unique(planned):
+        lines = result.setdefault(run.recipe.name, [])
+        lines += [line for line in run.changes if line not in lines]
+    return result
+
+
+def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
+    """Returns, for each row, by its key, the overrides that make its system of the recipe."""
+    result: dict[str, list[str]] = {}
+    for (row, _), runs in planned.items():
+        result[row] = distinct([*result.get(row, []), *runs[0].system])
+    return result
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _ours(cell: Mapping[str, Any]) -> str:
+    ours = cell["ours"]
+    if ours["mean"] is None:
+        return "-"
+    spread = "" if ours["spread"] is None else f" ± {_number(ours['spread'])}"
+    return _number(ours["mean"]) + spread
+
+
+def _verdict(cell: Mapping[str, Any]) -> str:
+    verdict = cell["verdict"]
+    compared = f" ({verdict['agreed']} of {verdict['compared']})" if verdict["text"] in (ORDER, DIFFERS) else ""
+    return verdict["text"] + compared
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Returns the report as Markdown; it is made of what is in `<table>.json`, and of nothing else."""
+    solved = report["solved"] is not None
+    names = ["", "column", "ours", "seeds", *(["solved"] if solved else []), "paper", "verdict"]
+    lines = [
+        f"# {report['title']}{', small version' if report['small'] else ''}",
+        "",
+        f"Figures: {report['unit']}.",
+        "",
+    ]
+    lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    # The order is one of rows: those of a column stand together.
+    for column in distinct(cell["column"] for cell in report["cells"]):
+        for cell in (cell for cell in report["cells"] if cell["column"] == column):
+            seeds = f"{len(cell['ours']['seeds'])} of {cell['ours']['wanted']}"
+            rate = cell.get("solve_rate")
+            values = [cell["label"], cell["column_label"], _ours(cell), seeds]
+            values += ["-" if rate is None else f"{rate:.0%}"] if solved else []
+            lines.append(f"| {' | '.join([*values, cell['paper']['text'], _verdict(cell)])} |")
+    lines += ["", _legend(report), "", "## Runs", "", report["choices"], ""]
+    if any(report["scaled_down"].values()):
+        lines += ["What differs from the exact recipes (exact → here; None: the default), and nothing else:", ""]
+        for recipe, changes in report["scaled_down"].items():
+            lines += [f"- `{recipe}`", *(f"  - `{change}`" for change in changes)]
+    else:
+        lines.append("The recipes are the exact ones.")
+    lines += ["", "What makes the rows' systems of the recipe:", ""]
+    labels = {cell["row"]: cell["label"] for cell in report["cells"]}
+    for row, overrides in report["systems"].items():
+        lines.append(f"- {labels[row]}: {', '.join(f'`{text}`' for text in overrides) or 'the recipe as it is'}")
+    lines += ["", f"Made by `{report['command']}`.", ""]
+    for key, values in report["origin"].items():
+        texts = [
+            ", ".join(f"{name} {text}" for name, text in value.items()) if isinstance(value, dict) else str(value)
+            for value in values
+        ]
+        lines += [f"- {key}: {'; or '.join(texts)}"] if texts else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _legend(report: Mapping[str, Any]) -> str:
+    """What the verdicts of a report mean, in the words of the module's docstring."""
+    text = (
+        "Ours: mean ± sample standard deviation over the finished seeds. *Agrees in order*: our means are in the "
+        "paper's order in every comparison with another row of the column (in brackets: of how many), where the "
+        "paper's figures differ by more than their combined standard deviation, or, without one, by more than "
+        f"{report['margin']:g}. *Differs*: in at least one they are not. *Nothing to compare*: there is no such row."
+    )
+    if any(cell["ours"]["exact"] for cell in report["cells"]):
+        text += (
+            " *Agrees within spread*: |ours - paper's| is at most twice the combined standard deviation, and half a "
+            "unit of the paper's last digit."
+        )
+    if report["small"]:
+        text += (
+            " Small runs can agree in order only: their figures are not comparable with the paper's, and where a label "
+            "names a size, it is the paper's; below is what was run."
+        )
+    if report["solved"] is not None:
+        text += f" *Solved*: the share of seeds that reach {report['solved']:g}."
+    return text
+
+
+def write(report: Mapping[str, Any], output: Path) -> Path:
+    """Writes `<table>[_small].md` and `.json` into a folder; returns the path of the first."""
+    name = report["table"] + ("_small" if report["small"] else "")
+    write_json(output / f"{name}.json", dict(report))
+    path = output / f"{name}.md"
+    path.write_text(markdown(report), encoding="utf-8")
+    return path
+
+
+def write_card(report: Mapping[str, Any], folder: Path) -> Path:
+    """Writes the folder `<table>[_small]` with the report as README.md and results.json; returns its path."""
+    card = folder / (report["table"] + ("_small" if report["small"] else ""))
+    write_json(card / "results.json", dict(report))
+    head = ["---", "license: apache-2.0", "library_name: whatwhere", "tags:", "- position-encoding", "---", ""]
+    (card / "README.md").write_text("\n".join(head) + markdown(report) + LICENCE, encoding="utf-8")
+    return card

@@ -1,0 +1,394 @@
+"""The papers' tables: figures, plans, verdicts and reports on made-up numbers, and one run that is interrupted."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
+
+from whatwhere.scripts.reproduce import __main__ as script
+from whatwhere.scripts.reproduce import report, runs
+from whatwhere.scripts.reproduce.report import ALONE, DIFFERS, NOT_RUN, ORDER, WITHIN, Cell, judge, ordered
+from whatwhere.scripts.reproduce.runs import plan, unique
+from whatwhere.scripts.reproduce.tables import TABLES, Figure
+from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.model import build_config, build_model
+
+# --- figures
+
+
+@pytest.mark.parametrize(
+    ("text", "mean", "spread", "rounding"),
+    [
+        ("22.55", 22.55, None, 0.005),
+        ("6.8 (6.9)", 6.8, 6.9, 0.05),
+        ("94.82 ± 2.91", 94.82, 2.91, 0.005),
+        ("0.0 (0.0)", 0.0, 0.0, 0.05),
+        ("7", 7.0, None, 0.5),
+    ],
+)
+def test_figure(text, mean, spread, rounding):
+    figure = Figure(text)
+    assert (figure.mean, figure.spread) == (mean, spread)
+    assert figure.rounding == pytest.approx(rounding)
+
+
+@pytest.mark.parametrize("text", ["", "-", "1.0 (2.0", "6.8(6.9)", "1.0 2.0", "nan"])
+def test_bad_figure(text):
+    with pytest.raises(ValueError, match="is not valid"):
+        Figure(text)
+
+
+# --- verdicts
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "result"),
+    [
+        # combined spread 5
+        ("10.0 (3.0)", "15.1 (4.0)", True),
+        ("10.0 (3.0)", "14.9 (4.0)", False),
+        ("0.0 (0.0)", "0.0 (0.0)", False),
+        ("0.0 (0.0)", "0.1 (0.0)", True),
+        # no spread: the margin, which is 1
+        ("10.0", "11.1", True),
+        ("10.0", "10.9", False),
+        # one spread: the larger of the two
+        ("10.0 (3.0)", "12.9", False),
+        ("10.0 (3.0)", "13.1", True),
+        ("10.0 (0.1)", "10.9", False),
+    ],
+)
+def test_what_is_an_order(one, other, result):
+    assert ordered(Figure(one), Figure(other), 1.0) is result
+    assert ordered(Figure(other), Figure(one), 1.0) is result
+
+
+def cells(*rows, exact=False):
+    """Cells of one column: (printed figure, our figures)."""
+    return [
+        Cell(row=str(number), column="x", paper=Figure(text), values=tuple(values), exact=exact)
+        for number, (text, values) in enumerate(rows)
+    ]
+
+
+def verdicts(*rows, exact=False):
+    column = cells(*rows, exact=exact)
+    return [(found.text, found.agreed, found.compared) for found in (judge(cell, column, 1.0) for cell in column)]
+
+
+def test_verdict_by_order():
+    # 5, 20 and 20.5: the last two are in no order
+    agree = verdicts(("5.0", [40]), ("20.0", [60, 80]), ("20.5", [50]), ("30.0", []))
+    assert agree == [(ORDER, 2, 2), (ORDER, 1, 1), (ORDER, 1, 1), (NOT_RUN, 0, 0)]
+    one_wrong = verdicts(("5.0", [40]), ("20.0", [60]), ("20.5", [30]))
+    assert one_wrong == [(DIFFERS, 1, 2), (ORDER, 1, 1), (DIFFERS, 0, 1)]
+    # means count: 10 and 50 are 30
+    assert verdicts(("5.0", [10, 50]), ("20.0", [29])) == [(DIFFERS, 0, 1), (DIFFERS, 0, 1)]
+    # equal means are in no order
+    assert verdicts(("5.0", [0]), ("20.0", [0])) == [(DIFFERS, 0, 1), (DIFFERS, 0, 1)]
+    assert verdicts(("5.0", [1]), ("5.5", [90])) == [(ALONE, 0, 0), (ALONE, 0, 0)]
+    assert verdicts(("5.0", [1]), ("20.0", [])) == [(ALONE, 0, 0), (NOT_RUN, 0, 0)]
+
+
+def test_verdict_within_spread():
+    # ours: mean 12, standard deviation 2; allowed: 2 * sqrt(2^2 + 1.5^2) + 0.05 = 5.05
+    def first(text, values=(10, 12, 14), exact=True):
+        return verdicts((text, values), ("90.0 (1.0)", [95]), exact=exact)[0][0]
+
+    assert first("17.0 (1.5)") == WITHIN
+    assert first("7.0 (1.5)") == WITHIN
+    assert first("6.9 (1.5)") == ORDER
+    assert first("17.1 (1.5)") == ORDER
+    assert first("17.0 (1.5)", exact=False) == ORDER
+    assert first("17.0") == ORDER
+    assert first("17.0 (1.5)", values=[12]) == ORDER
+    # a printed 0.0 (0.0) may be up to 0.05
+    assert first("0.0 (0.0)", values=[0.05, 0.05]) == WITHIN
+    assert first("0.0 (0.0)", values=[0.06, 0.06]) == ORDER
+
+
+# --- tables and plans
+
+
+def test_tables():
+    assert list(TABLES) == [table.name for table in TABLES.values()]
+    for table in TABLES.values():
+        columns = [column.key for column in table.columns]
+        assert len(set(columns)) == len(columns)
+        assert len({row.key for row in table.rows}) == len(table.rows)
+        assert all(row.figures and set(row.figures) <= set(columns) for row in table.rows)
+        assert (table.solved is None) == ("accuracy" not in table.unit)
+    assert [len(TABLES[name].rows) for name in ("cope_2", "cope_7", "cope_8", "cope_9", "pope_indexing")] == [
+        3,
+        31,
+        7,
+        3,
+        6,
+    ]
+    assert set(TABLES["cope_9"].rows[0].figures) == {"1_var", "3_var", "5_var"}
+    assert TABLES["cope_2"].rows[2].figures["copy_sparse"] == Figure("0.004 (0.006)")
+
+
+def test_tables_share_runs(tmp_path):
+    def folders(name, **options):
+        return {run.folder for run in unique(plan(TABLES[name], output=tmp_path, **{"seeds": 1, **options}))}
+
+    counting = folders("cope_3")
+    assert folders("cope_9") == counting
+    assert folders("cope_4") < counting
+    assert {folder.name for folder in counting} == {
+        f"{row}{variant}-seed0" for row in ("absolute", "relative", "cope") for variant in ("", "-3var", "-5var")
+    }
+    both, copying = folders("cope_2"), folders("cope_10")
+    assert copying < both
+    assert both - copying < folders("cope_7")
+    assert folders("pope_1") < folders("pope_indexing")
+    assert folders("pope_1", small=True, seeds=2) == {
+        tmp_path / "indirect_indexing_small" / f"{row}-seed{seed}" for row in ("rope", "pope") for seed in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["exact", "small"])
+def test_every_run_builds(tmp_path, small):
+    """All systems of all tables; CoPE's on WikiText-103 have as many parameters as Table 8 says."""
+    built = set()
+    for table in TABLES.values():
+        for run in unique(plan(table, output=tmp_path, small=small, seeds=1)):
+            if run.folder in built:
+                continue
+            built.add(run.folder)
+            config = build_config(run.recipe)
+            assert run.recipe.seed == 0
+            assert bool(run.changes) == small, run.folder
+            if table.name == "cope_8" and not small:
+                with torch.device("meta"):
+                    model = build_model(run.recipe, config)
+                count = sum(parameter.numel() for parameter in model.parameters())
+                expected = 130.8 if "separate" in run.row.key else 123.7
+                assert count / 1e6 == pytest.approx(expected, abs=0.1), run.folder
+    assert len(built) == 31 + 3 + 9 + 7 + 6
+
+
+def test_recipes_are_those_of_the_papers(tmp_path):
+    """What the papers and conventions say, beyond what the recipes say themselves."""
+
+    def recipe(table, row, column):
+        return plan(TABLES[table], output=tmp_path, seeds=1)[row, column][0].recipe
+
+    flip_flop = recipe("cope_7", "cope-half-dimension-half-heads", "ood")
+    assert (flip_flop.model["n_embd"], flip_flop.model["n_layer"], flip_flop.model["n_head"]) == (128, 4, 2)
+    assert flip_flop.data.test_sets["sparse"] == {"ignore": 0.98, "test_samples": 160_000}
+    copying = recipe("cope_10", "rope", "copy_dense")
+    assert {name: s.get("blanks") for name, s in copying.data.test_sets.items()} == {
+        "in_distribution": None,
+        "dense": 128,
+        "sparse": 512,
+    }
+    counting = recipe("cope_9", "relative", "5_var")
+    assert counting.data.task_parameters["variables"] == 5
+    assert counting.training.steps * counting.training.batch_size == 100 * counting.data.train_samples
+    assert (counting.model["position_encoding"], counting.model["position_encoding_parameters"]) == ("relative", None)
+    indexing = recipe("pope_indexing", "alibi-half", "accuracy")
+    assert indexing.model["position_encoding_parameters"] == {"head_fraction": 0.5}
+    wikitext = recipe("cope_8", "cope-all-positions", "test")
+    assert wikitext.model["position_encoding_parameters"] == {"num_positions": 1024, "share_across_layers": True}
+
+
+def test_plan(tmp_path):
+    planned = plan(TABLES["cope_2"], output=tmp_path, small=True, rows=["cope", "rope"], sets=["training.steps=200"])
+    assert {row for row, _ in planned} == {"rope", "cope"}
+    assert [run.seed for run in unique(planned)] == [0] * 4 + [1] * 4 + [2] * 4
+    run = planned["rope", "ood"][1]
+    assert run is planned["rope", "in"][1]
+    assert run.recipe.training.steps == 200
+    assert "training.steps: 10000 → 200" in run.changes
+    assert run.command() == (
+        "python -m whatwhere.scripts.train flip_flop_small --set training.steps=200 --set model.position_encoding=rope "
+        f"--set model.position_encoding_parameters=null --set seed=1 --output {tmp_path}/flip_flop_small/rope-seed1"
+    )
+    # how a run is made does not make it another one
+    same = plan(TABLES["cope_2"], output=tmp_path, sets=["training.micro_batch_size=4", "training.log_every=7"])
+    assert not any(run.changes for run in unique(same))
+    # halves are those of the recipe as the user changed it
+    halved = plan(TABLES["cope_7"], output=tmp_path, sets=["model.n_embd=64"], rows=["cope-half-dimension"])
+    assert halved["cope-half-dimension", "in"][0].recipe.model["n_embd"] == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": ["copes"]}, "--rows 'copes' is not valid.*'cope'"),
+        ({"seeds": 0}, "--seeds 0 is not valid"),
+        ({"sets": ["seed=3"]}, "--set seed is not valid: seed is what row 'absolute'"),
+        ({"sets": ["model.position_encoding=rope"]}, "--set model.position_encoding is not valid"),
+        (
+            {"sets": ["model.position_encoding_parameters.num_positions=4"]},
+            "position_encoding_parameters.num_positions",
+        ),
+        ({"sets": ["training.stesp=3"]}, "training.stesp"),
+    ],
+)
+def test_bad_plan(tmp_path, options, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        plan(TABLES["cope_2"], output=tmp_path, **options)
+
+
+# --- reports, on made-up runs
+
+
+def pretend(run, value, **others):
+    """Writes the results of a run that was never made; `value` is a share, or a mapping of test sets to shares."""
+    shares = value if isinstance(value, dict) else dict.fromkeys(run.recipe.data.test_sets or ("none",), value)
+    results = {
+        "metrics": {"test_sets": {name: {"token_error": share} for name, share in shares.items()}, **others},
+        "recipe": run.recipe.resolved(),
+        "steps": run.recipe.training.steps,
+        "parameters": 1000,
+        "seconds": 1.5,
+        "commit": "abc",
+        "device": "cpu",
+        "processes": 1,
+        "versions": {"python": "3"},
+    }
+    run.folder.mkdir(parents=True)
+    (run.folder / "results.json").write_text(json.dumps(results))
+
+
+def test_report_of_exact_runs(tmp_path, capsys):
+    planned = plan(TABLES["pope_indexing"], output=tmp_path)
+    for row, errors in {"pope": [0.02, 0.03, 0.6], "rope": [0.9, 0.88], "sinusoidal": [0.98, 0.981]}.items():
+        for run, error in zip(planned[row, "accuracy"], errors):
+            pretend(run, error)
+    script.main(["pope_indexing", "--report-only", "--output", str(tmp_path), "--cards", str(tmp_path / "cards")])
+    text = capsys.readouterr().out
+    assert "| RoPE | Indirect Idx. | 11.00 ± 1.41 | 2 of 3 | 0% | 11.16 ± 2.45 | agrees within spread |" in text
+    # 1.95 ± 0.07: within 2 * sqrt(0.07^2 + 0.04^2) of 1.90
+    assert "| Sinusoidal | Indirect Idx. | 1.95 ± 0.07 | 2 of 3 | 0% | 1.90 ± 0.04 | agrees within spread |" in text
+    # far from 94.82, but one failed run of three makes the spread large
+    assert "| PoPE | Indirect Idx. | 78.33 ± 33.20 | 3 of 3 | 67% | 94.82 ± 2.91 | agrees within spread |" in text
+    assert "| Learnable | Indirect Idx. | - | 0 of 3 | - | 10.08 ± 0.19 | not run |" in text
+    assert "The recipes are the exact ones." in text
+    assert "- Learnable: `model.position_encoding=absolute`, `model.position_encoding_parameters=null`" in text
+    found = json.loads((tmp_path / "pope_indexing.json").read_text())
+    pope = next(cell for cell in found["cells"] if cell["row"] == "pope")
+    assert pope["solve_rate"] == pytest.approx(2 / 3)
+    assert [seed["value"] for seed in pope["ours"]["seeds"]] == pytest.approx([98, 97, 40])
+    assert pope["verdict"] == {"text": WITHIN, "compared": 2, "agreed": 2}
+    assert found["origin"]["versions"] == [{"python": "3"}]
+    assert (tmp_path / "pope_indexing.md").read_text() == report.markdown(found)
+    card = tmp_path / "cards" / "pope_indexing"
+    assert json.loads((card / "results.json").read_text()) == found
+    assert report.markdown(found) in (card / "README.md").read_text()
+    assert "license: apache-2.0" in (card / "README.md").read_text()
+
+
+def test_report_of_small_runs(tmp_path, capsys):
+    planned = plan(TABLES["cope_4"], output=tmp_path, small=True, seeds=2)
+    for run in planned["cope", "pass_10"]:
+        pretend(run, {"in_distribution": 0.0, "longer": 0.0, "shorter": 0.5})
+    for run in planned["relative", "pass_10"]:
+        pretend(run, {"in_distribution": 0.01, "longer": 0.2, "shorter": 0.4})
+    script.main(["cope_4", "--small", "--seeds", "2", "--report-only", "--output", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "| CoPE | w_pass = 100 | 0.00 ± 0.00 | 2 of 2 | 0.0 (0.0) | agrees in order (1 of 1) |" in text
+    assert "| CoPE | w_pass = 10 | 50.00 ± 0.00 | 2 of 2 | 4.0 (4.1) | differs (0 of 1) |" in text
+    assert f"`training.steps: 15625 → {planned['cope', 'pass_10'][0].recipe.training.steps}`" in text
+    assert "Small runs can agree in order only" in text
+    assert not (tmp_path / "cope_4.md").exists()
+
+
+def test_changed_recipe_is_refused(tmp_path):
+    planned = plan(TABLES["pope_1"], output=tmp_path, seeds=1)
+    pretend(planned["rope", "accuracy"][0], 0.1)
+    arguments = ["pope_1", "--seeds", "1", "--output", str(tmp_path)]
+    changed = [*arguments, "--set", "training.steps=5000"]
+    with pytest.raises(SystemExit, match=r"another recipe .*: training\.steps: 100000 → 5000\. Choose another"):
+        script.main([*changed, "--report-only"])
+    # before anything is trained
+    with pytest.raises(SystemExit, match="another recipe"):
+        script.main(changed)
+    (planned["rope", "accuracy"][0].folder / "results.json").write_text("{")
+    with pytest.raises(SystemExit, match="not valid JSON"):
+        script.main([*arguments, "--report-only"])
+
+
+def test_overridden_runs_are_not_exact(tmp_path):
+    sets = ["training.batch_size=32"]
+    planned = plan(TABLES["pope_1"], output=tmp_path, sets=sets)
+    for cell, error in zip(planned.values(), (0.8884, 0.0518)):
+        for run in cell:
+            pretend(run, error)
+    found = report.collect(TABLES["pope_1"], planned, small=False)
+    assert {cell["verdict"]["text"] for cell in found["cells"]} == {ORDER}
+    assert found["scaled_down"] == {"indirect_indexing": ["training.batch_size: 64 → 32"]}
+
+
+def test_validation_perplexity(tmp_path):
+    measure = TABLES["cope_8"].columns[0].measure
+    lines = [{"step": 5, "validation_perplexity": 9.0}, {"step": 10, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="not evaluated after its last step"):
+        measure({"steps": 10}, tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 10, "validation_perplexity": 8.5}) + "\n")
+    assert measure({"steps": 10}, tmp_path) == 8.5
+
+
+# --- a real run
+
+TINY = {
+    "model.n_embd": 16,
+    "model.n_inner": 16,
+    "training.steps": 4,
+    "training.warmup_steps": 1,
+    "training.batch_size": 4,
+    "data.test_samples": 8,
+    "evaluation.every": 2,
+    "evaluation.blocks": 8,
+}
+
+
+def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
+    sets = [argument for key, value in TINY.items() for argument in ("--set", f"{key}={value}")]
+    arguments = ["pope_1", "--small", "--seeds", "1", *sets, "--output", str(tmp_path)]
+    train_step = Run.train_step
+
+    def interrupted(self, batch):
+        if self.recipe.model["position_encoding"] == "pope" and self.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train_step", interrupted)
+        with pytest.raises(SystemExit) as caught:
+            script.main(arguments)
+    assert caught.value.code == 128 + signal.SIGTERM
+    assert "Go on with the same command:\n\n    python -m whatwhere.scripts.reproduce pope_1 --small" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "pope_1_small.json").exists()
+
+    script.main([*arguments, "--dry-run"])
+    listed = capsys.readouterr().out
+    assert f"  done      {tmp_path}/indirect_indexing_small/rope-seed0\n" in listed
+    assert f"  interrupted after step 2  {tmp_path}/indirect_indexing_small/pope-seed0\n" in listed
+    assert "  rope, accuracy: 1 of 1\n  pope, accuracy: 0 of 1\n1 of 2 runs are done." in listed
+
+    made = []
+    monkeypatch.setattr(runs, "train", lambda run, *rest: (made.append(run.row.key), train(run, *rest)))
+    script.main(arguments)
+    assert made == ["pope"]
+    found = json.loads((tmp_path / "pope_1_small.json").read_text())
+    assert [len(cell["ours"]["seeds"]) for cell in found["cells"]] == [1, 1]
+    results = json.loads((tmp_path / "indirect_indexing_small" / "pope-seed0" / "results.json").read_text())
+    value = 100 - 100 * results["metrics"]["test_sets"]["in_distribution"]["token_error"]
+    assert found["cells"][1]["ours"]["mean"] == pytest.approx(value)
+    assert "--resume" in results["command"]
+    script.main(arguments)
+    assert made == ["pope"]
+
+
+train = runs.train
