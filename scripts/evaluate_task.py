@@ -82,7 +82,7 @@ def test_sets(
         recipe: that of the checkpoint, if it has one.
         task: replaces that of the recipe.
         sets: replace those of the recipe: for each name, the parameters that differ from those of training.
-        samples: of each set; None for what the set says.
+        samples: of each set; None for what the recipe says for all sets, or the set.
         seed: decides the samples.
 
     Raises:
@@ -93,6 +93,7 @@ def test_sets(
     if data is not None and task in (None, data.task):
         task, block, parameters = str(data.task), data.sequence_length, data.task_parameters or {}
         sets = data.test_sets if sets is None else sets
+        samples = data.test_samples if samples is None else samples
     if task is None:
         raise ValueError(
             f"checkpoint={checkpoint!r} does not say which task it was trained on: give --task. "
@@ -128,7 +129,7 @@ def evaluate(
         checkpoints: folders or Hub ids.
         task: the task of checkpoints that have no recipe, or a probe.
         sets: the test sets; None for those of the checkpoint's recipe, or the task's own.
-        samples: of each set; None for what the set says.
+        samples: of each set; None for what the recipe says for all sets, or the set.
         seed: decides the samples; with 0 they are those that training ends with.
         batch_size: samples in a batch.
         device: None for the GPU if there is one.
@@ -251,7 +252,7 @@ def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> 
             name = f"{name} ({'; '.join(changed) or group[0]['checkpoint']})"
         else:
             first[task, name] = recipe
-        sets = {}
+        sets: dict[str, dict[str, Any]] = {}
         for test_set, scores in group[0]["test_sets"].items():
             sets[test_set] = {}
             for metric in (metric for metric in _TITLES if metric in scores):
@@ -317,7 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     parser.add_argument("--task", help=f"{', '.join([*TASKS, *PROBES])}; default: what the checkpoint says")
     parser.add_argument("--sets", action="append", default=[], metavar="NAME=JSON", help="a test set; may be repeated")
-    parser.add_argument("--samples", type=int, help="of every test set; default: what the set says")
+    parser.add_argument("--samples", type=int, help="of every test set; default: what the recipe or the set says")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="samples in a batch (default %(default)s)")
     parser.add_argument("--solved", type=float, default=0.01, help="largest sequence error (default %(default)s)")

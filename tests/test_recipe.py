@@ -42,7 +42,7 @@ def test_shipped_recipe_builds(name):
     assert recipe.name == name
     assert parse_recipe(yaml.safe_load(yaml.safe_dump(recipe.resolved()))) == recipe
     config = build_config(recipe)
-    assert config.max_position_embeddings == recipe.data.sequence_length
+    assert config.max_position_embeddings == recipe.data.longest_input()
     with torch.device("meta"):
         model = build_model(recipe, config)
     if name == "code_cope":
@@ -89,6 +89,12 @@ def test_overrides_and_numbers(tmp_path):
     assert parsed == parse_recipe(changed(training__weight_decay=1.0))
 
 
+def toy(**values):
+    """A valid recipe of a toy task with other values."""
+    data = {"source": "task", "task": "flip_flop", "task_parameters": {"instructions": 8}, "sequence_length": 16}
+    return changed(data=data, **values)
+
+
 BAD = {
     "misspelt section": (changed(trainig={}), "unknown key 'trainig'.*Did you mean 'training'"),
     "misspelt key": (changed(training__learning_rat=1.0), "unknown key 'training.learning_rat'.*'learning_rate'"),
@@ -117,7 +123,7 @@ BAD = {
     "micro batch": (changed(training__micro_batch_size=3), "micro_batch_size=3.*divide training.batch_size=4"),
     "trackers": (changed(training__trackers=[1]), "training.trackers=\\[1\\]"),
     "length 1": (changed(data__sequence_length=1), "data.sequence_length=1.*at least 2"),
-    "source": (changed(data__source="web"), "data.source='web'.*'stdlib', 'hub', 'local'"),
+    "source": (changed(data__source="web"), "data.source='web'.*'stdlib', 'hub', 'local', 'task'"),
     "pack": (changed(data__pack="docs"), "data.pack='docs'.*'concat', 'documents'"),
     "hub without dataset": (changed(data__source="hub"), "data.dataset=None"),
     "local without patterns": (changed(data__source="local"), "data.splits=None"),
@@ -156,6 +162,44 @@ BAD = {
         changed(model__position_encoding="relative", model__max_position_embeddings=8),
         "data.sequence_length=16.*'relative' reaches 8",
     ),
+    "task of text": (changed(data__task="counting"), "data.task='counting' has no effect with data.source='stdlib'"),
+    "loss of text": (changed(data__loss="all"), "data.loss='all' has no effect with data.source='stdlib'"),
+    "text of a task": (toy(data__text_field="x"), "data.text_field='x' has no effect with data.source='task'"),
+    "tokenizer of a task": (toy(data__tokenizer="gpt2"), "data.tokenizer='gpt2' has no effect"),
+    "no task": (toy(data__task=...), "data.task=None is not valid. .*'counting', 'flip_flop'"),
+    "misspelt task": (toy(data__task="flip_flp"), "data.task='flip_flp' is not valid. Did you mean 'flip_flop'"),
+    "probe as a task": (toy(data__task="alice"), "data.task='alice' is not valid"),
+    "task parameter": (
+        toy(data__task_parameters={"ignored": 1}), "data.task_parameters is not valid: .*'ignored'.*'ignore'"
+    ),
+    "task parameter's range": (
+        toy(data__task_parameters={"ignore": 2.0}), "data.task_parameters is not valid: ignore=2.0.*at most 1"
+    ),
+    "task parameter that the recipe decides": (
+        toy(data__task_parameters={"seed": 1}), "data.task_parameters={'seed': 1} is not valid: seed must not be given"
+    ),
+    "task parameters": (toy(data__task_parameters=[1]), "data.task_parameters=\\[1\\] is not valid"),
+    "loss": (toy(data__loss="answers"), "data.loss='answers' is not valid.*'answer', 'all'"),
+    "short block": (toy(data__sequence_length=15), "data.sequence_length=15.*'flip_flop' have up to 16 tokens"),
+    "test set": (toy(data__test_sets={"a": 3}), "data.test_sets\\['a'\\]=3 is not valid: it must be a mapping"),
+    "test set's seed": (toy(data__test_sets={"a": {"seed": 3}}), "data.test_sets\\['a'\\]={'seed': 3} is not valid"),
+    "test set's parameter": (
+        toy(data__test_sets={"a": {"ignor": 3}}), "data.test_sets\\['a'\\] is not valid: .*Did you mean 'ignore'"
+    ),
+    "test set's symbols": (
+        toy(data__task="counting", data__task_parameters={}, data__test_sets={"a": {"variables": 2}}),
+        "data.test_sets\\['a'\\]={'variables': 2} is not valid: the model would not know the symbols 'b'",
+    ),
+    "no test samples": (toy(data__test_samples=0), "data.test_samples=0.*at least 1"),
+    "final blocks of a task": (toy(evaluation__final_blocks=3), "final_blocks=3 has no effect.*test_samples"),
+    "test set beyond absolute": (
+        toy(
+            data__test_sets={"long": {"instructions": 20}},
+            model__position_encoding="absolute",
+            model__max_position_embeddings=16,
+        ),
+        "the longest sample of data.test_sets=40 is not valid: .*'absolute' reaches 16",
+    ),
 }  # fmt: skip
 
 
@@ -173,6 +217,35 @@ def test_valid_recipe_is_valid():
     build_config(parse_recipe(VALID))
     reaching = changed(model__position_encoding="alibi", model__max_position_embeddings=8)
     assert build_config(parse_recipe(reaching)).max_position_embeddings == 8
+
+
+def test_task_recipe_is_filled_in():
+    recipe = parse_recipe(toy())
+    assert recipe.data.task_parameters == {"instructions": 8, "ignore": 0.8}
+    assert recipe.data.test_sets == {
+        "in_distribution": {"test_samples": 16_000},
+        "sparse": {"ignore": 0.98, "test_samples": 160_000},
+        "dense": {"ignore": 0.1, "test_samples": 4_000},
+    }
+    assert recipe.data.loss == "answer"
+    assert parse_recipe(recipe.resolved()) == recipe
+    # One number for every test set; the seed of training is the recipe's, that of tests is not.
+    fewer = parse_recipe(toy(data__test_samples=5, seed=4))
+    assert [values["test_samples"] for values in fewer.data.test_sets.values()] == [5, 5, 5]
+    assert fewer.data.task_config(test_set="sparse").test_samples == 5
+    assert fewer.data.task_config(test_set="sparse").seed == 0
+    # A resolved recipe follows a change of that number.
+    again = parse_recipe({**fewer.resolved(), "data": {**fewer.resolved()["data"], "test_samples": 6}})
+    assert again.data.task_config(test_set="dense").test_samples == 6
+
+
+def test_task_recipe_reaches_its_test_sets():
+    """By default the model is built for the longest test set; counting is cut to the block instead."""
+    values = {"task": "selective_copy", "task_parameters": {"blanks": 6, "non_blanks": 5}}
+    values = changed(data={"source": "task", "sequence_length": 16, **values}, model__position_encoding="absolute")
+    assert build_config(parse_recipe(values)).max_position_embeddings == 5 + 12 + 5
+    counting = changed(data={"source": "task", "task": "counting", "sequence_length": 16})
+    assert build_config(parse_recipe(counting)).max_position_embeddings == 16
 
 
 @pytest.mark.parametrize(

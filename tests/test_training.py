@@ -16,12 +16,13 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from toys import SOLVABLE, toy_recipe
 from whatwhere.scripts.training import loop
 from whatwhere.scripts.training.loop import Interrupted, Run, TrainingError, train
 from whatwhere.scripts.training.recipe import parse_recipe
 
 # What differs between two runs that are otherwise equal.
-CLOCK = {"tokens_per_second"}
+CLOCK = {"tokens_per_second", "samples_per_second"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -284,6 +285,134 @@ def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
+# --- toy tasks
+
+
+@pytest.mark.parametrize("task", SOLVABLE)
+def test_toy_checkpoint_answers(task, tmp_path):
+    """A toy run's folder loads like any other, and generates the right answers; its card reports errors."""
+    changed = toy_recipe(task)
+    results = train(changed, tmp_path / "run")
+    scores = results["metrics"]["test_sets"]["in_distribution"]
+    assert scores["token_error"] == scores["sequence_error"] == 0
+    assert scores["sequences"] == 40
+    assert results["recipe"] == changed.resolved()
+    assert (results["samples_trained"], results["length"]) == (
+        changed.training.steps * 32,
+        changed.data.sequence_length,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    config = changed.data.task_config()
+    rows = [config.row(config.sample("test", index)) for index in range(40)]
+    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    count = len(tokenizer(rows[0]["answer"])["input_ids"])
+    output = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :])
+    assert answers == [row["answer"] for row in rows]
+    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    assert f"| in distribution |  | 0.00 % | 0.00 % | {scores['tokens']} | 40 |" in card
+    assert f"toy task {task.replace('_', ' ')}" in card
+    assert "bits per byte" not in card
+    assert results["data"]["example"]["prompt"] in card.replace('\\"', '"')
+
+
+def short_toy(**changes):
+    """A toy run of a few steps, with dropout, and samples of a fixed number that are visited more than once."""
+    steps = {"training__steps": 6, "training__batch_size": 4, "training__log_every": 1, "evaluation__every": 3}
+    kept = {"data__train_samples": 9, "data__test_sets": None, "model__attention_dropout": 0.1}
+    return toy_recipe("counting", **{**steps, **kept, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished_toy(tmp_path_factory):
+    output = tmp_path_factory.mktemp("toy") / "run"
+    return output, train(short_toy(), output)
+
+
+def test_toy_metrics(finished_toy):
+    output, results = finished_toy
+    lines = metrics(output)
+    assert [line["samples"] for line in lines if "loss" in line] == [4, 8, 12, 16, 20, 24]
+    validated = [line for line in lines if "validation_loss" in line]
+    assert [line["step"] for line in validated] == [3, 6]
+    assert [line["validation_sequences"] for line in validated] == [64, 64]
+    assert set(results["metrics"]["test_sets"]) == {"in_distribution", "longer", "shorter"}
+    assert "bits_per_byte" not in json.dumps(lines) + json.dumps(results)
+
+
+def test_toy_scores_by_hand(tmp_path):
+    """Errors and loss of a half-trained model on a test set, one sample at a time; some answers are wrong."""
+    changed = toy_recipe("flip_flop", training__steps=15, data__test_sets={"dense": {"ignore": 0.1}})
+    scores = train(changed, tmp_path / "run")["metrics"]["test_sets"]["dense"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
+    config = changed.data.task_config(test_set="dense")
+    assert (config.ignore, config.seed) == (0.1, 0)
+    nats, wrong, wrong_sequences, count = 0.0, 0, 0, 0
+    for index in range(40):
+        symbols, answers = config.sample("test", index)
+        with torch.no_grad():
+            chances = model(torch.from_numpy(symbols)[None]).logits[0].double().log_softmax(-1)
+        errors = 0
+        for place in answers.nonzero()[0].tolist():
+            nats -= chances[place - 1, symbols[place]].item()
+            errors += chances[place - 1].argmax().item() != symbols[place]
+            count += 1
+        wrong += errors
+        wrong_sequences += errors > 0
+    assert 0 < wrong < count
+    assert scores == {
+        "loss": pytest.approx(nats / count, rel=1e-5),
+        "token_error": wrong / count,
+        "sequence_error": wrong_sequences / 40,
+        "tokens": count,
+        "sequences": 40,
+    }
+
+
+def test_seed_decides_the_toy_samples(finished_toy, tmp_path):
+    """Training samples follow the run's seed; held-out ones are the same for every seed."""
+    runs = [Run(short_toy(seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
+    first, other = (run.batches(0)["input_ids"] for run in runs)
+    assert first.shape != other.shape or not torch.equal(first, other)
+    for name, rows in runs[0].held_out.items():
+        assert torch.equal(rows[range(4)]["input_ids"], runs[1].held_out[name][range(4)]["input_ids"])
+    assert runs[0].text_sha256 == finished_toy[1]["text_sha256"] != runs[1].text_sha256
+
+
+@pytest.mark.parametrize("train_samples", [9, None], ids=["epochs", "stream"])
+def test_interrupted_toy_run_resumes_exactly(finished_toy, tmp_path, monkeypatch, train_samples):
+    changed = short_toy(data__train_samples=train_samples)
+    whole = finished_toy[0]
+    if train_samples is None:
+        whole = tmp_path / "whole"
+        train(changed, whole)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Interrupted):
+            train(changed, tmp_path / "run")
+    torch.rand(7)
+    train(changed, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_toy_resume_refuses_other_samples(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Interrupted):
+            train(short_toy(), tmp_path / "run")
+    changed = short_toy(data__task_parameters={**SOLVABLE["counting"][0], "pass_weight": 3})
+    with pytest.raises(TrainingError, match=r"data\.task_parameters\.pass_weight: 2 → 3"):
+        train(changed, tmp_path / "run", resume=True)
+    # As after a change of the code, or of numpy's random numbers.
+    from whatwhere.scripts.tasks.counting import CountingConfig
+
+    draw = CountingConfig.draw
+    monkeypatch.setattr(CountingConfig, "draw", lambda self, random: draw(self, random.spawn(1)[0]))
+    with pytest.raises(TrainingError, match="other text"):
+        train(short_toy(), tmp_path / "run", resume=True)
+
+
 # --- refusals
 
 
@@ -339,6 +468,25 @@ def test_accumulation_equals_the_whole_batch(data_dir, tmp_path, pack):
         torch.testing.assert_close(other_norm, norm, rtol=1e-5, atol=0)
         assert gradients.keys() == others.keys()
         assert gradients
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("loss", ["answer", "all"])
+def test_accumulation_of_a_toy_task(tmp_path, loss):
+    """Rows of a batch have different numbers of labels: flip-flop has as many as there are reads."""
+
+    def step(micro_batch_size):
+        changes = {"training__batch_size": 4, "training__micro_batch_size": micro_batch_size, "data__loss": loss}
+        run = Run(toy_recipe("flip_flop", **changes), tmp_path / "x")
+        gradients = {}
+        run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
+        return *run.train_step(run.batches(0)), gradients
+
+    whole_loss, norm, gradients = step(None)
+    for micro_batch_size in (1, 2):
+        other_loss, other_norm, others = step(micro_batch_size)
+        torch.testing.assert_close((other_loss, other_norm), (whole_loss, norm), rtol=1e-5, atol=0)
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 

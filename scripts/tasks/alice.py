@@ -61,7 +61,7 @@ class Question(NamedTuple):
     sentences: tuple[str, ...]
     word: str
     place: str
-    count: int
+    number: int
 
 
 def _counts(sentence: str) -> collections.Counter[str]:
@@ -134,7 +134,7 @@ class AliceConfig(SampleConfig):
         question = f'Now, tell me how many times word "{sample.word}" is mentioned in the last sentence.'
         return {
             "prompt": "\n\n".join([*sample.sentences, question]),
-            "answer": str(sample.count),
+            "answer": str(sample.number),
             "word": sample.word,
             "place": sample.place,
         }

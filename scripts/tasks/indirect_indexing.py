@@ -16,8 +16,6 @@ import numpy as np
 from .common import Sample, TaskBuilder, TaskConfig, parameter
 
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
-_DELIMITER = len(_LETTERS)
-_PLUS, _MINUS, _ZERO = range(_DELIMITER + 1, _DELIMITER + 4)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -28,7 +26,7 @@ class IndirectIndexingConfig(TaskConfig):
         min_length: letters of the shortest string.
         max_length: letters of the longest string.
         max_shift: the largest shift to either side; a shift of 0 is written `+0`.
-        letters: different letters that a string can have.
+        letters: the number of different letters in all strings, from the first of the alphabet on, capitals first.
     """
 
     train_samples: int = parameter(1_000_000, minimum=1)
@@ -52,7 +50,7 @@ class IndirectIndexingConfig(TaskConfig):
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        return (*_LETTERS, ", ", "+", "-", *string.digits)
+        return (*_LETTERS[: self.letters], ", ", "+", "-", *string.digits)
 
     @property
     def longest(self) -> int:
@@ -68,9 +66,10 @@ class IndirectIndexingConfig(TaskConfig):
         while not 0 <= target < length:
             source, shift = random.integers((0, -self.max_shift), (length, self.max_shift + 1)).tolist()
             target = source + shift
-        sign = _MINUS if shift < 0 else _PLUS
-        digits = [_ZERO + int(digit) for digit in str(abs(shift))]
-        end = [_DELIMITER, letters[source], _DELIMITER, sign, *digits, _DELIMITER, letters[target]]
+        delimiter, plus, minus, zero = range(self.letters, self.letters + 4)
+        digits = [zero + int(digit) for digit in str(abs(shift))]
+        sign = minus if shift < 0 else plus
+        end = [delimiter, letters[source], delimiter, sign, *digits, delimiter, letters[target]]
         symbols = np.array(letters + end, dtype=np.int64)
         return Sample(symbols, np.arange(symbols.size) == symbols.size - 1)
 

@@ -1,0 +1,226 @@
+"""evaluate_task: errors of toy checkpoints, grouped over seeds; questions in words; the command line."""
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
+
+from toys import toy_recipe
+from whatwhere.scripts import evaluate_task as script
+from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation.answers import choice_likelihoods, count_errors, summarise
+from whatwhere.scripts.tasks.registry import task_config
+from whatwhere.scripts.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds of a half-trained model, and one of another system of the same name."""
+    folder = tmp_path_factory.mktemp("runs")
+    tests = {"data__test_sets": {"in_distribution": {}, "dense": {"ignore": 0.0}}, "training__steps": 12}
+    for name, changes in {
+        "rope-0": {},
+        "rope-1": {"seed": 1},
+        "none-0": {"model__position_encoding": "none"},
+    }.items():
+        train(toy_recipe("flip_flop", **tests, **changes), folder / name)
+    return folder
+
+
+def scores(folder):
+    sets = json.loads((folder / "results.json").read_text())["metrics"]["test_sets"]
+    return {name: {key: value for key, value in each.items() if key != "loss"} for name, each in sets.items()}
+
+
+def test_equals_the_final_evaluation_of_training(runs):
+    folders = [runs / "rope-0", runs / "none-0"]
+    entries = script.evaluate([str(folder) for folder in folders], batch_size=7)
+    for folder, entry in zip(folders, entries):
+        assert entry["test_sets"] == scores(folder)
+        assert (entry["task"], entry["name"]) == ("flip_flop", "toy")
+    assert entries[0]["test_sets"]["dense"]["token_error"] > 0
+
+
+def test_groups_of_seeds(runs):
+    names = ["rope-0", "rope-1", "none-0"]
+    entries = script.evaluate([str(runs / name) for name in names])
+    errors = [scores(runs / name)["dense"]["sequence_error"] for name in names[:2]]
+    systems = script.summarise(entries, solved=min(errors))
+    assert [system["name"] for system in systems] == ["toy", "toy (model.position_encoding: None → 'none')"]
+    assert systems[0]["checkpoints"] == [str(runs / name) for name in names[:2]]
+    cell = systems[0]["test_sets"]["dense"]
+    assert errors[0] != errors[1]
+    assert cell["sequence_error"] == {
+        "mean": pytest.approx(sum(errors) / 2),
+        "standard_deviation": pytest.approx(abs(errors[0] - errors[1]) / math.sqrt(2)),
+    }
+    assert cell["solve_rate"] == 0.5
+    assert script.summarise(entries, solved=1.0)[0]["test_sets"]["dense"]["solve_rate"] == 1
+    assert systems[1]["test_sets"]["dense"]["token_error"]["standard_deviation"] is None
+    line = script.table(systems).splitlines()[5]
+    mean, deviation = 100 * statistics.fmean(errors), 100 * statistics.stdev(errors)
+    assert line.startswith("| toy | 2 | dense | ")
+    assert f" | {mean:.2f} ± {deviation:.2f} % | 50 % |" in line
+
+
+def test_other_sets_samples_and_seeds(runs):
+    folder = str(runs / "rope-0")
+    (entry,) = script.evaluate([folder], sets={"reads": {"instructions": 2}, "same": {"ignore": 0.0}}, samples=5)
+    assert {name: each["sequences"] for name, each in entry["test_sets"].items()} == {"reads": 5, "same": 5}
+    assert entry["test_sets"]["reads"]["tokens"] == 5
+    one, other = (
+        script.evaluate([folder], sets={"dense": {"ignore": 0.0}}, samples=40, seed=seed)[0]["test_sets"]["dense"]
+        for seed in (0, 1)
+    )
+    assert one == scores(runs / "rope-0")["dense"]
+    assert one["tokens"] != other["tokens"]
+
+
+def test_checkpoint_without_a_recipe(runs, tmp_path):
+    """Needs --task, and has the task's own parameters."""
+    folder = runs / "rope-0"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for saved in (model, transformers.AutoTokenizer.from_pretrained(folder)):
+        saved.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"does not say which task.*give --task. Allowed: 'flip_flop'"):
+        script.evaluate([str(tmp_path)])
+    sets = {"short": {"instructions": 4, "ignore": 0.0, "test_samples": 40}}
+    (entry,) = script.evaluate([str(tmp_path)], task="flip_flop", sets=sets)
+    assert entry["test_sets"]["short"] == scores(folder)["dense"]
+    _, configs, block = script.test_sets("x", None, task="counting", sets=None, samples=3, seed=2)
+    assert {name: config.pass_weight for name, config in configs.items()} == {
+        "in_distribution": 50,
+        "longer": 100,
+        "shorter": 10,
+    }
+    assert {(config.test_samples, config.seed) for config in configs.values()} == {(3, 2)}
+    assert block is None
+
+
+def test_command_line(runs, tmp_path, capsys):
+    folders = [str(runs / name) for name in ("rope-0", "rope-1")]
+    script.main([*folders, "--sets", 'dense={"ignore": 0.0}', "--json", str(tmp_path / "out.json"), "--solved", "0.5"])
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert capsys.readouterr().out.strip() == script.table(content["systems"])
+    assert content["solved"] == 0.5
+    assert [entry["test_sets"]["dense"] for entry in content["checkpoints"]] == [
+        scores(runs / name)["dense"] for name in ("rope-0", "rope-1")
+    ]
+    assert content["command"].startswith("python -m whatwhere.scripts.evaluate_task ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "flipflop"], "task='flipflop' is not valid. Did you mean 'flip_flop'"),
+        (["--samples", "0"], "samples=0 is not valid: it must be at least 1"),
+        (["--batch-size", "0"], "batch-size=0 is not valid"),
+        (["--solved", "2"], "solved=2.0 is not valid: it must be between 0 and 1"),
+        (["--solved", "nan"], "solved=nan is not valid"),
+        (["--sets", "sparse"], "sets='sparse' is not valid: it must be NAME=JSON"),
+        (["--sets", "sparse=[1]"], r"sets='sparse=\[1\]' is not valid"),
+        (["--sets", 'a={"ignor": 1}'], "test set 'a' of task 'flip_flop' is not valid: unknown parameter 'ignor'"),
+        (["--task", "alice", "--sets", 'a={"sentences": 1}'], "test set 'a' of task 'alice' is not valid: sentences=1"),
+        (["--task", "alice"], "does not know every word of 'Alice was"),
+        (["--task", "counting"], "does not know these symbols of the task"),
+    ],
+)
+def test_command_line_errors(runs, arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        script.main([str(runs / "rope-0"), *arguments])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert message.replace("\\", "") in error
+    assert "Traceback" not in error
+
+
+def test_checkpoint_errors(runs, tmp_path):
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        script.evaluate([str(tmp_path)], task="flip_flop")
+    absolute = toy_recipe("flip_flop", model__position_encoding="absolute", training__steps=1)
+    train(absolute, tmp_path / "absolute")
+    with pytest.raises(ValueError, match=r"samples have up to 10 tokens, and position_encoding='absolute' reaches 8"):
+        script.evaluate([str(tmp_path / "absolute")], sets={"long": {"instructions": 5}})
+
+
+# --- counting errors
+
+
+def test_count_errors_by_hand():
+    # The most likely token is 2 everywhere, but 1 at (1, 0).
+    logits = torch.zeros(3, 4, 5)
+    logits[..., 2] = 1
+    logits[1, 0, 1] = 2
+    labels = torch.full((3, 4), -100)
+    labels[0, 1:3] = torch.tensor([2, 3])
+    labels[1, 1] = 1
+    # nothing comes before it
+    labels[2, 0] = 4
+    counts = count_errors(logits, labels)
+    assert counts.tolist() == [3, 1, 2, 1]
+    assert summarise(counts.tolist()) == {"token_error": 1 / 3, "sequence_error": 0.5, "tokens": 3, "sequences": 2}
+
+
+# --- questions in words
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """A stock model that was trained on nothing, with bytes as tokens."""
+    transformers.set_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=258, n_positions=2048, n_embd=16, n_layer=1, n_head=2, bos_token_id=256, eos_token_id=256
+    )
+    config.initializer_range = 0.5
+    return transformers.GPT2LMHeadModel(config).eval(), build_tokenizer("bytes")
+
+
+@torch.no_grad()
+def test_choice_likelihoods_by_hand(stock):
+    """Choices of one and of several tokens, some of which differ only at their end."""
+    model, tokenizer = stock
+    choices = [" 0", " 1", " many", "x"]
+    found = choice_likelihoods(model, tokenizer, "How many? ", choices)
+    for choice, likelihood in zip(choices, found):
+        ids = tokenizer("How many? " + choice)["input_ids"]
+        chances = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        expected = sum(chances[place - 1, ids[place]].item() for place in range(len("How many? "), len(ids)))
+        assert likelihood.item() == pytest.approx(expected, rel=1e-5)
+    assert len(set(found.tolist())) == 4
+
+
+def test_alice_by_hand(stock):
+    model, tokenizer = stock
+    config = task_config("alice", {"test_samples": 6})
+    report = script.ask(model, tokenizer, config)
+    right, probability, answers = [], 0.0, []
+    for index in range(6):
+        row = config.row(config.sample("test", index))
+        choices = [f" {number}" for number in range(6)]
+        likelihoods = choice_likelihoods(model, tokenizer, row["prompt"] + "\n\nAnswer:", choices).tolist()
+        weights = [math.exp(each - max(likelihoods)) for each in likelihoods]
+        answers.append(int(row["answer"]))
+        right.append(weights.index(max(weights)) == answers[-1])
+        probability += weights[answers[-1]] / sum(weights)
+    assert report["questions"] == 6
+    assert report["accuracy"] == sum(right) / 6
+    assert report["probability"] == pytest.approx(probability / 6, rel=1e-5)
+    assert report["most_common"] == max(map(answers.count, answers)) / 6
+
+
+def test_alice_on_the_command_line(stock, tmp_path, capsys):
+    for saved in stock:
+        saved.save_pretrained(tmp_path)
+    arguments = ["--task", "alice", "--samples", "2", "--json", str(tmp_path / "out.json")]
+    script.main([str(tmp_path), *arguments])
+    content = json.loads((tmp_path / "out.json").read_text())
+    (system,) = content["systems"]
+    assert set(system["test_sets"]) == {"paper", "sentences_2", "sentences_3", "sentences_5"}
+    assert "| right answers | probability of the right answer |" in capsys.readouterr().out
+    paper = content["checkpoints"][0]["test_sets"]["paper"]
+    assert (paper["questions"], paper["most_common"], list(paper["accuracy_by_place"])) == (2, 1.0, ["earlier"])
