@@ -102,10 +102,11 @@ def main(arguments: list[str] | None = None) -> None:
         if speaks:
             found = report.collect(table, planned, small=options.small)
             found |= provenance("whatwhere.scripts.reproduce", arguments)
-            print(report.markdown(found))
-            print(f"Written: {report.write(found, options.output)}")
+            written = [report.write(found, options.output)]
             if options.cards:
-                print(f"Written: {report.write_card(found, options.cards)}")
+                written.append(report.write_card(found, options.cards))
+            print(report.markdown(found))
+            print(f"Written: {', '.join(map(str, written))}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
 

@@ -145,7 +145,7 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
             {
                 "seed": run.seed,
                 "value": columns[column].measure(found, run.folder),
-                "folder": str(run.folder),
+                "folder": "/".join(run.folder.parts[-2:]),
                 "steps": found["steps"],
                 "parameters": found["parameters"],
                 "seconds": found["seconds"],

@@ -187,6 +187,16 @@ def half(*fields: str) -> Override:
     return halved
 
 
+def mlp(layers: str) -> Override:
+    """Returns the override that takes CoPE_MLP, with as many positions as the recipe's own CoPE has."""
+
+    def changed(recipe: Recipe) -> list[str]:
+        positions = recipe.model["position_encoding_parameters"]["num_positions"]
+        return [*encoding("cope_mlp", f"{{hidden_units: 64, num_positions: {positions}, layers: {layers}}}")]
+
+    return changed
+
+
 def whole_context(recipe: Recipe) -> list[str]:
     """The override that gives CoPE as many positions as a sequence has tokens."""
     return [f"model.position_encoding_parameters.num_positions={recipe.data.sequence_length}"]
@@ -304,14 +314,8 @@ COPE_7 = Table(
             0.02 | 24.5
             """,
         ),
-        _flip_flop_row("cope-mlp", "CoPE_MLP", encoding("cope_mlp", "{hidden_units: 64}"), "0.03", "5.9"),
-        _flip_flop_row(
-            "cope-mlp-first",
-            "CoPE_MLP, 1st layer",
-            encoding("cope_mlp", "{hidden_units: 64, layers: first}"),
-            "0.9",
-            "24.3",
-        ),
+        _flip_flop_row("cope-mlp", "CoPE_MLP", (mlp("all"),), "0.03", "5.9"),
+        _flip_flop_row("cope-mlp-first", "CoPE_MLP, 1st layer", (mlp("first"),), "0.9", "24.3"),
         *(
             _flip_flop_row(
                 f"cope-alibi-{value}",
@@ -336,7 +340,8 @@ COPE_7 = Table(
     margin=ERROR_MARGIN,
     choices=_FLIP_FLOP_CHOICES
     + " Rows without a standard deviation seem to be single runs. Hard attention: the paper does not say how it is "
-    "trained; here attention is one-hot, and no gradient passes the choice.",
+    "trained; here attention is one-hot, and no gradient passes the choice. CoPE_ALiBi: Eq. 10 as printed, with "
+    "positive slopes, which favour distant keys.",
 )
 
 _SELECTIVE_COPY = tuple(
@@ -484,7 +489,8 @@ COPE_8 = Table(
     margin=0.1,
     seeds=1,
     choices="The paper gives one run of each. Perplexity is that of whole sequences without overlap. Optimiser, "
-    "schedule, regularisation and the form of the text are not stated: `wikitext103.yaml` says what is ours.",
+    "schedule, regularisation and the form of the text are not stated: `wikitext103.yaml` says what is ours. "
+    "CoPE_ALiBi: Eq. 10 as printed, with positive slopes, which favour distant keys.",
 )
 
 # --- PoPE, Table 1, and the table of the ICML version: indirect indexing
