@@ -16,6 +16,8 @@ from .position_pope import PoPE
 from .position_relative import RelativePosition
 from .position_rope import RotaryPositionEncoding
 from .position_sinusoidal import SinusoidalPositionEncoding
+from .position_stick_breaking import StickBreaking
+from .position_token_gated_cope import TokenGatedCoPE
 
 # Transformers ships the files that it can read in `from .x import` lines: the list cannot be discovered.
 POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
@@ -29,10 +31,12 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
         RotaryPositionEncoding,
         CoPE,
         PoPE,
+        StickBreaking,
+        TokenGatedCoPE,
     )
 }
 # Sums that are defined, tested and documented; written in this order.
-COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi")
+COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi", "token_gated_cope+rope")
 
 
 def list_position_encodings() -> list[str]:

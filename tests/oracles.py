@@ -149,3 +149,55 @@ def pope_attention(query, key, value, delta, parameters, positions):
                 weights = torch.softmax(torch.stack(logits), dim=0)
                 rows.append(weights @ value[b, g, : t + 1])
     return torch.stack(rows).view(B, H, T, D)
+
+
+def stick_breaking_oracle(query, key, value, visible, own, scaling, inclusive=False, rest=None):
+    """Stick-breaking attention, Eq. 1 and 2 of arXiv 2410.17980, one head, by products instead of sums of logarithms.
+
+    Args:
+        query: (Q, D). key: (K, D). value: (K, V). All float64.
+        visible: bool (Q, K).
+        own: the slot of each row's own token, which only `inclusive` lets it see; None for a row that sees nothing.
+        scaling: the factor on q.k.
+        inclusive: j <= i instead of j < i.
+        rest: (Q, V), what each row's remainder is multiplied with, or None.
+
+    Returns:
+        (Q, V), the weights (Q, K) and the remainders (Q,).
+    """
+    outputs, weights, remainders = [], [], []
+    for i in range(query.shape[0]):
+        keys = [j for j in range(key.shape[0]) if visible[i, j] and (inclusive or j != own[i])]
+        betas = {j: 1 / (1 + torch.exp(-torch.dot(query[i], key[j]) * scaling)) for j in keys}
+        row = []
+        for j in range(key.shape[0]):
+            weight = betas[j] if j in betas else query.new_zeros(())
+            for k in keys:
+                if k > j:
+                    weight = weight * (1 - betas[k])
+            row.append(weight)
+        remainder = query.new_ones(()) - sum(row)
+        output = sum(weight * value[j] for j, weight in enumerate(row))
+        outputs.append(output if rest is None else output + remainder * rest[i])
+        weights.append(torch.stack(row))
+        remainders.append(remainder)
+    return torch.stack(outputs), torch.stack(weights), torch.stack(remainders)
+
+
+def token_gated_cope_oracle(query, key, value, position_query, gates, table, visible, scaling):
+    """Token-gated CoPE as its note prints it, one head; position_query (Q, D) is W_p q; gates (K,), table (P, D)."""
+    last = table.shape[0] - 1.001
+
+    def term(i, logits):
+        added, count = [], torch.zeros((), dtype=query.dtype)
+        for j, logit in enumerate(logits):
+            if logit is not None:
+                count = count + gates[j]
+            position = count if count <= last else torch.full((), last, dtype=query.dtype)
+            floor = math.floor(position.item())
+            fraction = position - floor
+            embedding = (1 - fraction) * table[floor] + fraction * table[floor + 1]
+            added.append(torch.dot(position_query[i], embedding) * scaling)
+        return added
+
+    return attention_oracle(query, key, value, visible, scaling, term)

@@ -15,6 +15,8 @@ VARIANTS = {
     "pope:partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
     "relative:last": {"num_positions": 8, "beyond": "last"},
     "relative:none": {"num_positions": 8, "beyond": "none"},
+    "stick_breaking:value": {"remainder": "value", "inclusive": True},
+    "stick_breaking:head_bias": {"remainder": "head_bias"},
 }
 # Variants by other fields of the configuration.
 FIELD_VARIANTS = {
@@ -36,6 +38,8 @@ FIELDS = {
     "cope": {"position_encoding_parameters": {"num_positions": 6}},
     "cope+rope": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
     "cope+relative": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
+    "token_gated_cope": {"position_encoding_parameters": {"num_positions": 9}},
+    "token_gated_cope+rope": {"position_encoding_parameters": {"token_gated_cope": {"num_positions": 9}}},
 }
 # Every encoding in both families; variants in turn.
 CASES = [
@@ -372,7 +376,12 @@ def test_eager_returns_weights(family, encoding):
     assert [a.shape for a in outputs.attentions] == [(2, 4, 9, 9)] * 2
     assert len(outputs.hidden_states) == 3
     for weights in outputs.attentions:
-        close(weights.sum(-1), torch.ones(2, 4, 9))
+        if encoding.startswith("stick_breaking"):
+            # What is left of the stick belongs to no key.
+            assert weights.min() >= 0
+            assert 0 < weights.sum(-1).max() < 1
+        else:
+            close(weights.sum(-1), torch.ones(2, 4, 9))
         assert weights.triu(1).abs().max() == 0
 
 

@@ -1,0 +1,444 @@
+"""Stick-breaking attention (Tan, Shen, Yang, Courville, Panda 2024, 2410.17980): replaces softmax, needs no positions.
+
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D key width, V value width; N = B * G;
+C a chunk of N; n = H // G heads that share a key head; R rows of a block; W columns of its window (newest key first,
+see `attention_blockwise`).
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .attention_blockwise import (
+    _NAMESPACE,
+    DIRECT_ROWS,
+    MASKED,
+    Block,
+    _add_product,
+    _Attention,
+    _check,
+    _product,
+    _reversed,
+    _without_autocast,
+    compute_dtype,
+)
+from .position_encoding import Parameters, PositionContext, PositionEncoding
+
+# Above it softplus(x) is taken as x (the paper's stabilised softplus).
+LINEAR = 15.0
+
+# An additive mask hides a key with numbers below this: the lowest one of any type, -inf, -1e4.
+HIDDEN = -1e3
+
+# A stick is spent when exp(-this) of it is left: far below what its output resolves in that type. (Where exp(-x) leaves
+# the range of normal numbers, processors take a hundred times as long.)
+SPENT = {torch.float32: 40.0, torch.float64: 80.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class StickBreakingParameters(Parameters):
+    """Parameters of stick-breaking attention.
+
+    Attributes:
+        inclusive: a token may attend to itself (j <= i). False: only to older ones (j < i), as in the paper.
+        remainder: what the rest of the stick, 1 - sum_j A_ij, is multiplied with: "none"; "value", the value of the
+            query's own token; "head_bias", a learned vector of each head, and then a GroupNorm of each head's output
+            follows, as in the released model.
+    """
+
+    inclusive: bool = False
+    remainder: Literal["none", "value", "head_bias"] = "none"
+
+    def validate(self, config: Any) -> None:
+        kind = getattr(config, "attention_weights", "softmax")
+        if kind != "softmax":
+            raise ValueError(
+                f"attention_weights={kind!r} is not valid with position_encoding='stick_breaking', which has weights "
+                "of its own: it must be 'softmax', the default."
+            )
+
+
+def break_stick(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns weights (..., K) and what is left, (...), of logits z (..., K), `MASKED` where hidden, oldest key first.
+
+    log A_ij = z_ij - sum of softplus(z_ik) over k = j..i: the paper's log-space form, with beta_ij = sigmoid(z_ij).
+    """
+    spent = F.softplus(logits, threshold=LINEAR).flip(-1).cumsum(-1)
+    return torch.exp(logits - spent.flip(-1)), torch.exp(-spent[..., -1])
+
+
+def _without_own(mask: torch.Tensor) -> torch.Tensor:
+    """Hides the newest key that each row sees, its own token, in a 4D mask (..., Q, K), bool or additive."""
+    seen = mask if mask.dtype == torch.bool else mask > HIDDEN
+    own = mask.shape[-1] - 1 - seen.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+    return mask.scatter(-1, own, False if mask.dtype == torch.bool else float("-inf"))
+
+
+def _direct(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    strict: bool,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All weights at once, by ordinary differentiable operations: the specification, and the fast way for a few rows.
+
+    Of a 4D mask the own keys are taken out already. Returns the output, the remainder and the weights.
+    """
+    B, H, Q, D = query.shape
+    G, K, V = key.shape[1], key.shape[2], value.shape[3]
+    dtype = compute_dtype(query.dtype)
+    with _without_autocast(query.device):
+        logits = query.reshape(B, G, H // G * Q, D) @ key.transpose(2, 3)
+        logits = (logits.to(dtype) * scaling).view(B, H, Q, K)
+        if mask is not None and mask.is_floating_point():
+            logits = (logits + mask.to(dtype)).clamp(min=MASKED)
+            logits = logits.masked_fill(mask <= HIDDEN, MASKED)
+        else:
+            if mask is None or mask.dim() == 2:
+                slots = torch.arange(K, device=query.device)
+                own = slots[K - Q :, None]
+                visible = (slots < own if strict else slots <= own)[None]
+                if mask is not None:
+                    segment = mask[:, K - Q :, None]
+                    visible = visible & (segment == mask[:, None, :]) & (segment >= 0)
+                visible = visible[:, None]
+            else:
+                visible = mask
+            logits = logits.masked_fill(~visible, MASKED)
+        weights, remainder = break_stick(logits)
+        weights = F.dropout(weights, dropout).to(query.dtype)
+        output = weights.to(value.dtype).view(B, G, H // G * Q, K) @ value
+        return output.view(B, H, Q, V), remainder, weights
+
+
+class _Window:
+    """The keys of a block up to where the stick of every row is spent; those further left are not touched.
+
+    The window of one block is a good guess for the next. Sticks that are never spent (all logits far below 0) need all
+    keys: correct, and slower.
+    """
+
+    def __init__(self, attention: _Attention, strict: bool) -> None:
+        self.attention = attention
+        size = attention.block_size
+        # Row r of a block has its own key in column R - 1 - r.
+        own = torch.eye(size, dtype=attention.dtype, device=attention.device).flip(1)
+        self.own_logits = own * MASKED if strict else None
+        self.limit = SPENT[attention.dtype]
+        self.least = math.exp(-self.limit)
+        # With logits near 0, of which each takes 0.7 of the limit.
+        self.guess = size + 96
+
+    def open(self, chunk: slice, block: Block) -> tuple[slice, torch.Tensor, torch.Tensor]:
+        """Returns the window's columns, the logits (C, n, R, W), and the sums of softplus from the newest key on."""
+        attention, columns = self.attention, block.columns
+        all_columns = columns.stop - columns.start
+        R = block.rows.stop - block.rows.start
+        width = min(all_columns, self.guess)
+        while True:
+            part = dataclasses.replace(
+                block,
+                columns=slice(columns.start, columns.start + width),
+                visible=None if block.visible is None else block.visible[..., :width],
+                additive=None if block.additive is None else block.additive[..., :width],
+            )
+            logits = attention.logits(chunk, part, keep=False)
+            # Of a 4D mask the own keys are taken out already.
+            if self.own_logits is not None and attention.mask is None:
+                near = min(R, width)
+                logits[..., :near].add_(attention._future(self.own_logits, R, near))
+            spent = attention.buffer(1, *logits.shape)
+            torch.ops.aten.softplus.out(logits, 1.0, LINEAR, out=spent)
+            spent.cumsum_(-1)
+            done = spent[..., -1] >= self.limit
+            if attention.first_visible is not None:
+                # The rest of the columns is hidden from a row whose document begins in the window.
+                rows = slice(attention.offset + block.rows.start, attention.offset + block.rows.stop)
+                first = attention.first_visible[block.batch, rows]
+                done |= (first >= attention.K - part.columns.stop)[:, None]
+            if width == all_columns or bool(done.all()):
+                break
+            width = min(all_columns, width + width // 2)
+        # The first row of a block spends last, as a rule.
+        spending = int((spent[:, :, 0] < self.limit).sum(-1).max())
+        if spending < width:
+            self.guess = (spending * 9 // 128 + 2) * 16
+        elif not bool(done.all()):
+            self.guess = max(self.guess, 2 * all_columns)
+        return part.columns, logits, spent
+
+    def weights(self, logits: torch.Tensor, spent: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Returns the weights (C, n, R, W), those below exp(-limit) as 0."""
+        # The exponential of numbers far below 0 would be slow.
+        torch.sub(logits, spent, out=out).clamp_(min=-self.limit - 1).exp_()
+        return torch.threshold_(out, self.least, 0.0)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::stick_breaking_forward", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    strict: bool,
+    scaling: float,
+    dropout: float,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad(), _without_autocast(query.device):
+        attention = _Attention(query, key, value, mask, (), seed, "[]", scaling, dropout, block_size)
+        window = _Window(attention, strict)
+        N, n, Q, V = attention.N, attention.n, attention.Q, attention.V
+        out = query.new_zeros(*query.shape[:3], V)
+        remainder = torch.ones(query.shape[:3], dtype=attention.dtype, device=query.device)
+        out_view, remainder_view = out.view(N, n, Q, V), remainder.view(N, n, Q)
+        for chunk, block in attention.blocks():
+            columns, logits, spent = window.open(chunk, block)
+            C, n, R, W = logits.shape
+            remainder_view[chunk, :, block.rows] = torch.exp(-spent[..., -1])
+            weights = window.weights(logits, spent, out=logits)
+            if dropout > 0:
+                weights.mul_(attention.keep_mask(chunk, block, weights))
+            rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[chunk, columns])
+            out_view[chunk, :, block.rows] = rows.view(C, n, R, V).to(out.dtype)
+        return out, remainder
+
+
+@_forward.register_fake
+def _(query, key, value, mask, seed, strict, scaling, dropout, block_size):
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::stick_breaking_backward", mutates_args=())
+def _backward(
+    grad: torch.Tensor,
+    grad_remainder: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    strict: bool,
+    scaling: float,
+    dropout: float,
+    block_size: int,
+) -> list[torch.Tensor]:
+    with torch.no_grad(), _without_autocast(query.device):
+        attention = _Attention(query, key, value, mask, (), seed, "[]", scaling, dropout, block_size)
+        window = _Window(attention, strict)
+        N, n, Q, K, D, V = attention.N, attention.n, attention.Q, attention.K, attention.D, attention.V
+        grad_query = torch.zeros(N, n, Q, D, dtype=attention.dtype, device=query.device)
+        grad_key = torch.zeros(N, K, D, dtype=attention.dtype, device=query.device)
+        grad_value = torch.zeros(N, K, V, dtype=attention.dtype, device=query.device)
+        grad, grad_remainder = grad.reshape(N, n, Q, V), grad_remainder.reshape(N, n, Q)
+        for chunk, block in attention.blocks():
+            columns, logits, spent = window.open(chunk, block)
+            C, n, R, W = logits.shape
+            left = torch.exp(-spent[..., -1]).mul_(grad_remainder[chunk, :, block.rows])
+            weights = window.weights(logits, spent, out=attention.buffer(2, C, n, R, W))
+            grad_rows = grad[chunk, :, block.rows].reshape(C, n * R, V)
+            key_part, value_part = attention.key[chunk, columns], attention.value[chunk, columns]
+            shares = _product(grad_rows, value_part.transpose(1, 2), out=attention.buffer(3, C, n * R, W))
+            shares = shares.view(C, n, R, W)
+            dropped = weights
+            if dropout > 0:
+                keep = attention.keep_mask(chunk, block, weights)
+                shares.mul_(keep)
+                dropped = keep.mul_(weights)
+            dropped = dropped.view(C, n * R, W).to(value.dtype)
+            _add_product(grad_value[chunk, columns], dropped.transpose(1, 2), grad_rows)
+            # d(log A_ij); its sum over j <= k, and the remainder's part, is the gradient of -softplus(z_ik).
+            shares.mul_(weights)
+            older = torch.cumsum(shares, -1, out=spent)
+            total = older[..., -1:] + left[..., None]
+            older.neg_().add_(total).add_(shares)
+            grad_logits = shares.sub_(torch.ops.aten.softplus_backward(older, logits, 1.0, LINEAR))
+            grad_logits = grad_logits.view(C, n * R, W).to(query.dtype)
+            grad_query[chunk, :, block.rows] = _product(grad_logits, key_part).mul_(scaling).view(C, n, R, D)
+            flat = block.query.reshape(C, n * R, D)
+            _add_product(grad_key[chunk, columns], grad_logits.transpose(1, 2), flat)
+        return [
+            grad_query.view(query.shape).to(query.dtype),
+            _reversed(grad_key.mul_(scaling).view(key.shape), key.shape).to(key.dtype),
+            _reversed(grad_value.view(value.shape), value.shape).to(value.dtype),
+        ]
+
+
+@_backward.register_fake
+def _(grad, grad_remainder, query, key, value, mask, seed, strict, scaling, dropout, block_size):
+    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value)]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, key, value, mask, seed, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, mask, seed)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, grad_remainder: torch.Tensor) -> tuple:
+    results = _backward(grad, grad_remainder, *ctx.saved_tensors, *ctx.settings)
+    return (*results, None, None, None, None, None, None)
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError(
+        "blockwise stick-breaking attention has no second derivative: use attn_implementation='eager' for gradients of "
+        "gradients"
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse)
+
+
+def stick_breaking_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    scaling: float,
+    inclusive: bool = False,
+    dropout: float = 0.0,
+    block_size: int = 64,
+    direct: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Stick-breaking attention, in memory proportional to the length; touches only keys for which some stick is left.
+
+    Hidden keys (padding, other documents, other branches of a tree) take nothing: beta 0, log(1 - beta) 0.
+
+    Args:
+        query: (B, H, Q, D), float16, bfloat16, float32 or float64.
+        key: (B, G, K, D), H a multiple of G, K at least Q. Query row i has key slot K - Q + i without a 4D mask.
+        value: (B, G, K, V).
+        mask: None, segments, or a 4D mask, as in `blockwise_attention`. With a 4D mask the newest key that a row sees
+            is its own token, as in the masks of static caches and of trees.
+        scaling: the factor on q.k.
+        inclusive: tokens may attend to themselves.
+        dropout: probability of dropping a weight; the remainder is that of all weights.
+        block_size: query rows per block.
+        direct: True: all weights at once. None: so if there are at most 4 query rows.
+
+    Returns:
+        The output (B, H, Q, V) in the type of the query, the remainder 1 - sum_j A_ij (B, H, Q), float32 (float64 for
+        float64), and with `direct=True` the weights (B, H, Q, K), otherwise None. Rows that see nothing give 0, and a
+        remainder of 1.
+    """
+    _check(query, key, value, mask.detach() if direct and mask is not None else mask)
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if mask is not None and mask.dim() == 4 and not inclusive:
+        mask = _without_own(mask)
+    if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
+        output, remainder, weights = _direct(query, key, value, mask, scaling, not inclusive, dropout)
+        return output, remainder, weights if direct else None
+    seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
+    return *_forward(query, key, value, mask, seed, not inclusive, scaling, dropout, block_size), None
+
+
+class HeadBias(nn.Module):
+    """What the remainder is multiplied with: weight (H, D), 0 at the start."""
+
+    def __init__(self, heads: int, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads, channels))
+
+    def reset(self) -> None:
+        init.zeros_(self.weight)
+
+    def forward(self, first: int, heads: int) -> torch.Tensor:
+        """Returns the vectors of some heads: (heads, 1, D)."""
+        return self.weight[first : first + heads, None]
+
+
+class HeadNorm(nn.Module):
+    """GroupNorm with one group for each head: weight and bias (H, D)."""
+
+    def __init__(self, heads: int, channels: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, channels))
+        self.bias = nn.Parameter(torch.zeros(heads, channels))
+        self.eps = eps
+
+    def reset(self) -> None:
+        init.ones_(self.weight)
+        init.zeros_(self.bias)
+
+    def forward(self, states: torch.Tensor, first: int) -> torch.Tensor:
+        """Normalises states (B, heads, Q, D), those of the heads from `first` on, over their channels."""
+        heads = slice(first, first + states.shape[1])
+        normed = F.layer_norm(states, states.shape[-1:], eps=self.eps)
+        return normed * self.weight[heads, None].to(states.dtype) + self.bias[heads, None].to(states.dtype)
+
+
+class StickBreaking(PositionEncoding):
+    """Stick-breaking attention: the newest key that matches takes what it wants, older ones share what is left.
+
+        beta_ij = sigmoid(z_ij), z_ij the scaled, masked logit
+        A_ij = beta_ij * product of (1 - beta_ik) over j < k < i (Eq. 2; with `inclusive`, j <= i and j < k <= i)
+        output_i = sum_j A_ij v_j + (1 - sum_j A_ij) * what the remainder gets
+
+    Recency is built in, so there are no positions and no limit on length. Weights sum to at most 1; with the default
+    the first token of a text attends to nothing, and gets 0. Computed in log space, in float32. The blockwise path
+    touches only the keys up to where the sticks are spent (less than 1e-17 is left).
+    """
+
+    name = "stick_breaking"
+    paper = "Tan et al. 2024 (2410.17980)"
+    summary = "not softmax: the newest key that matches takes its share of the stick, older ones of what is left"
+    parameters_class = StickBreakingParameters
+    stock_implementations: ClassVar[tuple[str, ...]] = ()
+    default_implementation = "blockwise"
+
+    def __init__(self, config: Any, parameters: StickBreakingParameters, layer_idx: int) -> None:
+        super().__init__(config, parameters, layer_idx)
+        learned = parameters.remainder == "head_bias"
+        heads = config.num_attention_heads
+        self.head_bias = HeadBias(heads, self.head_dim) if learned else None
+        self.norm = HeadNorm(heads, self.head_dim) if learned else None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        context: PositionContext,
+        *,
+        scaling: float,
+        dropout: float,
+        blockwise: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, remainder, weights = stick_breaking_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            scaling=scaling,
+            inclusive=self.parameters_.inclusive,
+            dropout=dropout,
+            direct=None if blockwise else True,
+        )
+        if self.parameters_.remainder == "none":
+            return output, weights
+        heads = query.shape[1]
+        dtype = output.dtype
+        output = output.to(remainder.dtype)
+        if self.head_bias is not None and self.norm is not None:
+            # Here, not in `finish`: under tensor parallelism the context tells which heads these are.
+            first = context.get("head_offset", 0)
+            output = self.norm(output + remainder[..., None] * self.head_bias(first, heads), first)
+        else:
+            own = context["new_value"]
+            output = output + remainder[..., None] * own.repeat_interleave(heads // own.shape[1], dim=1)
+        return output.to(dtype), weights

@@ -1,0 +1,268 @@
+"""Token-gated CoPE: the specification and the blockwise path against the note's formulas; gates, table, hybrid."""
+
+import types
+
+import pytest
+import torch
+
+import oracles
+import whatwhere.attention_blockwise as blockwise
+from test_attention_blockwise import LargestTensor
+from tiny import tiny_config
+from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from whatwhere.position_encoding import BlockTerm, join_digits
+from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_token_gated_cope import (
+    TokenGatedCoPE,
+    TokenGatedCoPEParameters,
+    TokenGatedCoPETerm,
+    running_sums,
+)
+
+CONFIG = types.SimpleNamespace(hidden_size=6, num_attention_heads=4, head_dim=4, max_position_embeddings=48)
+
+
+def inputs(Q, K, P, *, B=2, H=4, G=2, dtype=torch.float64):
+    """Queries, keys, values, W_p q, gates, table."""
+    shapes = [(B, H, Q, 4), (B, G, K, 4), (B, G, K, 3), (B, H, Q, 4), (B, H, K), (P, 4)]
+    tensors = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    tensors[4] = torch.sigmoid(tensors[4])
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def oracle(query, key, value, position_query, gates, table, visible):
+    n = query.shape[1] // key.shape[1]
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    oracles.token_gated_cope_oracle(
+                        query[b, h],
+                        key[b, h // n],
+                        value[b, h // n],
+                        position_query[b, h],
+                        gates[b, h],
+                        table,
+                        visible,
+                        0.5,
+                    )
+                    for h in range(query.shape[1])
+                ]
+            )
+            for b in range(query.shape[0])
+        ]
+    )
+
+
+def eager(query, key, value, position_query, gates, table, visible):
+    n = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(n, 1).transpose(2, 3) * 0.5
+    logits = logits.masked_fill(~visible, MASKED)
+    bias = TokenGatedCoPETerm.bias(logits, query, (position_query, gates, table), {"scale": 0.5})
+    weights = torch.softmax(logits + bias, -1) * visible.any(-1, keepdim=True)
+    return weights @ value.repeat_interleave(n, 1)
+
+
+def blocks(query, key, value, position_query, gates, table, mask, **settings):
+    terms = [BlockTerm("token_gated_cope", (position_query, gates, table), {"scale": 0.5})]
+    settings = {"block_size": 3, "direct": False, **settings}
+    return blockwise_attention(query, key, value, mask=mask, scaling=0.5, terms=terms, **settings)
+
+
+def tree(Q, K):
+    """Rows that see what no other row sees: branches, and one row that sees nothing."""
+    visible = torch.rand(Q, K) < 0.6
+    visible &= oracles.visible_oracle(Q, K)
+    visible[range(Q), range(K - Q, K)] = True
+    visible[2] = False
+    return visible
+
+
+@pytest.mark.parametrize("num_positions", [2, 4, 20], ids=lambda number: f"P{number}")
+@pytest.mark.parametrize("mask", ["causal", "packed-padded", "tree"])
+def test_equals_the_note(num_positions, mask):
+    """Outputs and every gradient, at once and in blocks, with every form of a mask."""
+    Q, K = 7, 9
+    states = inputs(Q, K, num_positions)
+    segments = [-1, 0, 0, -1, 0, 1, 1, 1, -1] if mask == "packed-padded" else None
+    visible = tree(Q, K) if mask == "tree" else oracles.visible_oracle(Q, K, segments)
+    expected = oracle(*states, visible)
+    grad = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, states, grad)
+    compact = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    additive = torch.where(visible, 0.0, torch.finfo(torch.float16).min).half()
+    additive[~visible.any(-1)] = float("-inf")
+    forms = [visible[None, None], additive[None, None]]
+    found = [eager(*states, visible), *(blocks(*states, form) for form in forms)]
+    if mask != "tree":
+        found += [blocks(*states, compact), blocks(*states, compact, direct=True)]
+    for out in found:
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        for one, other in zip(torch.autograd.grad(out, states, grad), truth):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_many_blocks_equal_one():
+    """Documents and padding that begin and end inside of blocks, counts past the table."""
+    T = 100
+    segments = torch.arange(T, dtype=torch.int32).repeat(2, 1) // 40
+    segments[0, 90:] = -1
+    segments[1] = torch.arange(T) // 65
+    states = inputs(T, T, 15)
+    expected = blocks(*states, segments, direct=True)
+    found = blocks(*states, segments, block_size=16)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    for one, other in zip(torch.autograd.grad(found, states, grad), torch.autograd.grad(expected, states, grad)):
+        torch.testing.assert_close(one, other)
+
+
+def test_running_sums():
+    """Segments need not be contiguous, nor in order."""
+    numbers = torch.rand(2, 3, 8)
+    segments = torch.tensor([[0, 0, 2, 0, 1, 1, -1, 2], [3, 3, 3, 3, -1, -1, 0, 0]], dtype=torch.int32)
+    expected = torch.zeros_like(numbers)
+    for b in range(2):
+        for slot in range(8):
+            same = segments[b, : slot + 1] == segments[b, slot]
+            expected[b, :, slot] = (numbers[b, :, : slot + 1] * same).sum(-1)
+    torch.testing.assert_close(running_sums(numbers, segments), expected)
+    torch.testing.assert_close(running_sums(numbers, None), numbers.cumsum(-1))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "blockwise"])
+def test_layer_equals_the_note(implementation):
+    """From hidden states: gates of each head, W_p, the table; gradients of all parameters."""
+    B, H, G, T, E = 2, 4, 2, 6, 6
+    layer = TokenGatedCoPE(CONFIG, TokenGatedCoPEParameters(3), 0).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(B, T, E, dtype=torch.float64, requires_grad=True)
+    query, key, value, *_ = inputs(T, T, 3)
+    visible = oracles.visible_oracle(T, T)
+    weight, bias = layer.gate.weight, layer.gate.bias
+    gates = torch.stack([1 / (1 + torch.exp(-(hidden @ weight[h] + bias[h]))) for h in range(H)], 1)
+    position_query = torch.einsum("de,bhqe->bhqd", layer.position_query.weight, query)
+    expected = oracle(query, key, value, position_query, gates, layer.table.weight, visible)
+
+    context = {"query_positions": torch.arange(T)[None]}
+    turned, same = layer.rotate(query, key, context)
+    assert turned is query
+    assert same is key
+    carried = layer.carry(hidden, key, context)
+    assert carried.shape == (B, G, T, 2 * H // G)
+    context = {**context, "carried": {"token_gated_cope": carried}}
+    if implementation == "eager":
+        logits = query @ key.repeat_interleave(H // G, 1).transpose(2, 3) * 0.5
+        logits = logits.masked_fill(~visible, torch.finfo(torch.float32).min)
+        weights = torch.softmax(logits + layer.bias(logits, query, context, 0.5), -1)
+        out = weights @ value.repeat_interleave(H // G, 1)
+    else:
+        out = blockwise_attention(query, key, value, scaling=0.5, terms=[layer.block_term(context, 0.5)])
+    torch.testing.assert_close(out, expected)
+    grad, states = torch.randn_like(expected), [hidden, query, key, value, *layer.parameters()]
+    for one, other in zip(torch.autograd.grad(out, states, grad), torch.autograd.grad(expected, states, grad)):
+        torch.testing.assert_close(one, other)
+
+
+def test_hybrid_takes_the_query_before_rotation():
+    """W_p q is that of the query as projected; content uses the rotated one, as RoPE alone has it."""
+    config = tiny_config("llama", "token_gated_cope+rope")
+    rope_config = tiny_config("llama", "rope")
+    encoding, rope = PositionEncodings(config, 0), PositionEncodings(rope_config, 0)
+    for parameter in encoding.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, positions = torch.randn(1, 5, 32), torch.arange(5)[None]
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    context = SharedPositionEncodings(config)(hidden, positions, None, 0, 5)
+    turned = encoding.rotate(query, key, context)
+    expected = rope.rotate(query, key, SharedPositionEncodings(rope_config)(hidden, positions, None, 0, 5))
+    for one, other in zip(turned, expected):
+        torch.testing.assert_close(one, other)
+    assert not torch.allclose(turned[0][:, :, 1:], query[:, :, 1:])
+    context["carried"] = encoding.carry(hidden, turned[1], context)
+    (term,) = encoding.block_terms(context, 0.5)
+    torch.testing.assert_close(term.tensors[0], query @ encoding["token_gated_cope"].position_query.weight.T)
+
+
+def test_clamped_counts_have_the_last_position_and_no_gradient():
+    """Gates of 1: counts 1, 2, 2.999, 2.999, ... with four entries; nearly the last entry, and no gradient from it."""
+    query, key, value, position_query, gates, table = inputs(8, 8, 4)
+    gates = torch.ones_like(gates).requires_grad_()
+    logits = torch.zeros(2, 4, 8, 8, dtype=torch.float64).masked_fill(~oracles.visible_oracle(8, 8), MASKED)
+    bias = TokenGatedCoPETerm.bias(logits, query, (position_query, gates, table), {"scale": 1.0})
+    for j, embedding in enumerate([table[1], table[2], *[0.001 * table[2] + 0.999 * table[3]] * 6]):
+        torch.testing.assert_close(bias[:, :, 7, j], position_query[:, :, 7] @ embedding)
+    (grad,) = torch.autograd.grad(bias[:, :, 7, 2:].sum(), gates)
+    assert not grad.any()
+    for mask in (None, oracles.visible_oracle(8, 8)[None, None]):
+        out = blocks(query, key, value, position_query, gates, table, mask)
+        (grad,) = torch.autograd.grad(out.sum(), gates)
+        # Only the first and the second count are below 2.999.
+        assert grad[:, :, :2].any()
+        assert not grad[:, :, 2:].any()
+
+
+def test_gates_keep_their_digits_in_bfloat16():
+    layer = TokenGatedCoPE(CONFIG, TokenGatedCoPEParameters(), 0).bfloat16()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, query, key = torch.randn(1, 50, 6), torch.randn(1, 4, 50, 4), torch.randn(1, 2, 50, 4)
+    hidden, query, key = hidden.bfloat16(), query.bfloat16(), key.bfloat16()
+    context = {}
+    layer.rotate(query, key, context)
+    carried = layer.carry(hidden, key, context)
+    assert carried.dtype == torch.bfloat16
+    gates = join_digits(carried).transpose(2, 3).flatten(1, 2)
+    logits = torch.nn.functional.linear(hidden, layer.gate.weight, layer.gate.bias).float()
+    torch.testing.assert_close(gates, torch.sigmoid(logits).transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("reach", "expected"), [(48, 48), (5000, 2048), (1, 2)])
+def test_default_num_positions(reach, expected):
+    config = types.SimpleNamespace(**{**vars(CONFIG), "max_position_embeddings": reach})
+    assert TokenGatedCoPEParameters().resolve(config).num_positions == expected
+    assert TokenGatedCoPEParameters(7).resolve(config).num_positions == 7
+
+
+@pytest.mark.parametrize("num_positions", [-1, 0, 1])
+def test_refuses_short_tables(num_positions):
+    with pytest.raises(ValueError, match=rf"num_positions'\]={num_positions}.* at least 2"):
+        tiny_config("llama", "token_gated_cope", position_encoding_parameters={"num_positions": num_positions})
+
+
+def test_initialisation():
+    """N(0, 0.02) everywhere, and zero biases of the gates."""
+    config = types.SimpleNamespace(hidden_size=64, num_attention_heads=32, head_dim=48, max_position_embeddings=100)
+    layer = TokenGatedCoPE(config, TokenGatedCoPEParameters(), 0)
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        "gate.weight": (32, 64),
+        "gate.bias": (32,),
+        "table.weight": (100, 48),
+        "position_query.weight": (48, 48),
+    }
+    for part in (layer.gate, layer.table, layer.position_query):
+        torch.nn.init.ones_(part.weight)
+        part.reset()
+        assert abs(part.weight.std().item() / 0.02 - 1) < 0.1
+        assert abs(part.weight.mean().item()) < 0.002
+    assert not layer.gate.bias.any()
+
+
+def test_memory_is_linear_in_length():
+    """No operation of a training step makes a tensor with T * T elements."""
+    sizes = []
+    for T in (512, 1024):
+        states = inputs(T, T, 64, B=1, H=2, dtype=torch.float32)
+        with LargestTensor() as mode, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blockwise, "CHUNK_LOGITS", 1)
+            torch.autograd.grad(blocks(*states, None, block_size=64).sum(), states)
+        sizes.append(mode.largest)
+    assert sizes[1] <= 2.2 * sizes[0]
+    assert sizes[1] <= 64 * 1024 * 2
+
+
+def test_claims():
+    assert TokenGatedCoPE.default_implementation == "blockwise"
+    assert TokenGatedCoPE.stock_implementations == ("sdpa",)
+    assert "2405.18719" not in TokenGatedCoPE.paper
