@@ -229,6 +229,10 @@ def test_task_recipe_is_filled_in():
     }
     assert recipe.data.loss == "answer"
     assert parse_recipe(recipe.resolved()) == recipe
+    text = parse_recipe(VALID).resolved()["data"]
+    assert set(recipe.resolved()["data"]) - set(text) == {
+        *("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
+    }
     # One number for every test set; the seed of training is the recipe's, that of tests is not.
     fewer = parse_recipe(toy(data__test_samples=5, seed=4))
     assert [values["test_samples"] for values in fewer.data.test_sets.values()] == [5, 5, 5]

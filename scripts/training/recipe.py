@@ -243,8 +243,15 @@ class Recipe:
             )
 
     def resolved(self) -> dict[str, Any]:
-        """Returns every key with its value: `parse_recipe` makes an equal recipe of it."""
-        return dataclasses.asdict(self)
+        """Returns every key with its value: `parse_recipe` makes an equal recipe of it.
+
+        A recipe of text has no keys of toy tasks.
+        """
+        values = dataclasses.asdict(self)
+        if self.data.source != "task":
+            for key in _TASK_KEYS:
+                del values["data"][key]
+        return values
 
 
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
