@@ -1,7 +1,8 @@
 """CoPE, Contextual Position Encoding (Golovneva, Wang, Weston, Sukhbaatar, 2405.18719).
 
-Axes: B batch, H query heads, Q query length, K key length, D head dim, P positions in the table; in blocks: C a chunk
-of (batch, key head), n heads that share a key head, R rows, W columns (newest key first, see `attention_blockwise`).
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size, P positions in the
+table; in blocks: C a chunk of (batch, key head), n heads that share a key head, R rows, W columns (newest key first,
+see `attention_blockwise`), S pieces of a function of the position.
 """
 
 import dataclasses
@@ -14,6 +15,10 @@ from transformers import initialization as init
 
 from .attention_blockwise import MASKED, TERMS, Block, Term
 from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+from .position_rope import rotated
+
+# A content logit below this is masked: half precision's masks begin at -65504.
+HIDDEN = -5e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,22 +27,37 @@ class CoPEParameters(Parameters):
 
     Attributes:
         num_positions: entries of the table; contextual positions are clamped to num_positions - 1. 64 in the paper's
-            language models.
-        gates: what opens the gates: "key", the content logits themselves.
+            language models; Table 8 has 16 and the length of the context, too.
+        gates: what opens the gates (end of Section 4). "key": the content logits themselves. "separate_key": q.x times
+            the same factor, x a projection of the hidden state of its own (no bias), cached beside the keys: G * D more
+            numbers per token. "value": q.v times the factor.
         scale_positions: multiply q.e[p] by the factor on q.k too (Eq. 6 under one 1/sqrt(d)); False as in Listing 1.
         share_across_layers: one table for all layers, instead of one in each.
+        every_n_layers: CoPE is in the layers 0, n, 2 n, ...; the others see no positions of CoPE.
     """
 
     num_positions: int = 64
-    gates: Literal["key"] = "key"
+    gates: Literal["key", "separate_key", "value"] = "key"
     scale_positions: bool = True
     share_across_layers: bool = False
+    every_n_layers: int = 1
 
     def validate(self, config: Any) -> None:
         if self.num_positions < 2:
             raise ValueError(
                 f"position_encoding_parameters['cope']['num_positions']={self.num_positions!r} is not valid: "
                 "it must be at least 2."
+            )
+        if self.every_n_layers < 1:
+            raise ValueError(
+                f"position_encoding_parameters['cope']['every_n_layers']={self.every_n_layers!r} is not valid: "
+                "it must be at least 1."
+            )
+        if self.gates == "value" and "rope" in config.position_encoding.split("+"):
+            raise ValueError(
+                f"position_encoding_parameters['cope']['gates']={self.gates!r} is not valid for "
+                f"position_encoding={config.position_encoding!r}: queries are rotated and values are not, so that the "
+                "gates would depend on absolute positions. Allowed: 'key', 'separate_key'."
             )
 
 
@@ -55,55 +75,73 @@ class CoPETable(nn.Module):
         return self.weight
 
 
+class GateKey(nn.Linear):
+    """The projection W_g of hidden states to gate keys; under tensor parallelism, to those of the local heads."""
+
+    tensor_parallel_style = "colwise"
+
+
 class CoPETerm(Term):
     """The term of CoPE.
 
     p grows to the left. From some column on it is clamped in every row of a block: there the term is a constant of
     the row, z[P - 1], and only the columns before, the window, need gates. A window of the right width for one block
     is a good guess for the next. Closed gates never saturate: then the window is the whole row, correct and slower.
+
+    In the window the term is linear in pieces: `values` of the piece that p is in, plus `slopes` of the piece times an
+    offset. A subclass may have other pieces, or other gates.
     """
 
     reads_content = True
-    differentiable = (True,)
+    differentiable: ClassVar[tuple[bool, ...]] = (True,)
 
     @staticmethod
     def bias(
         content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
     ) -> torch.Tensor:
-        (table,) = tensors
-        last = table.shape[1] - 1
-        gates = torch.sigmoid(content)
-        # Eq. 4: p_ij sums the gates from key j to the query.
-        positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(0, last)
-        # Eq. 7 and 8. The gradient of p flows through the fraction only; at p = last, where the step is 0, it is 0.
-        z = query.to(content.dtype) @ table.to(content.dtype) * parameters["scale"]
-        step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
-        floor = positions.detach().long()
-        return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
+        return _interpolated(torch.sigmoid(content), query, tensors[0], parameters["scale"])
 
     def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
         super().__init__(tensors, parameters, attention)
-        table = tensors[0].to(attention.dtype)
-        self.last = table.shape[1] - 1
         self.scale = parameters["scale"]
-        # A constant of a row is invisible to softmax: less z[last], the rest of the row stays as it is.
+        values, slopes = self.pieces()
+        # One product gives both: side by side to gather from; interleaved, a pair is one complex number to scatter to.
+        self.beside = torch.cat([values, slopes], 1)
+        self.interleaved = torch.stack([values, slopes], -1).flatten(1)
+        self.grad_interleaved = torch.zeros_like(self.interleaved)
+        # With gates near 0.5, and some rows.
+        self.guess = 3 * (self.last + 1)
+        self.state: tuple[torch.Tensor, ...] = ()
+
+    def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sets `last`, the largest position; returns what q is multiplied with for values and slopes, (D, S) each.
+
+        A constant of a row is invisible to softmax: the value at the largest position is 0.
+        """
+        table = self.tensors[0].to(self.attention.dtype)
+        self.last = table.shape[1] - 1
+        # Less z[last], the rest of the row stays as it is.
         values = (table - table[:, -1:]) * self.scale
         steps = torch.zeros_like(table)
         torch.sub(table[:, 1:], table[:, :-1], out=steps[:, :-1]).mul_(self.scale)
-        # One product gives both: side by side to gather from; interleaved, a pair is one complex number to scatter to.
-        self.beside = torch.cat([values, steps], 1)
-        self.interleaved = torch.stack([values, steps], -1).flatten(1)
-        self.grad_interleaved = torch.zeros_like(self.interleaved)
-        # With gates near 0.5, and some rows.
-        self.guess = 3 * table.shape[1]
-        self.state: tuple[torch.Tensor, ...] = ()
+        return values, steps
+
+    def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the piece that each position is in, int64, and the offset; may change `positions`."""
+        positions.clamp_(0, self.last)
+        floor = positions.long()
+        return floor, positions.frac_()
+
+    def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
+        """Returns the gates of the first columns, (C, n, R, width)."""
+        return torch.sigmoid(logits[..., :width])
 
     def _window(self, logits: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns gates and clamped positions of the window, (C, n, R, w)."""
+        """Returns gates and positions of the window, (C, n, R, w)."""
         W = logits.shape[-1]
         width = min(W, self.guess)
         while True:
-            gates = torch.sigmoid(logits[..., :width])
+            gates = self.open(logits, block, width)
             positions = gates.cumsum(-1)
             if width == W:
                 break
@@ -117,35 +155,45 @@ class CoPETerm(Term):
         # The first row of the block counts furthest, as a rule: its count, rounded up, is the guess for the next block.
         counting = int((positions[:, :, 0].amin((0, 1)) < self.last).sum())
         self.guess = (counting // 16 + 2) * 16 if counting < width else max(self.guess, 2 * W)
-        return gates, positions.clamp_(0, self.last)
+        return gates, positions
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
-        values, steps = torch.matmul(block.query.to(self.beside.dtype), self.beside).split(self.last + 1, -1)
+        query = block.query.to(self.beside.dtype)
+        values, slopes = torch.matmul(query, self.beside).split(self.beside.shape[1] // 2, -1)
         gates, positions = self._window(logits, block)
-        floor = positions.long()
-        fraction = positions.frac_()
-        step = steps.gather(-1, floor)
-        logits[..., : gates.shape[-1]].add_(values.gather(-1, floor)).addcmul_(step, fraction)
+        piece, offset = self.locate(positions)
+        slope = slopes.gather(-1, piece)
+        logits[..., : gates.shape[-1]].add_(values.gather(-1, piece)).addcmul_(slope, offset)
         if keep:
-            self.state = (gates, floor, fraction, step)
+            self.state = (gates, piece, offset, slope)
 
     def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
-        gates, floor, fraction, step = self.state
+        gates, piece, offset, slope = self.state
         self.state = ()
         C, n, R, width = gates.shape
         window = grad[..., :width]
-        pair = torch.complex(window, fraction.mul_(window))
-        sums = torch.zeros(C, n, R, self.last + 1, dtype=pair.dtype, device=pair.device).scatter_add_(-1, floor, pair)
+        pair = torch.complex(window, offset.mul_(window))
+        pieces = self.beside.shape[1] // 2
+        sums = torch.zeros(C, n, R, pieces, dtype=pair.dtype, device=pair.device).scatter_add_(-1, piece, pair)
         sums = torch.view_as_real(sums).flatten(3)
         # dL/dg_ik sums dL/dp_ij over j <= k: here, over the columns from k on. (Its negative is what is computed.)
-        grad_positions = step.mul_(window)
+        grad_positions = slope.mul_(window)
         running = grad_positions.cumsum(-1)
         total = running[..., -1:].clone()
         grad_gates = running.sub_(grad_positions).sub_(total)
-        window.sub_(torch.ops.aten.sigmoid_backward(grad_gates, gates))
+        from_gates = self.through_gates(torch.ops.aten.sigmoid_backward(grad_gates, gates), window, block)
         query = block.query.to(sums.dtype)
         self.grad_interleaved.addmm_(query.reshape(-1, query.shape[-1]).T, sums.view(-1, sums.shape[-1]))
-        return torch.matmul(sums, self.interleaved.T)
+        grad_query = torch.matmul(sums, self.interleaved.T)
+        return grad_query if from_gates is None else grad_query.add_(from_gates)
+
+    def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor | None:
+        """Takes the negative gradient of the gates' logits (C, n, R, w) to what they are made of.
+
+        Adds to `window` (C, n, R, w), in place, what reaches the content logits; returns what reaches the query rows.
+        """
+        window.sub_(negative)
+        return None
 
     def gradients(self) -> list[torch.Tensor]:
         values, steps = self.grad_interleaved.mul(self.scale).view(*self.tensors[0].shape, 2).unbind(-1)
@@ -156,7 +204,66 @@ class CoPETerm(Term):
         return [grad]
 
 
+class GatedCoPETerm(CoPETerm):
+    """The term of CoPE with other gates: tensors are the table (D, P) and what opens the gates, (B, G, K, D)."""
+
+    differentiable = (True, True)
+
+    @staticmethod
+    def bias(
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+    ) -> torch.Tensor:
+        table, gate_key = tensors
+        B, H, Q, D = query.shape
+        G = gate_key.shape[1]
+        rows = query.to(content.dtype).reshape(B, G, H // G * Q, D)
+        opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * parameters["gate_scale"]
+        opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
+        return _interpolated(torch.sigmoid(opening), query, table, parameters["scale"])
+
+    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
+        super().__init__(tensors, parameters, attention)
+        self.gate_key = tensors[1].to(attention.dtype).flip(2).reshape(attention.N, attention.K, attention.D)
+        self.grad_gate_key = torch.zeros_like(self.gate_key)
+
+    def _factors(self, block: Block, width: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
+        """Returns the scaled rows (C, n * R, D), the gate keys (C, width, D), and where these are."""
+        columns = slice(block.columns.start, block.columns.start + width)
+        query = block.query.to(self.gate_key.dtype) * self.parameters["gate_scale"]
+        return query.reshape(query.shape[0], -1, query.shape[-1]), self.gate_key[block.chunk, columns], columns
+
+    def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
+        rows, keys, _ = self._factors(block, width)
+        opening = torch.bmm(rows, keys.transpose(1, 2)).view(*logits.shape[:3], width)
+        # Where nothing but causality hides keys, older ones than the block's rows are seen.
+        some = min(width, logits.shape[2]) if block.causal_only else width
+        opening[..., :some].masked_fill_(logits[..., :some] < HIDDEN, MASKED)
+        return opening.sigmoid_()
+
+    def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor:
+        rows, keys, columns = self._factors(block, negative.shape[-1])
+        grad = negative.neg_().reshape(rows.shape[0], rows.shape[1], -1)
+        self.grad_gate_key[block.chunk, columns].baddbmm_(grad.transpose(1, 2), rows)
+        return torch.bmm(grad, keys).mul_(self.parameters["gate_scale"]).view(block.query.shape)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [*super().gradients(), self.grad_gate_key.view(self.tensors[1].shape).flip(2)]
+
+
+def _interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+    """Returns z_i[p_ij] (B, H, Q, K) from the gates (B, H, Q, K), 0 where masked, the query and the table (D, P)."""
+    last = table.shape[1] - 1
+    # Eq. 4: p_ij sums the gates from key j to the query.
+    positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(0, last)
+    # Eq. 7 and 8. The gradient of p flows through the fraction only; at p = last, where the step is 0, it is 0.
+    z = query.to(gates.dtype) @ table.to(gates.dtype) * scale
+    step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
+    floor = positions.detach().long()
+    return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
+
+
 TERMS["cope"] = CoPETerm
+TERMS["cope_gates"] = GatedCoPETerm
 
 
 class SharedCoPE(SharedPositionEncoding):
@@ -185,10 +292,12 @@ class CoPE(PositionEncoding):
         z_i[p] = q_i . e[p] * scaling, between integers by linear interpolation (Eq. 7, 8)
         logit = s_ij + z_i[p_ij] (Eq. 9)
 
-    Needs no positions from outside: padding and other documents have closed gates.
+    Needs no positions from outside: padding and other documents have closed gates. Other keys than the content's may
+    open the gates: see `CoPEParameters.gates`.
 
     With RoPE ("cope+rope") there is no released recipe; here gates, content and table all use the rotated queries and
-    keys. With relative positions ("cope+relative") the gates see the content only.
+    keys, and separate gate keys are rotated like the keys: so that gates, too, depend on distances. With relative
+    positions or ALiBi ("cope+relative", "cope+alibi") the gates see the content only.
     """
 
     name = "cope"
@@ -205,6 +314,16 @@ class CoPE(PositionEncoding):
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
         self.table = None if parameters.share_across_layers else CoPETable(self.head_dim, parameters.num_positions)
+        self.gate_key = None
+        if parameters.gates == "separate_key":
+            self.gate_key = GateKey(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+
+    @classmethod
+    def serves_layer(cls, parameters: CoPEParameters, layer_idx: int) -> bool:
+        return layer_idx % parameters.every_n_layers == 0
+
+    def defines(self, hook: str) -> bool:
+        return self.gate_key is not None if hook == "carry" else super().defines(hook)
 
     def reset(self) -> None:
         if self.table is not None:
@@ -213,13 +332,30 @@ class CoPE(PositionEncoding):
     def _table(self, context: PositionContext) -> torch.Tensor:
         return context["cope"][0] if self.table is None else self.table()
 
+    def carry(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
+        """Returns the gate keys of the new tokens, W_g h: (B, G, Q, D), rotated if the keys are."""
+        assert self.gate_key is not None, "only separate gate keys are carried"
+        states = self.gate_key(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if "rope" in context:
+            states = rotated(states, *context["rope"])
+        return states.to(key.dtype)
+
+    def _gate_key(self, context: PositionContext, value: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns what opens the gates, (B, G, K, D), or None for the keys."""
+        if self.parameters_.gates == "value":
+            return value
+        return None if self.gate_key is None else context["carried"]["cope"]
+
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
         term = self.block_term(context, scaling)
-        return CoPETerm.bias(logits, query, term.tensors, term.parameters)
+        return TERMS[term.name].bias(logits, query, term.tensors, term.parameters)
 
     def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
         scale = scaling if self.parameters_.scale_positions else 1.0
-        return BlockTerm("cope", (self._table(context),), {"scale": scale})
+        gate_key = self._gate_key(context, context.get("value"))
+        if gate_key is None:
+            return BlockTerm("cope", (self._table(context),), {"scale": scale})
+        return BlockTerm("cope_gates", (self._table(context), gate_key), {"scale": scale, "gate_scale": scaling})
 
     def kernel_attention(
         self,
@@ -234,5 +370,14 @@ class CoPE(PositionEncoding):
         from .kernel_cope import cope_attention
 
         scale = scaling if self.parameters_.scale_positions else 1.0
-        table = self._table(context)
-        return cope_attention(query, key, value, table, limits=limits, scaling=scaling, position_scale=scale)
+        gate_key = self._gate_key(context, value)
+        return cope_attention(
+            query,
+            key,
+            value,
+            self._table(context),
+            gate_key=None if gate_key is None else gate_key.to(key.dtype),
+            limits=limits,
+            scaling=scaling,
+            position_scale=scale,
+        )

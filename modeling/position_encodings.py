@@ -10,6 +10,8 @@ from .attention_triton import is_limits, valid_slots
 from .position_absolute import AbsolutePositionEncoding
 from .position_alibi import ALiBi
 from .position_cope import CoPE
+from .position_cope_alibi import CoPEALiBi
+from .position_cope_mlp import CoPEMLP
 from .position_encoding import PositionContext, PositionEncoding, parse_parameters, suggest
 from .position_none import NoPositionEncoding
 from .position_pope import PoPE
@@ -30,6 +32,8 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
         ALiBi,
         RotaryPositionEncoding,
         CoPE,
+        CoPEALiBi,
+        CoPEMLP,
         PoPE,
         StickBreaking,
         TokenGatedCoPE,
@@ -307,6 +311,10 @@ class PositionEncodings(nn.ModuleDict):
         limits: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """See `PositionEncoding.kernel_attention`."""
+        """See `PositionEncoding.kernel_attention`; plain attention in a layer that the encoding does not serve."""
         assert self.kernel is not None, "choose_implementation refuses an encoding without a kernel"
+        if self.kernel not in self:
+            from .kernel_plain import plain_attention
+
+            return plain_attention(query, key, value, limits=limits, scaling=scaling)
         return self[self.kernel].kernel_attention(query, key, value, context, limits=limits, scaling=scaling)

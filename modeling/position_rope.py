@@ -57,12 +57,12 @@ class RotaryPositionEncoding(PositionEncoding):
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = context[self.name]
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return _rotated(query, cos, sin), _rotated(key, cos, sin)
+        return rotated(query, cos, sin), rotated(key, cos, sin)
 
 
-def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R channels of states (B, H, Q, D); cos and sin (1 or B, 1, Q, R)."""
+def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the first R channels of states (B, H, Q, D); cos and sin (1 or B, Q, R)."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     R = cos.shape[-1]
     if states.shape[-1] == R:
         return states * cos + rotate_half(states) * sin

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-# Softmax attention with a position term; CoPE, relative positions, ALiBi.
+# Softmax attention with a position term; CoPE and its relatives, relative positions, ALiBi.
 
 
 def attention_oracle(query, key, value, visible, scaling, term):
@@ -36,21 +36,57 @@ def attention_oracle(query, key, value, visible, scaling, term):
     return torch.stack(rows)
 
 
-def cope_oracle(query, key, value, table, visible, scaling, scale_positions=True):
-    """CoPE, Eq. 3 to 9 of arXiv 2405.18719, one head; `table` (D, P) holds e[p] in its columns."""
+def contextual_positions(logits, last=math.inf):
+    """CoPE's Eq. 3 and 4 for one row: p_ij of every key, at most `last`, from the gates' logits; None where masked."""
+    gates = [torch.zeros((), dtype=torch.float64) if s is None else 1 / (1 + torch.exp(-s)) for s in logits]
+    sums = [sum(gates[j:], torch.zeros((), dtype=torch.float64)) for j in range(len(gates))]
+    return [torch.full((), float(last), dtype=torch.float64) if p > last else p for p in sums]
+
+
+def cope_oracle(query, key, value, table, visible, scaling, scale_positions=True, gate_key=None, plus=None):
+    """CoPE, Eq. 3 to 9 of arXiv 2405.18719, one head; `table` (D, P) holds e[p] in its columns.
+
+    `gate_key` (K, D): what opens the gates in place of the keys. `plus(i, j)`: what another encoding adds to the logit.
+    """
     last = table.shape[1] - 1
 
     def term(i, logits):
-        gates = [torch.zeros((), dtype=query.dtype) if s is None else 1 / (1 + torch.exp(-s)) for s in logits]
+        opening = logits
+        if gate_key is not None:
+            opening = [None if s is None else torch.dot(query[i], x) * scaling for s, x in zip(logits, gate_key)]
         added = []
-        for j in range(len(logits)):
-            position = sum(gates[j:], torch.zeros((), dtype=query.dtype))
-            if position > last:
-                position = torch.full((), float(last), dtype=query.dtype)
+        for j, position in enumerate(contextual_positions(opening, last)):
             floor, ceil = math.floor(position.item()), math.ceil(position.item())
             fraction = position - floor
             z_floor, z_ceil = torch.dot(query[i], table[:, floor]), torch.dot(query[i], table[:, ceil])
-            added.append((fraction * z_ceil + (1 - fraction) * z_floor) * (scaling if scale_positions else 1.0))
+            z = (fraction * z_ceil + (1 - fraction) * z_floor) * (scaling if scale_positions else 1.0)
+            added.append(z if plus is None else z + plus(i, j))
+        return added
+
+    return attention_oracle(query, key, value, visible, scaling, term)
+
+
+def cope_alibi_oracle(query, key, value, slope, visible, scaling):
+    """CoPE_ALiBi, Eq. 10 of arXiv 2405.18719, one head with the given slope."""
+
+    def term(i, logits):
+        return [slope * position for position in contextual_positions(logits)]
+
+    return attention_oracle(query, key, value, visible, scaling, term)
+
+
+def cope_mlp_oracle(query, key, value, weight, bias, output, visible, scaling, last):
+    """CoPE_MLP, one head: e(p) = output relu(weight p / last + bias) in Eq. 6; weight, bias (N,), output (D, N)."""
+
+    def term(i, logits):
+        added = []
+        for position in contextual_positions(logits, last):
+            embedding = torch.zeros_like(query[i])
+            for n in range(weight.shape[0]):
+                unit = weight[n] * (position / last) + bias[n]
+                if unit > 0:
+                    embedding = embedding + output[:, n] * unit
+            added.append(torch.dot(query[i], embedding) * scaling)
         return added
 
     return attention_oracle(query, key, value, visible, scaling, term)

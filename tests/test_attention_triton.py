@@ -14,9 +14,13 @@ import whatwhere.attention_triton as attention_triton
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere.attention import auto_mask, blockwise_mask, pytorch_mask
 from whatwhere.attention_triton import dense_mask, limits_mask, segments, valid_slots
+from whatwhere.position_cope import CoPE
 from whatwhere.position_encodings import key_positions, supported_implementations
 
 pytest.importorskip("triton", reason="the kernels need Triton")
+
+from whatwhere import kernel_plain
+from whatwhere.kernel_plain import plain_attention
 
 # Tables and frequencies scaled down to saturate within the tiny sequences.
 ENCODINGS = {
@@ -28,16 +32,23 @@ ENCODINGS = {
 }
 WITH_KERNELS = ("cope", "cope+rope", "pope")
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+# CoPE with other gates, and not in every layer.
+GATES = {
+    "separate": ("cope", {"num_positions": 6, "gates": "separate_key"}),
+    "value": ("cope", {"num_positions": 6, "gates": "value"}),
+    "every2": ("cope", {"num_positions": 6, "every_n_layers": 2, "share_across_layers": True}),
+    "rotated": ("cope+rope", {"cope": {"num_positions": 6, "gates": "separate_key", "every_n_layers": 2}}),
+}
 
 
 def build(encoding, implementation="triton", family="llama", **fields):
     """A model of one layer with two heads that share a key head: the interpreter takes a while for each program."""
-    name, parameters = ENCODINGS[encoding]
+    name, parameters = {**ENCODINGS, **GATES}[encoding]
     own = {
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "num_hidden_layers": 2 if "shared" in encoding else 1,
+        "num_hidden_layers": 2 if encoding in ("cope:shared", "every2", "rotated") else 1,
         "position_encoding_parameters": parameters,
     }
     return tiny_model(family, name, implementation, **{**own, **fields})
@@ -382,6 +393,99 @@ def test_equals_eager(encoding, kind):
     found = results(model, **inputs)
     model.set_attn_implementation("eager")
     all_close(found, results(model, **inputs))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "family", "kind"),
+    [
+        ("separate", "gpt2", "padding"),
+        ("value", "llama", "packed"),
+        ("every2", "gpt2", "hole"),
+        ("every2", "llama", "causal"),
+        ("rotated", "llama", "packed"),
+    ],
+)
+def test_other_gates_equal_eager(encoding, family, kind):
+    masks = {"padding": padding("left", "right"), "hole": padding("hole")}
+    inputs = {"mask": masks.get(kind), "input_ids": tokens(2, 21)}
+    if kind == "packed":
+        inputs["position_ids"] = PACKED
+    model = build(encoding, family=family)
+    found = results(model, **inputs)
+    model.set_attn_implementation("eager")
+    all_close(found, results(model, **inputs))
+
+
+@pytest.mark.parametrize("encoding", ["rotated", "value"])
+def test_other_gates_when_decoding(encoding):
+    """Gate keys from the cache; a layer without CoPE, whose cached keys are narrower; half precision in autocast."""
+    model = build(encoding, "eager")
+    ids, mask = tokens(2, 12), padding("left", length=12)
+    positions, shown = (mask.cumsum(-1) - 1).clamp(min=0), mask.bool()
+    own = {"attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        full = model(ids, use_cache=False, **own).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            eager = model(ids, **own).logits.float()
+        model.set_attn_implementation("triton")
+        cache = DynamicCache(config=model.config)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = model(ids, **own).logits.float()
+        pieces = []
+        for start, end in ((0, 11), (11, 12)):
+            own = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            pieces.append(model(ids[:, start:end], past_key_values=cache, **own).logits)
+    close(torch.cat(pieces, dim=1)[shown], full[shown])
+    assert [layer.keys.shape[-1] for layer in cache.layers] == ([16, 8] if encoding == "rotated" else [8])
+    assert (mixed - full)[shown].abs().max() < 3 * (eager - full)[shown].abs().max() + 1e-3
+
+
+def test_layers_without_the_encoding_have_kernels(on_gpu, monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernel_plain, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
+    monkeypatch.setattr(CoPE, "kernel_attention", lambda *a, **k: calls.append("cope") or a[1])
+    for implementation in ("auto", "triton"):
+        build("every2", implementation)(tokens(1, 5))
+    assert calls == ["cope", "plain"] * 2
+    assert len(on_gpu) == 2
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_plain_attention(limited):
+    """Against PyTorch's own, with every gradient; one row, without and with gradients; as operators."""
+    query = torch.randn(2, 2, 17, 16, requires_grad=True)
+    key, value = (torch.randn(2, 1, 21, 16, requires_grad=True) for _ in range(2))
+    inputs, limits, mask = (query, key, value), None, torch.ones(17, 21, dtype=torch.bool).tril(4)
+    if limited:
+        limits = limits_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
+        mask = dense_mask(limits, 17)
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    out = plain_attention(*inputs, limits=limits, scaling=0.3)
+    grad = torch.randn_like(out)
+    all_close([out, *torch.autograd.grad(out, inputs, grad)], [truth, *torch.autograd.grad(truth, inputs, grad)], 1e-5)
+    last = None if limits is None else limits[:, :, 16:]
+    step = (query[:, :, 16:], key, value)
+    for trained in (True, False):
+        with torch.set_grad_enabled(trained):
+            row = plain_attention(*step, limits=last, scaling=0.3)
+        assert row.requires_grad == trained
+        close(row, truth[:, :, 16:])
+    if not limited:
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(kernel_plain._forward, (*inputs, None, 0.3), test_utils=tests)
+        step = [tensor.detach() for tensor in step]
+        torch.library.opcheck(kernel_plain._decode, (*step, None, 0.3), test_utils=tests)
+
+
+def test_plain_attention_refuses():
+    query, key = torch.randn(1, 2, 5, 16, requires_grad=True), torch.randn(1, 2, 5, 16)
+    with pytest.raises(ValueError, match=r"scaling=0\.0 is not valid"):
+        plain_attention(query, key, key, scaling=0.0)
+    (grad,) = torch.autograd.grad(plain_attention(query, key, key, scaling=1.0).sin().sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="eager"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize(("encoding", "family"), [("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama")])

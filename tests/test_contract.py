@@ -12,6 +12,12 @@ from whatwhere.position_encodings import supported_implementations
 # Settings that take other paths than the defaults.
 VARIANTS = {
     "cope:shared": {"num_positions": 6, "share_across_layers": True},
+    "cope:separate": {"num_positions": 6, "gates": "separate_key"},
+    "cope:value": {"num_positions": 6, "gates": "value"},
+    "cope:every2": {"num_positions": 6, "every_n_layers": 2, "share_across_layers": True},
+    "cope_alibi:learned": {"slopes": "learned"},
+    "cope_mlp:first": {"hidden_units": 16, "num_positions": 6, "layers": "first"},
+    "cope+rope:separate": {"cope": {"num_positions": 6, "gates": "separate_key"}},
     "pope:partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
     "relative:last": {"num_positions": 8, "beyond": "last"},
     "relative:none": {"num_positions": 8, "beyond": "none"},
@@ -21,6 +27,7 @@ VARIANTS = {
 # Variants by other fields of the configuration.
 FIELD_VARIANTS = {
     "absolute:hard": {"attention_weights": "straight_through"},
+    "cope:hard": {"attention_weights": "straight_through", "position_encoding_parameters": {"num_positions": 6}},
     "alibi:half": {"position_encoding_parameters": {"head_fraction": 0.5}},
     "rope:half": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "rope:yarn": {
@@ -38,6 +45,8 @@ FIELDS = {
     "cope": {"position_encoding_parameters": {"num_positions": 6}},
     "cope+rope": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
     "cope+relative": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
+    "cope+alibi": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
+    "cope_mlp": {"position_encoding_parameters": {"hidden_units": 16, "num_positions": 6}},
     "token_gated_cope": {"position_encoding_parameters": {"num_positions": 9}},
     "token_gated_cope+rope": {"position_encoding_parameters": {"token_gated_cope": {"num_positions": 9}}},
 }
@@ -92,7 +101,8 @@ def test_implementations_agree(family, encoding):
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :7] = 0
     model = build(family, encoding)
-    left_out = {"flash_attention", "flex_attention", *(["triton"] if import_error() else [])}
+    # The interpreter is slow; variants of the kernels are in test_attention_triton.py.
+    left_out = {"flash_attention", "flex_attention", *(["triton"] if import_error() or ":" in encoding else [])}
     names = [name for name in supported_implementations(model.config) if name not in left_out]
     assert model.config._attn_implementation == names[0]
     reference = None

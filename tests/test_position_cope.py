@@ -7,10 +7,19 @@ import pytest
 import torch
 
 import oracles
-from whatwhere.attention_blockwise import MASKED, blockwise_attention
+import whatwhere.attention_blockwise as attention_blockwise
+from tiny import tiny_config, tiny_model, tokens
+from whatwhere.attention_blockwise import MASKED, TERMS, blockwise_attention
+from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 from whatwhere.position_cope import CoPE, CoPEParameters, SharedCoPE
+from whatwhere.position_encoding import BlockTerm
+from whatwhere.position_encodings import PositionEncodings
 
-CONFIG = types.SimpleNamespace(hidden_size=8, num_attention_heads=2, head_dim=4)
+CONFIG = types.SimpleNamespace(
+    hidden_size=8, num_attention_heads=2, num_key_value_heads=2, head_dim=4, position_encoding="cope"
+)
+# A document after padding, another one, padding.
+SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
 
 
 def encoding(**parameters):
@@ -42,7 +51,7 @@ def blockwise(layer, query, key, value, mask, context, scaling):
 @pytest.mark.parametrize("scale_positions", [True, False], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("spread", [0.3, 3.0, 12.0], ids=["half-open", "mixed", "open-or-closed"])
 @pytest.mark.parametrize("num_positions", [2, 3, 9])
-@pytest.mark.parametrize("segments", [None, [-1, -1, 0, 0, 0, 1, 1, 1, -1]], ids=["causal", "packed-padded"])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "packed-padded"])
 def test_equals_the_paper(scale_positions, spread, num_positions, segments):
     """Outputs and every gradient of the eager and of the blockwise path equal Eq. 3 to 9 written as loops."""
     Q, K, scaling = 7, 9, 0.5
@@ -70,6 +79,186 @@ def test_equals_the_paper(scale_positions, spread, num_positions, segments):
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
         for one, other in zip(torch.autograd.grad(out, [*states, table], grad), truth):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("gates", ["separate_key", "value"])
+@pytest.mark.parametrize("spread", [0.3, 6.0], ids=["half-open", "open-or-closed"])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "packed-padded"])
+def test_other_gates_equal_the_paper(gates, spread, segments):
+    """Gates from keys of their own and from values (end of Section 4), two query heads to a key head."""
+    Q, K, scaling = 7, 9, 0.5
+    layer, table, context = encoding(num_positions=3, gates=gates)
+    query = (torch.randn(2, 2, Q, 4, dtype=torch.float64) * spread).requires_grad_()
+    key, value, own = (torch.randn(2, 1, K, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    context = {**context, "carried": {"cope": own}, "value": value}
+    gate_key = own if gates == "separate_key" else value
+    visible = oracles.visible_oracle(Q, K, segments)
+    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    heads = [
+        oracles.cope_oracle(query[b, h], key[b, 0], value[b, 0], table, visible, scaling, gate_key=gate_key[b, 0])
+        for b in range(2)
+        for h in range(2)
+    ]
+    expected = torch.stack(heads).view(2, 2, Q, 4)
+    inputs = [query, key, value, table, *([own] if gates == "separate_key" else [])]
+    grad = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, inputs, grad)
+    repeated = [states.expand(-1, 2, -1, -1) for states in (key, value)]
+    for out in (
+        eager(layer, query, *repeated, visible, context, scaling),
+        blockwise(layer, query, key, value, mask, context, scaling),
+    ):
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        for one, other in zip(torch.autograd.grad(out, inputs, grad), truth):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("openness", [-9.0, 0.0], ids=["closed", "half"])
+@pytest.mark.parametrize("kind", ["causal", "segments", "additive"])
+def test_other_gates_in_many_blocks(kind, openness, monkeypatch):
+    """Windows that grow and that are guessed, chunks of key heads; against the full matrix."""
+    monkeypatch.setattr(attention_blockwise, "CHUNK_LOGITS", 1)
+    B, H, G, Q, K, D = 2, 4, 2, 90, 130, 8
+    shapes = [(B, H, Q, D), (B, G, K, D), (B, G, K, D), (B, G, K, D), (D, 4)]
+    query, key, value, gate_key, table = inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    query[..., 0], gate_key[..., 0] = 3.0, openness
+    for tensor in inputs:
+        tensor.requires_grad_()
+    visible = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
+    mask = None
+    if kind == "segments":
+        mask = (torch.arange(K, dtype=torch.int32) // torch.tensor([[50], [40]])).to(torch.int32)
+        mask[0, :7] = -1
+        same = (mask[:, K - Q :, None] == mask[:, None]) & (mask[:, None] >= 0)
+        visible = visible & same[:, None]
+    elif kind == "additive":
+        visible = visible.clone()
+        visible[..., 20:31] = False
+        mask = torch.where(visible, 0.0, torch.finfo(torch.float16).min)
+    terms = [BlockTerm("cope_gates", (table, gate_key), {"scale": 0.7, "gate_scale": 0.4})]
+    content = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3).masked_fill(~visible, MASKED)
+    logits = content + TERMS["cope_gates"].bias(content, query, terms[0].tensors, terms[0].parameters)
+    expected = torch.softmax(logits, -1) * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
+    grad = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, inputs, grad)
+    options = {"mask": mask, "scaling": 0.3, "terms": terms}
+    out = blockwise_attention(query, key, value, block_size=16, direct=False, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    for one, other in zip(torch.autograd.grad(out, inputs, grad), truth):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    direct = blockwise_attention(query, key, value, direct=True, **options)
+    torch.testing.assert_close(direct, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_masked_keys_do_not_open_other_gates():
+    """Also where half precision's smallest number masks, and where a user's mask has -10000."""
+    layer, _, context = encoding(num_positions=9, gates="value")
+    query, _, _ = inputs(6, 6)
+    value = torch.randn(2, 2, 6, 4, dtype=torch.float64)
+    content = torch.zeros(2, 2, 6, 6, dtype=torch.float64)
+    content[..., 2:4] = -1e4
+    found = layer.bias(content, query, {**context, "value": value}, 0.5)
+    kept = [0, 1, 4, 5]
+    seen = layer.bias(content[..., kept], query, {**context, "value": value[:, :, kept]}, 0.5)
+    torch.testing.assert_close(found[..., kept], seen)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_separate_gate_keys(family):
+    """One projection without bias in each layer, carried beside the keys; as the other matrices at the start."""
+    config = tiny_config(family, "cope", position_encoding_parameters={"gates": "separate_key"})
+    layer = CoPE(config, CoPEParameters(gates="separate_key"), 1)
+    assert [(name, tuple(p.shape)) for name, p in layer.named_parameters()] == [
+        ("table.weight", (8, 64)),
+        ("gate_key.weight", (16, 32)),
+    ]
+    hidden, key = torch.randn(2, 5, 32), torch.randn(2, 2, 5, 8)
+    carried = layer.carry(hidden, key, {})
+    for group in range(2):
+        torch.testing.assert_close(carried[:, group], hidden @ layer.gate_key.weight[group * 8 : group * 8 + 8].T)
+    assert layer.carry(hidden, key.bfloat16(), {}).dtype == torch.bfloat16
+    model = tiny_model(family, "cope", position_encoding_parameters={"gates": "separate_key"})
+    fresh = type(model)._from_config(model.config)
+    weights = [p for name, p in fresh.named_parameters() if "gate_key" in name]
+    assert len(weights) == 2
+    assert all(weight.std().isclose(torch.tensor(0.2), rtol=0.2) for weight in weights)
+    cache = model(tokens(1, 7), use_cache=True).past_key_values
+    assert [layer.keys.shape[-1] for layer in cache.layers] == [16, 16]
+
+
+@pytest.mark.parametrize(("gates", "names"), [("key", []), ("separate_key", ["cope"]), ("value", [])])
+def test_only_separate_gate_keys_are_carried(gates, names):
+    config = tiny_config("llama", "cope", position_encoding_parameters={"gates": gates})
+    assert PositionEncodings(config, 0).carriers == names
+
+
+def test_separate_gate_keys_are_rotated_as_the_keys():
+    """With RoPE and the keys' own projection they are the keys."""
+    parameters = {"cope": {"gates": "separate_key", "num_positions": 6}}
+    model = tiny_model("llama", "cope+rope", position_encoding_parameters=parameters)
+    ids = tokens(1, 14)
+    with torch.no_grad():
+        logits = model(ids).logits
+        for layer in model.model.layers:
+            layer.self_attn.position_encoding["cope"].gate_key.weight.copy_(layer.self_attn.k_proj.weight)
+        other = tiny_model("llama", "cope+rope", position_encoding_parameters={"cope": {"num_positions": 6}})
+        other.load_state_dict(model.state_dict(), strict=False)
+        torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(other(ids).logits, logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
+def test_every_n_layers(share):
+    """Layers 0, 3, ... have CoPE; the others are as without any positions."""
+    parameters = {"every_n_layers": 3, "num_positions": 5, "share_across_layers": share, "gates": "separate_key"}
+    model = tiny_model("llama", "cope", num_hidden_layers=5, position_encoding_parameters=parameters)
+    parts = [layer.self_attn.position_encoding for layer in model.model.layers]
+    assert [list(part) for part in parts] == [["cope"], [], [], ["cope"], []]
+    names = [name.split(".", 2)[2] for name, _ in model.named_parameters() if "position_encoding" in name]
+    assert len(names) == (3 if share else 4)
+    hidden = torch.randn(1, 6, 32)
+    positions = torch.arange(6)[None]
+    model.model.layers = model.model.layers[1:2]
+    none = tiny_model("llama", "none")
+    none.model.layers = none.model.layers[1:2]
+    none.load_state_dict({name: p for name, p in model.state_dict().items() if "encoding" not in name})
+    with torch.no_grad():
+        found = model(inputs_embeds=hidden, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(found, none(inputs_embeds=hidden, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_sum_with_alibi():
+    """ "cope+alibi": the gates see the content only, ALiBi's penalty is added after them."""
+    T, scaling = 7, 0.5
+    config = types.SimpleNamespace(**{**vars(CONFIG), "position_encoding": "cope+alibi"})
+    layer, table, context = encoding(num_positions=4)
+    context.update(query_positions=torch.arange(T)[None], key_positions=torch.arange(T)[None])
+    sloped = ALiBi(config, ALiBiParameters(), 0)
+    states = inputs(T, T, 3.0)
+    visible = oracles.visible_oracle(T, T)
+    slopes = alibi_slopes(2)
+    heads = [
+        oracles.cope_oracle(
+            *(x[b, h] for x in states), table, visible, scaling, plus=lambda i, j, h=h: -slopes[h] * (i - j)
+        )
+        for b in range(2)
+        for h in range(2)
+    ]
+    expected = torch.stack(heads).view(2, 2, T, 3)
+    parts = PositionEncodings(tiny_config("llama", "cope+alibi"), 0)
+    assert parts.biases == ["cope", "alibi"]
+    parts._modules.update(cope=layer, alibi=sloped)
+    grad = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, [*states, table], grad)
+    for out in (
+        eager(parts, *states, visible, context, scaling),
+        blockwise_attention(
+            *states, scaling=scaling, terms=parts.block_terms(context, scaling), block_size=4, direct=False
+        ),
+    ):
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        for one, other in zip(torch.autograd.grad(out, [*states, table], grad), truth):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_open_gates_are_relative_positions():
@@ -144,6 +333,20 @@ def test_refuses_short_tables(num_positions):
     with pytest.raises(ValueError, match=rf"num_positions'\]={num_positions}.* at least 2"):
         CoPEParameters(num_positions=num_positions).validate(CONFIG)
     CoPEParameters(num_positions=2).validate(CONFIG)
+
+
+@pytest.mark.parametrize("every", [-1, 0])
+def test_refuses_less_than_every_layer(every):
+    with pytest.raises(ValueError, match=rf"every_n_layers'\]={every}.* at least 1"):
+        CoPEParameters(every_n_layers=every).validate(CONFIG)
+
+
+def test_refuses_other_gates():
+    with pytest.raises(ValueError, match=r"\['gates'\]='query'.*'key', 'separate_key', 'value'"):
+        tiny_config("llama", "cope", position_encoding_parameters={"gates": "query"})
+    with pytest.raises(ValueError, match=r"gates'\]='value'.*'cope\+rope'.*values are not.*'key', 'separate_key'"):
+        tiny_config("llama", "cope+rope", position_encoding_parameters={"cope": {"gates": "value"}})
+    tiny_config("llama", "cope+relative", position_encoding_parameters={"cope": {"gates": "value"}})
 
 
 def test_claims():

@@ -1,0 +1,144 @@
+"""CoPE_ALiBi: ALiBi whose distances are contextual positions (Golovneva et al., 2405.18719, Appendix C, Eq. 10).
+
+Axes: B batch, H query heads, Q query length, K key length; in blocks: C a chunk of (batch, key head), n heads that
+share a key head, R rows, W columns (newest key first, see `attention_blockwise`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .attention_blockwise import TERMS, Block, Term
+from .position_alibi import alibi_slopes
+from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding
+
+
+@dataclasses.dataclass(frozen=True)
+class CoPEALiBiParameters(Parameters):
+    """Parameters of CoPE_ALiBi.
+
+    Attributes:
+        slopes: m_h of head h = 0, 1, ... "fixed": first_slope * 2^-h. "alibi": those that Press et al. recommend, all
+            positive (Table 8). "learned": a parameter for each head and layer, 0 at the start.
+        first_slope: the slope of head 0 if they are fixed, not 0. The paper's three sets begin at 1, 1/4 and 1/16.
+            Eq. 10 adds m p, so that a positive slope favours keys far away; a negative one is a penalty, as in ALiBi.
+    """
+
+    slopes: Literal["fixed", "alibi", "learned"] = "fixed"
+    first_slope: float = 1.0
+
+    def validate(self, config: Any) -> None:
+        field = f"position_encoding_parameters['cope_alibi']['first_slope']={self.first_slope!r} is not valid"
+        if not math.isfinite(self.first_slope) or self.first_slope == 0:
+            raise ValueError(f"{field}: it must be finite, and not 0.")
+        if self.slopes != "fixed" and self.first_slope != 1:
+            raise ValueError(f"{field}: with slopes={self.slopes!r} it is not used; allowed: 1.0, or slopes='fixed'.")
+
+
+class CoPEALiBiTerm(Term):
+    """The term of CoPE_ALiBi: its tensor is the slopes (at least H)."""
+
+    reads_content = True
+    differentiable: ClassVar[tuple[bool, ...]] = (True,)
+
+    @staticmethod
+    def bias(
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+    ) -> torch.Tensor:
+        gates = torch.sigmoid(content)
+        positions = gates.flip(-1).cumsum(-1).flip(-1)
+        return tensors[0][: query.shape[1], None, None].to(content.dtype) * positions
+
+    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
+        super().__init__(tensors, parameters, attention)
+        self.slopes = attention.of_heads(tensors[0])
+        self.grad_slopes = torch.zeros_like(self.slopes)
+        self.state: tuple[torch.Tensor, ...] = ()
+
+    def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
+        gates = torch.sigmoid(logits)
+        positions = gates.cumsum(-1)
+        logits.addcmul_(self.slopes[block.group][:, :, None, None], positions)
+        if keep:
+            self.state = (gates, positions)
+
+    def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
+        gates, positions = self.state
+        self.state = ()
+        self.grad_slopes.index_add_(0, block.group, positions.mul_(grad).sum((2, 3)))
+        # dL/dg_ik sums dL/dp_ij = m dL_ij over the columns from k on: as a row of dL sums to 0, less those before k.
+        before = grad.cumsum(-1).sub_(grad).mul_(self.slopes[block.group][:, :, None, None])
+        grad.sub_(torch.ops.aten.sigmoid_backward(before, gates))
+        return None
+
+    def gradients(self) -> list[torch.Tensor]:
+        # The slopes of other heads than the local ones have none.
+        grad = self.grad_slopes.new_zeros(self.tensors[0].shape)
+        grad[: self.attention.H] = self.grad_slopes.flatten()
+        return [grad]
+
+
+TERMS["cope_alibi"] = CoPEALiBiTerm
+
+
+class Slopes(nn.Module):
+    """The learned slopes, (H,). A module of its own, so that PEFT can target it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+    def reset(self) -> None:
+        init.zeros_(self.weight)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class CoPEALiBi(PositionEncoding):
+    """CoPE_ALiBi: the cumulative sum of CoPE's gates as a bias, with one slope for each head.
+
+        g_ij = sigmoid(s_ij), s_ij the scaled, masked content logit (Eq. 3)
+        p_ij = sum of g_ik for k = j..i (Eq. 4), without a limit
+        logit = s_ij + m_h p_ij (Eq. 10)
+
+    The sign is that of Eq. 10 as printed: see `CoPEALiBiParameters.first_slope`. Needs no positions from outside:
+    padding and other documents have closed gates. Under tensor parallelism a rank has only some heads; the context
+    tells the first one as "head_offset".
+    """
+
+    name = "cope_alibi"
+    paper = "Golovneva et al. 2024 (2405.18719), Eq. 10"
+    summary = "CoPE's count as a bias, fixed or learned slope for each head (CoPE_ALiBi)"
+    parameters_class = CoPEALiBiParameters
+    stock_implementations: ClassVar[tuple[str, ...]] = ()
+    default_implementation = "blockwise"
+    has_bias = True
+    biases_from_content = True
+
+    def __init__(self, config: Any, parameters: CoPEALiBiParameters, layer_idx: int) -> None:
+        super().__init__(config, parameters, layer_idx)
+        self.slopes = Slopes(config.num_attention_heads) if parameters.slopes == "learned" else None
+
+    def _slopes(self, context: PositionContext) -> torch.Tensor:
+        """Returns the slopes of the local heads and of those after them."""
+        first = context.get("head_offset", 0)
+        if self.slopes is not None:
+            return self.slopes()[first:]
+        # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
+        heads = self.config.num_attention_heads
+        alibi = self.parameters_.slopes == "alibi"
+        slopes = alibi_slopes(heads) if alibi else [self.parameters_.first_slope * 0.5**head for head in range(heads)]
+        return torch.tensor(slopes[first:], dtype=torch.float32, device=context["query_positions"].device)
+
+    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
+        term = self.block_term(context, scaling)
+        return CoPEALiBiTerm.bias(logits, query, term.tensors, term.parameters)
+
+    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
+        return BlockTerm("cope_alibi", (self._slopes(context),), {})

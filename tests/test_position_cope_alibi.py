@@ -1,0 +1,101 @@
+"""CoPE_ALiBi: the shipped specification and the blockwise path against Eq. 10; parameters."""
+
+import types
+
+import pytest
+import torch
+
+import oracles
+from tiny import tiny_config, tiny_model
+from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from whatwhere.position_alibi import alibi_slopes
+from whatwhere.position_cope_alibi import CoPEALiBi, CoPEALiBiParameters
+
+CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4)
+# A document after padding, another one, padding.
+SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
+
+
+def slopes_of(context=None, **parameters):
+    layer = CoPEALiBi(CONFIG, CoPEALiBiParameters(**parameters), 0)
+    context = {"query_positions": torch.zeros(1, 1, dtype=torch.long), **(context or {})}
+    return layer.block_term(context, 0.5).tensors[0]
+
+
+@pytest.mark.parametrize("parameters", [{"slopes": "learned"}, {"first_slope": -0.5}], ids=["learned", "penalty"])
+@pytest.mark.parametrize("spread", [0.3, 12.0], ids=["half-open", "open-or-closed"])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "packed-padded"])
+def test_equals_the_paper(parameters, spread, segments):
+    """Outputs and every gradient of the eager and of the blockwise path equal Eq. 10 written as loops."""
+    B, H, G, Q, K, D, scaling = 2, 4, 2, 7, 9, 4, 0.5
+    layer = CoPEALiBi(CONFIG, CoPEALiBiParameters(**parameters), 0).double()
+    learned = list(layer.parameters())
+    for slopes in learned:
+        torch.nn.init.normal_(slopes)
+    context = {"query_positions": torch.arange(K - Q, K)[None]}
+    slopes = layer.block_term(context, scaling).tensors[0].double()
+    query = (torch.randn(B, H, Q, D, dtype=torch.float64) * spread).requires_grad_()
+    key, value = (torch.randn(B, G, K, width, dtype=torch.float64, requires_grad=True) for width in (D, 3))
+    visible = oracles.visible_oracle(Q, K, segments)
+    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    heads = [
+        oracles.cope_alibi_oracle(query[b, h], key[b, h // 2], value[b, h // 2], slopes[h], visible, scaling)
+        for b in range(B)
+        for h in range(H)
+    ]
+    expected = torch.stack(heads).view(B, H, Q, 3)
+    content = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
+    weights = torch.softmax(content + layer.bias(content, query, context, scaling), -1)
+    eager = weights * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
+    terms = [layer.block_term(context, scaling)]
+    blocks = blockwise_attention(query, key, value, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False)
+    inputs, grad = [query, key, value, *learned], torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, inputs, grad)
+    for out in (eager, blocks):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+        for one, other in zip(torch.autograd.grad(out, inputs, grad), truth):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_slopes():
+    """The paper's sets for four heads; those of ALiBi; learned ones, 0 at the start, a parameter of each layer."""
+    for first in (1, 0.25, 0.0625):
+        expected = torch.tensor([first, first / 2, first / 4, first / 8])
+        assert torch.equal(slopes_of(first_slope=first), expected)
+        assert torch.equal(slopes_of({"head_offset": 2}, first_slope=first), expected[2:])
+    assert slopes_of(slopes="alibi").tolist() == alibi_slopes(4)
+    model = tiny_model("llama", "cope_alibi", position_encoding_parameters={"slopes": "learned"})
+    fresh = type(model)._from_config(model.config)
+    learned = {name: p for name, p in fresh.named_parameters() if "position_encoding" in name}
+    assert [name.rsplit(".", 3)[1:] for name in learned] == [["cope_alibi", "slopes", "weight"]] * 2
+    assert all(not weight.any() and weight.shape == (4,) for weight in learned.values())
+
+
+def test_gradient_of_the_local_heads_slopes():
+    """Under tensor parallelism a rank has the first heads of those that it is given."""
+    context = {"query_positions": torch.zeros(1, 1, dtype=torch.long), "head_offset": 1}
+    layer = CoPEALiBi(CONFIG, CoPEALiBiParameters(slopes="learned"), 0)
+    torch.nn.init.normal_(layer.slopes.weight)
+    query, key, value = (torch.randn(1, 2, 20, 4) for _ in range(3))
+    term = layer.block_term(context, 0.5)
+    found = []
+    for direct in (True, False):
+        out = blockwise_attention(query, key, value, scaling=0.5, terms=[term], direct=direct)
+        found.append(torch.autograd.grad(out.square().sum(), layer.slopes.weight, retain_graph=True)[0])
+    torch.testing.assert_close(*found)
+    assert found[0].ne(0).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"slopes": "fixd"}, r"\['slopes'\]='fixd'.*'fixed', 'alibi', 'learned'"),
+        ({"first_slope": 0.0}, r"\['first_slope'\]=0.0.*not 0"),
+        ({"first_slope": float("inf")}, r"\['first_slope'\]=inf.*finite"),
+        ({"slopes": "learned", "first_slope": 0.25}, r"\['first_slope'\]=0.25.*slopes='learned' it is not used"),
+        ({"slopes": "alibi", "first_slope": -1.0}, r"\['first_slope'\]=-1.0.*slopes='alibi' it is not used"),
+    ],
+)
+def test_refusals(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config("llama", "cope_alibi", position_encoding_parameters=parameters)

@@ -1,0 +1,156 @@
+"""CoPE_MLP: the shipped specification and the blockwise path against the network written as loops; parameters."""
+
+import types
+
+import pytest
+import torch
+
+import oracles
+from tiny import tiny_config, tiny_model
+from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from whatwhere.position_cope import CoPE, CoPEParameters
+from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
+from whatwhere.position_encodings import PositionEncodings
+
+CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4)
+# A document after padding, another one, padding.
+SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
+
+
+def encoding(**parameters):
+    """CoPE_MLP in double precision."""
+    return CoPEMLP(CONFIG, CoPEMLPParameters(**parameters), 0).double()
+
+
+def set_units(layer, weight, bias):
+    with torch.no_grad():
+        layer.mlp.weight.copy_(torch.tensor(weight))
+        layer.mlp.bias.copy_(torch.tensor(bias))
+        layer.mlp.output.normal_()
+
+
+# Hidden units (weight, bias); the knots, in x = p / last, are -bias / weight.
+UNITS = {
+    "start": None,
+    "both-directions": ([1.3, -0.7, 2.0, -1.1, 0.4], [-0.5, 0.3, -0.2, 0.9, -0.1]),
+    "outside": ([1.0, -1.0, 1.0, -1.0, 1.0], [0.5, -0.5, -1.5, 1.5, -0.33]),
+    "constant": ([0.0, 0.0, 1.0, 0.0, -1.0], [0.7, -0.7, -0.35, 0.0, 0.35]),
+    "together": ([1.0, 1.0, -1.0, 2.0, -2.0], [-0.35, -0.35, 0.35, -0.7, 0.71]),
+}
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize(("num_positions", "spread"), [(2, 1.0), (4, 0.3), (4, 9.0), (30, 1.0)])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "packed-padded"])
+def test_equals_the_network(units, num_positions, spread, segments):
+    """Outputs and every gradient of the eager and of the blockwise path; knots anywhere, units without one."""
+    H, G, Q, K, D, scaling = 4, 2, 7, 9, 4, 0.5
+    layer = encoding(hidden_units=5, num_positions=num_positions)
+    if UNITS[units] is None:
+        layer.mlp.output.data.normal_()
+    else:
+        set_units(layer, *UNITS[units])
+    query = (torch.randn(1, H, Q, D, dtype=torch.float64) * spread).requires_grad_()
+    key, value = (torch.randn(1, G, K, width, dtype=torch.float64, requires_grad=True) for width in (D, 3))
+    visible = oracles.visible_oracle(Q, K, segments)
+    mask = None if segments is None else torch.tensor([segments], dtype=torch.int32)
+    heads = [
+        oracles.cope_mlp_oracle(
+            query[0, h], key[0, h // 2], value[0, h // 2], *layer.mlp(), visible, scaling, num_positions - 1
+        )
+        for h in range(H)
+    ]
+    expected = torch.stack(heads)[None]
+    content = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
+    weights = torch.softmax(content + layer.bias(content, query, {}, scaling), -1)
+    eager = weights * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
+    terms = [layer.block_term({}, scaling)]
+    blocks = blockwise_attention(query, key, value, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False)
+    inputs, grad = [query, key, value, *layer.mlp()], torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, inputs, grad, materialize_grads=True)
+    for out in (eager, blocks):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+        for one, other in zip(torch.autograd.grad(out, inputs, grad), truth):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_many_blocks():
+    """Windows that are guessed and that grow, in float32, against the full matrix."""
+    layer = encoding(hidden_units=64, num_positions=12).float()
+    torch.nn.init.normal_(layer.mlp.output)
+    query, key, value = (torch.randn(2, heads, 200, 4) for heads in (4, 2, 2))
+    inputs = [query, key, value, *layer.mlp()]
+    for tensor in inputs[:3]:
+        tensor.requires_grad_()
+    found = []
+    for direct in (True, False):
+        options = {"scaling": 0.5, "terms": [layer.block_term({}, 0.5)], "block_size": 16, "direct": direct}
+        out = blockwise_attention(query, key, value, **options)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_can_be_a_table():
+    """At the start, output weights alone give any table: N units between N + 1 entries, the first of which is 0."""
+    layer = encoding(hidden_units=8, num_positions=9)
+    table = CoPE(CONFIG, CoPEParameters(num_positions=9), 0).double()
+    torch.nn.init.normal_(table.table.weight)
+    with torch.no_grad():
+        # What bends at p = n is the difference of the steps before and after.
+        steps = table.table.weight.diff(dim=1) * 8
+        layer.mlp.output.copy_(torch.cat((steps[:, :1], steps.diff(dim=1)), dim=1))
+        query, content = torch.randn(1, 4, 9, 4, dtype=torch.float64), torch.randn(1, 4, 9, 30, dtype=torch.float64)
+        difference = layer.bias(content, query, {}, 0.5) - table.bias(content, query, {}, 0.5)
+    torch.testing.assert_close(difference, difference[..., :1].expand_as(difference))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_start(family):
+    """The output is 0, as CoPE's table; all knots are in [0, 1); also after loading."""
+    model = tiny_model(family, "cope_mlp", position_encoding_parameters={"hidden_units": 8})
+    fresh = type(model)._from_config(model.config)
+    state = {name: p for name, p in fresh.state_dict().items() if "position_encoding" not in name}
+    for one in (fresh, type(model).from_pretrained(None, config=model.config, state_dict=state)):
+        mlps = [module for name, module in one.named_modules() if name.endswith("cope_mlp.mlp")]
+        assert len(mlps) == 2
+        for mlp in mlps:
+            assert not mlp.output.any()
+            torch.testing.assert_close(-mlp.bias / mlp.weight, torch.arange(8) / 8)
+
+
+def test_layers():
+    for layers, expected in (("all", ["cope_mlp"]), ("first", [])):
+        config = tiny_config("llama", "cope_mlp", position_encoding_parameters={"layers": layers})
+        assert list(PositionEncodings(config, 0)) == ["cope_mlp"]
+        assert list(PositionEncodings(config, 1)) == expected
+
+
+def test_memory_does_not_grow_with_hidden_units():
+    """What the backward pass keeps of eager attention is as large with 256 units as with 4, but for a row's table."""
+    kept = []
+    for units in (4, 256):
+        layer = encoding(hidden_units=units, num_positions=8)
+        content = torch.randn(1, 1, 4, 32768, dtype=torch.float64, requires_grad=True)
+        query = torch.randn(1, 1, 4, 4, dtype=torch.float64)
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.__setitem__(x.untyped_storage().data_ptr(), x.nbytes) or x, lambda x: x
+        ):
+            layer.bias(content, query, {}, 0.5)
+        kept.append(sum(saved.values()))
+    assert kept[1] < 1.5 * kept[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"hidden_units": 0}, r"\['hidden_units'\]=0.*at least 1"),
+        ({"num_positions": 1}, r"\['num_positions'\]=1.*at least 2"),
+        ({"layers": "last"}, r"\['layers'\]='last'.*'all', 'first'"),
+        ({"hidden_unit": 8}, r"unknown key 'hidden_unit'. Did you mean 'hidden_units'"),
+    ],
+)
+def test_refusals(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config("llama", "cope_mlp", position_encoding_parameters=parameters)
