@@ -385,7 +385,7 @@ class StickBreaking(PositionEncoding):
     """Stick-breaking attention: the newest key that matches takes what it wants, older ones share what is left.
 
         beta_ij = sigmoid(z_ij), z_ij the scaled, masked logit
-        A_ij = beta_ij * product of (1 - beta_ik) over j < k < i (Eq. 2; with `inclusive`, j <= i and j < k <= i)
+        A_ij = beta_ij * product of (1 - beta_ik) over j < k < i (with `inclusive`: j <= i, and j < k <= i)
         output_i = sum_j A_ij v_j + (1 - sum_j A_ij) * what the remainder gets
 
     Recency is built in, so there are no positions and no limit on length. Weights sum to at most 1; with the default

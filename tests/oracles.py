@@ -188,7 +188,7 @@ def pope_attention(query, key, value, delta, parameters, positions):
 
 
 def stick_breaking_oracle(query, key, value, visible, own, scaling, inclusive=False, rest=None):
-    """Stick-breaking attention, Eq. 1 and 2 of arXiv 2410.17980, one head, by products instead of sums of logarithms.
+    """Stick-breaking attention as arXiv 2410.17980 defines it, one head, by products instead of sums of logarithms.
 
     Args:
         query: (Q, D). key: (K, D). value: (K, V). All float64.
