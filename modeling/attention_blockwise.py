@@ -30,6 +30,10 @@ from .position_encoding import BlockTerm
 # Far below every logit, and far from overflow when terms are added to it. -inf would give NaN in rows that see nothing.
 MASKED = -1e30
 
+# Attention weights below exp(NEGLIGIBLE), 2^-80, are 0 where many are: next to 1 they are nothing in any type, and what
+# is smaller still makes `exp` and products up to 200 times slower on a CPU (results below the smallest normal number).
+NEGLIGIBLE = -55.5
+
 # At most this many logits are in memory at once (unless one head has more): few enough for a cache, enough for threads.
 CHUNK_LOGITS = 1 << 21
 
@@ -78,10 +82,12 @@ class Term:
     Attributes of the class:
         reads_content: True if `add` reads the content logits. Such a term comes first, because the logits are changed
             in place.
+        fades: True if it makes the logits of most keys so low that their weights are negligible.
         differentiable: for each tensor of the term, whether it gets a gradient.
     """
 
     reads_content: ClassVar[bool] = False
+    fades: ClassVar[bool] = False
     differentiable: ClassVar[tuple[bool, ...]] = ()
 
     @staticmethod
@@ -196,11 +202,12 @@ class _Attention:
         # To add is faster than to fill.
         self.future_logits = self.future.to(self.dtype) * MASKED
         self._prepare_mask(mask)
-        self.terms = []
+        self.terms: list[Term] = []
         first = 0
         for name, count, parameters in _parse(spec):
             self.terms.append(TERMS[name](tensors[first : first + count], parameters, self))
             first += count
+        self.fades = any(term.fades for term in self.terms)
         size = self.chunk * self.n * self.block_size * self.K
         self.buffers = [torch.empty(size, dtype=self.dtype, device=self.device)]
 
@@ -314,6 +321,12 @@ class _Attention:
             term.add(logits, block, keep=keep)
         return logits
 
+    def exponentials(self, logits: torch.Tensor, block: Block) -> torch.Tensor:
+        """Returns exp(logits), in place, with 0 for negligible ones if the block may have many."""
+        if block.causal_only and not self.fades:
+            return logits.exp_()
+        return F.threshold_(logits.clamp_(min=NEGLIGIBLE).exp_(), 2.0**-80, 0.0)
+
     def keep_mask(self, chunk: slice, block: Block, like: torch.Tensor) -> torch.Tensor:
         """The dropout mask of a block, 0 or 1 / (1 - dropout): the same each time it is asked for."""
         generator = torch.Generator(device=self.device)
@@ -349,7 +362,7 @@ def _forward(
             logits = attention.logits(chunk, block, keep=False)
             C, n, R, W = logits.shape
             maximum = logits.amax(-1, keepdim=True)
-            weights = logits.sub_(maximum).exp_()
+            weights = attention.exponentials(logits.sub_(maximum), block)
             total = weights.sum(-1, keepdim=True)
             if dropout > 0:
                 weights.mul_(attention.keep_mask(chunk, block, weights))
@@ -401,7 +414,7 @@ def _backward(
         for chunk, block in attention.blocks():
             logits = attention.logits(chunk, block, keep=True)
             C, n, R, W = logits.shape
-            weights = logits.sub_(lse[chunk, :, block.rows, None]).exp_()
+            weights = attention.exponentials(logits.sub_(lse[chunk, :, block.rows, None]), block)
             grad_rows = grad[chunk, :, block.rows].reshape(C, n * R, V)
             key_part, value_part = attention.key[chunk, block.columns], attention.value[chunk, block.columns]
             grad_logits = _product(grad_rows, value_part.transpose(1, 2), out=attention.buffer(1, C, n * R, W))

@@ -52,6 +52,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 class ALiBiTerm(Term):
     """The term of ALiBi: the slopes (at least H), the query positions, the key positions; all constant."""
 
+    fades = True
     differentiable = (False, False, False)
 
     @staticmethod
