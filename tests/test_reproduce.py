@@ -93,6 +93,17 @@ def test_verdict_by_order():
     assert verdicts(("5.0", [1]), ("20.0", [])) == [(ALONE, 0, 0), (NOT_RUN, 0, 0)]
 
 
+def test_clear_order():
+    def clear(one, other):
+        return judge(cells(("5.0", one), ("20.0", other))[0], cells(("5.0", one), ("20.0", other)), 1.0).clear
+
+    # standard deviations of 0.71 each: together 1
+    assert clear([1, 2], [2.6, 3.6]) == 1
+    assert clear([1, 2], [1.9, 2.9]) == 0
+    assert clear([1, 2], [30]) == 0
+    assert clear([30, 31], [1, 2]) == 0
+
+
 def test_verdict_within_spread():
     # ours: mean 12, standard deviation 2; allowed: 2 * sqrt(2^2 + 1.5^2) + 0.05 = 5.05
     def first(text, values=(10, 12, 14), exact=True):
@@ -224,6 +235,7 @@ def test_plan(tmp_path):
         ({"seeds": 0}, "--seeds 0 is not valid"),
         ({"sets": ["seed=3"]}, "--set seed is not valid: seed is what row 'absolute'"),
         ({"sets": ["model.position_encoding=rope"]}, "--set model.position_encoding is not valid"),
+        ({"sets": ["model.position_encoding=rope"], "rows": ["cope"]}, "--set model.position_encoding is not valid"),
         (
             {"sets": ["model.position_encoding_parameters.num_positions=4"]},
             "position_encoding_parameters.num_positions",
@@ -276,7 +288,7 @@ def test_report_of_exact_runs(tmp_path, capsys):
     pope = next(cell for cell in found["cells"] if cell["row"] == "pope")
     assert pope["solve_rate"] == pytest.approx(2 / 3)
     assert [seed["value"] for seed in pope["ours"]["seeds"]] == pytest.approx([98, 97, 40])
-    assert pope["verdict"] == {"text": WITHIN, "compared": 2, "agreed": 2}
+    assert pope["verdict"] == {"text": WITHIN, "compared": 2, "agreed": 2, "clear": 2}
     assert found["origin"]["versions"] == [{"python": "3"}]
     assert (tmp_path / "pope_indexing.md").read_text() == report.markdown(found)
     card = tmp_path / "cards" / "pope_indexing"
@@ -293,8 +305,8 @@ def test_report_of_small_runs(tmp_path, capsys):
         pretend(run, {"in_distribution": 0.01, "longer": 0.2, "shorter": 0.4})
     script.main(["cope_4", "--small", "--seeds", "2", "--report-only", "--output", str(tmp_path)])
     text = capsys.readouterr().out
-    assert "| CoPE | w_pass = 100 | 0.00 ± 0.00 | 2 of 2 | 0.0 (0.0) | agrees in order (1 of 1) |" in text
-    assert "| CoPE | w_pass = 10 | 50.00 ± 0.00 | 2 of 2 | 4.0 (4.1) | differs (0 of 1) |" in text
+    assert "| CoPE | w_pass = 100 | 0.00 ± 0.00 | 2 of 2 | 0.0 (0.0) | agrees in order (1 of 1, 1 clear) |" in text
+    assert "| CoPE | w_pass = 10 | 50.00 ± 0.00 | 2 of 2 | 4.0 (4.1) | differs (0 of 1, 0 clear) |" in text
     assert f"`training.steps: 15625 → {planned['cope', 'pass_10'][0].recipe.training.steps}`" in text
     assert "Small runs can agree in order only" in text
     assert not (tmp_path / "cope_4.md").exists()
@@ -378,9 +390,11 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     assert "  rope, accuracy: 1 of 1\n  pope, accuracy: 0 of 1\n1 of 2 runs are done." in listed
 
     made = []
-    monkeypatch.setattr(runs, "train", lambda run, *rest: (made.append(run.row.key), train(run, *rest)))
+    monkeypatch.setattr(
+        runs, "train", lambda run, *rest, **end: (made.append((run.row.key, end)), train(run, *rest, **end))
+    )
     script.main(arguments)
-    assert made == ["pope"]
+    assert made == [("pope", True)]
     found = json.loads((tmp_path / "pope_1_small.json").read_text())
     assert [len(cell["ours"]["seeds"]) for cell in found["cells"]] == [1, 1]
     results = json.loads((tmp_path / "indirect_indexing_small" / "pope-seed0" / "results.json").read_text())
@@ -388,7 +402,4 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     assert found["cells"][1]["ours"]["mean"] == pytest.approx(value)
     assert "--resume" in results["command"]
     script.main(arguments)
-    assert made == ["pope"]
-
-
-train = runs.train
+    assert len(made) == 1

@@ -118,6 +118,7 @@ def train_all(
     from ..training.loop import Interrupted, TrainingError
 
     wanted = runs.unique(planned)
+    last = [run for run in wanted if run.state() != "done"][-1:]
     for number, run in enumerate(wanted, 1):
         state = run.state()
         if speaks:
@@ -125,7 +126,7 @@ def train_all(
         if state == "done":
             continue
         try:
-            runs.train(run, data_dir)
+            runs.train(run, data_dir, end=run in last)
         except TrainingError as error:
             sys.exit(f"error in {run.folder}: {error}")
         except (Interrupted, KeyboardInterrupt) as stop:

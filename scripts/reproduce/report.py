@@ -11,7 +11,8 @@ verdict of a cell is the first of these that holds:
 * `differs`: in at least one they are not.
 
 The order of two rows of a column is compared if both have runs, and the paper's figures differ by more than their
-combined spread, sqrt(a^2 + b^2); if one of them has none, by more than the other's, and the table's margin.
+combined spread, sqrt(a^2 + b^2); if one of them has none, by more than the other's, and the table's margin. A
+comparison that agrees is `clear` if both have two runs, and our means differ by more than our combined spread.
 
 **Exact and small.** Runs are exact if their recipe is, whatever the command line said: `differences` from the exact
 recipe, and from nothing else, make the text about what was scaled down.
@@ -81,11 +82,13 @@ class Verdict:
         text: one of the five of the module's docstring.
         compared: rows with which the order was compared.
         agreed: those among them with which our order is the paper's.
+        clear: those among the agreed whose distance from it is more than our combined spread.
     """
 
     text: str
     compared: int = 0
     agreed: int = 0
+    clear: int = 0
 
 
 def ordered(one: Figure, other: Figure, margin: float) -> bool:
@@ -109,14 +112,21 @@ def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
     others = [
         other for other in column if other.row != cell.row and other.values and ordered(cell.paper, other.paper, margin)
     ]
-    agreed = sum((cell.mean - other.mean) * (cell.paper.mean - other.paper.mean) > 0 for other in others)
+    agreed = [other for other in others if (cell.mean - other.mean) * (cell.paper.mean - other.paper.mean) > 0]
+    clear = [
+        other
+        for other in agreed
+        if cell.spread is not None
+        and other.spread is not None
+        and abs(cell.mean - other.mean) > math.hypot(cell.spread, other.spread)
+    ]
+    counts = {"compared": len(others), "agreed": len(agreed), "clear": len(clear)}
     if cell.exact and cell.spread is not None and cell.paper.spread is not None:
         allowed = 2 * math.hypot(cell.spread, cell.paper.spread) + cell.paper.rounding
         # Differences of decimal fractions are off in the last bits.
         if abs(cell.mean - cell.paper.mean) <= allowed + 1e-9:
-            return Verdict(text=WITHIN, compared=len(others), agreed=agreed)
-    text = ALONE if not others else ORDER if agreed == len(others) else DIFFERS
-    return Verdict(text=text, compared=len(others), agreed=agreed)
+            return Verdict(text=WITHIN, **counts)
+    return Verdict(text=ALONE if not others else ORDER if agreed == others else DIFFERS, **counts)
 
 
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
@@ -244,8 +254,9 @@ def _ours(cell: Mapping[str, Any]) -> str:
 
 def _verdict(cell: Mapping[str, Any]) -> str:
     verdict = cell["verdict"]
-    compared = f" ({verdict['agreed']} of {verdict['compared']})" if verdict["text"] in (ORDER, DIFFERS) else ""
-    return verdict["text"] + compared
+    if verdict["text"] not in (ORDER, DIFFERS):
+        return verdict["text"]
+    return f"{verdict['text']} ({verdict['agreed']} of {verdict['compared']}, {verdict['clear']} clear)"
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -292,9 +303,11 @@ def _legend(report: Mapping[str, Any]) -> str:
     """What the verdicts of a report mean, in the words of the module's docstring."""
     text = (
         "Ours: mean ± sample standard deviation over the finished seeds. *Agrees in order*: our means are in the "
-        "paper's order in every comparison with another row of the column (in brackets: of how many), where the "
-        "paper's figures differ by more than their combined standard deviation, or, without one, by more than "
-        f"{report['margin']:g}. *Differs*: in at least one they are not. *Nothing to compare*: there is no such row."
+        "paper's order in every comparison with another row of the column, where the paper's figures differ by more "
+        f"than their combined standard deviation, or, without one, by more than {report['margin']:g}. *Differs*: in at "
+        "least one they are not. *Nothing to compare*: there is no such row. In brackets: in how many of the "
+        "comparisons the order is the paper's, and in how many of those our means are further apart than our combined "
+        "standard deviation (with one seed, none)."
     )
     if any(cell["ours"]["exact"] for cell in report["cells"]):
         text += (

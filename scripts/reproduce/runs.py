@@ -118,10 +118,11 @@ def resolve_overrides(
     def texts(overrides: Sequence[Override]) -> tuple[str, ...]:
         return tuple(text for one in overrides for text in ([one] if isinstance(one, str) else one(base)))
 
-    own = (*row.overrides, *column.overrides, f"seed={seed}")
+    # What is made of the recipe, such as half of a width, may be changed there.
+    own = [text for text in (*row.overrides, *column.overrides) if isinstance(text, str)]
+    fixed = {"seed", "model.position_encoding", *(text.partition("=")[0] for text in own)}
     for key in (override.partition("=")[0] for override in sets):
-        # What is made of the recipe, such as half of a width, may be changed there.
-        for other in (override.partition("=")[0] for override in own if isinstance(override, str)):
+        for other in sorted(fixed):
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
                 raise ReproduceError(
                     f"--set {key} is not valid: {other} is what row {row.key!r}, its column or the seed decides."
@@ -211,12 +212,13 @@ def unique(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[Run]:
     return sorted(runs.values(), key=lambda run: run.seed)
 
 
-def train(run: Run, data_dir: str | os.PathLike[str] | None = None) -> None:
+def train(run: Run, data_dir: str | os.PathLike[str] | None = None, *, end: bool = True) -> None:
     """Makes a run that is not done, or goes on with it.
 
     Args:
         run: which is not done.
         data_dir: the folder of `data.source: local`.
+        end: whether it is the last run of these processes.
 
     Raises:
         whatwhere.scripts.training.loop.TrainingError: the folder is not usable, or training failed.
@@ -227,4 +229,4 @@ def train(run: Run, data_dir: str | os.PathLike[str] | None = None) -> None:
     resume = (run.folder / "recipe.yaml").exists()
     data = ["--data-dir", str(data_dir)] if data_dir else []
     arguments = [*run.arguments(), *data, *(["--resume"] if resume else [])]
-    loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments)
+    loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments, end=end)

@@ -70,6 +70,7 @@ def train(
     resume: bool = False,
     data_dir: str | os.PathLike[str] | None = None,
     arguments: list[str] | None = None,
+    end: bool = True,
 ) -> dict[str, Any]:
     """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
 
@@ -79,6 +80,7 @@ def train(
         resume: go on from the newest checkpoint.
         data_dir: the folder of `data.source: local`.
         arguments: the command line, for the records; by default that of this process.
+        end: whether this is the last run of these processes; otherwise their group stays, for the next one.
 
     Raises:
         TrainingError: the folder is not usable, the run to resume is another one, or the loss is not finite.
@@ -94,7 +96,7 @@ def train(
     if resume:
         run.load_newest_checkpoint()
     run.train()
-    return run.finish(arguments)
+    return run.finish(arguments, end=end)
 
 
 def check_folder(output: Path, *, resume: bool, record: str) -> None:
@@ -499,7 +501,7 @@ class Run:
             "samples_trained": self.step * self.recipe.training.batch_size,
         }
 
-    def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
+    def finish(self, arguments: list[str] | None = None, *, end: bool = True) -> dict[str, Any]:
         """Evaluates on the test split (validation, if there is none) and saves the model, the results and the card.
 
         A toy task's model is evaluated on every test set.
@@ -530,7 +532,11 @@ class Run:
         # Freed while all processes are there: gloo can wait for ever for a neighbour that has gone.
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
+        if end:
+            self.accelerator.end_training()
+        else:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
         return results
 
 
