@@ -1,5 +1,6 @@
 """Every snippet of README.md is executed, and its table is the list of encodings."""
 
+import ast
 import importlib.util
 import pathlib
 import re
@@ -73,3 +74,18 @@ def test_the_table_is_the_list():
     ]
     assert [row for row in rows if row[0] in POSITION_ENCODINGS] == expected
     assert [row[0].split("`, `") for row in rows if "+" in row[0]] == [list(COMBINATIONS)]
+
+
+def variants():
+    """The encodings and parameters of the table of variants."""
+    for row in re.findall(r"^\| .+? \| (`\w+`, `\{.*) \|$", README, flags=re.MULTILINE):
+        name, *settings = re.findall(r"`(.+?)`", row)
+        for text in settings:
+            if text.startswith("{") and "..." not in text:
+                yield name, ast.literal_eval(text)
+
+
+@pytest.mark.parametrize(("name", "parameters"), list(variants()))
+def test_variants_are_configurations(name, parameters):
+    config = whatwhere.WhatWhereLlamaConfig(position_encoding=name, position_encoding_parameters=parameters)
+    assert config.position_encoding_parameters.items() >= parameters.items()
