@@ -390,9 +390,13 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     assert "  rope, accuracy: 1 of 1\n  pope, accuracy: 0 of 1\n1 of 2 runs are done." in listed
 
     made = []
-    monkeypatch.setattr(
-        runs, "train", lambda run, *rest, **end: (made.append((run.row.key, end)), train(run, *rest, **end))
-    )
+    train = runs.train
+
+    def noted(run, data_dir, *, end):
+        made.append((run.row.key, end))
+        train(run, data_dir, end=end)
+
+    monkeypatch.setattr(runs, "train", noted)
     script.main(arguments)
     assert made == [("pope", True)]
     found = json.loads((tmp_path / "pope_1_small.json").read_text())
