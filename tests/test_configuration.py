@@ -197,7 +197,7 @@ def test_settings_of_an_encoding_that_stays_are_kept(family, tmp_path):
     summed.save_pretrained(tmp_path)
     alone = config_class.from_pretrained(tmp_path, position_encoding="cope")
     assert alone.position_encoding_parameters.items() >= parameters.items()
-    assert config_class.from_pretrained(tmp_path, position_encoding="sinusoidal").position_encoding_parameters == {}
+    assert config_class.from_pretrained(tmp_path, position_encoding="none").position_encoding_parameters == {}
 
 
 def test_rope_parameters_of_the_caller_are_left_alone():
