@@ -20,7 +20,7 @@ from .attention import choose_implementation
 from .attention_triton import ROTATING, is_limits
 from .model_card import complete_card
 from .position_encoding import PositionContext
-from .position_encodings import check, supported_implementations
+from .position_encodings import POSITION_ENCODINGS, check, list_position_encodings, supported_implementations
 
 logger = logging.get_logger(__name__)
 
@@ -341,10 +341,15 @@ def _check_reach(config: Any, limit: int | None, position_ids: torch.Tensor) -> 
         return
     length = int(position_ids.max()) + 1
     if length > limit:
-        unlimited = "alibi, cope, cope+rope, none, pope, rope, sinusoidal, relative with beyond='last' or 'none'"
+        unlimited = ", ".join(
+            name
+            for name in list_position_encodings()
+            if all(POSITION_ENCODINGS[part].unlimited() for part in name.split("+"))
+        )
         raise ValueError(
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} reaches "
-            f"({limit} tokens). Shorten it, or use an encoding without a limit: {unlimited}."
+            f"({limit} tokens). Shorten it, or use an encoding without a limit: {unlimited}, or relative with "
+            "beyond='last' or 'none'."
         )
 
 

@@ -201,6 +201,11 @@ class PositionEncoding(nn.Module):
         """Returns the longest sequence, in tokens, that the encoding can serve, or None if there is no limit."""
         return None
 
+    @classmethod
+    def unlimited(cls) -> bool:
+        """Returns True if the encoding serves every length, whatever its parameters."""
+        return cls.reach.__func__ is PositionEncoding.reach.__func__  # type: ignore[attr-defined]
+
     def defines(self, hook: str) -> bool:
         """Returns True if the hook with this name does something here; a class whose parameters decide overrides it."""
         return getattr(type(self), hook) is not getattr(PositionEncoding, hook)
