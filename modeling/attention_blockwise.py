@@ -272,7 +272,8 @@ class _Attention:
             return None
         columns = slice(self.K - end, self.K - first)
         segments = self.segments[batches, columns]
-        if bool(((segments == segments[:, :1]) & (segments >= 0)).all()):
+        # Rows before the first column are padding and see nothing.
+        if first <= end - R and bool(((segments == segments[:, :1]) & (segments >= 0)).all()):
             return Block(query, chunk, batch, group, rows, columns, True, None, None)
         own = self.segments[batches, self.K - end : self.K - end + R].flip(1)
         visible = (own[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
@@ -325,7 +326,7 @@ class _Attention:
         """Returns exp(logits), in place, with 0 for negligible ones if the block may have many."""
         if block.causal_only and not self.fades:
             return logits.exp_()
-        return F.threshold_(logits.clamp_(min=NEGLIGIBLE).exp_(), 2.0**-80, 0.0)
+        return torch.threshold_(logits.clamp_(min=NEGLIGIBLE).exp_(), 2.0**-80, 0.0)
 
     def keep_mask(self, chunk: slice, block: Block, like: torch.Tensor) -> torch.Tensor:
         """The dropout mask of a block, 0 or 1 / (1 - dropout): the same each time it is asked for."""
