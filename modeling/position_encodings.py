@@ -13,6 +13,7 @@ from .position_cope import CoPE
 from .position_cope_alibi import CoPEALiBi
 from .position_cope_mlp import CoPEMLP
 from .position_encoding import PositionContext, PositionEncoding, parse_parameters, suggest
+from .position_fox import FoX
 from .position_none import NoPositionEncoding
 from .position_pope import PoPE
 from .position_relative import RelativePosition
@@ -35,12 +36,13 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
         CoPEALiBi,
         CoPEMLP,
         PoPE,
+        FoX,
         StickBreaking,
         TokenGatedCoPE,
     )
 }
 # Sums that are defined, tested and documented; written in this order.
-COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi", "token_gated_cope+rope")
+COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi", "fox+rope", "token_gated_cope+rope")
 
 
 def list_position_encodings() -> list[str]:

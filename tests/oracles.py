@@ -237,3 +237,32 @@ def token_gated_cope_oracle(query, key, value, position_query, gates, table, vis
         return added
 
     return attention_oracle(query, key, value, visible, scaling, term)
+
+
+def fox_oracle(query, key, value, log_forget, visible, scaling):
+    """Forgetting attention, arXiv 2503.02130, one head; log_forget (K,). Row i forgets by what it sees and is newer."""
+
+    def term(i, logits):
+        added = []
+        for j in range(len(logits)):
+            newer = [log_forget[k] for k in range(j + 1, len(logits)) if logits[k] is not None]
+            added.append(sum(newer, torch.zeros((), dtype=query.dtype)))
+        return added
+
+    return attention_oracle(query, key, value, visible, scaling, term)
+
+
+def token_shift_oracle(states, gates, segments):
+    """FoX (Pro)'s shift of keys or values (K, D), gates (K,), from the token before in the same segment, not -1."""
+    rows = []
+    for t in range(states.shape[0]):
+        before = [s for s in range(t) if segments[s] == segments[t] and segments[t] >= 0]
+        previous = states[before[-1]] if before else torch.zeros_like(states[t])
+        rows.append(gates[t] * previous + (1 - gates[t]) * states[t])
+    return torch.stack(rows)
+
+
+def rms_norm_oracle(vector, scale, eps=1e-6):
+    """RMSNorm of one vector (D,)."""
+    square = sum(x * x for x in vector) / vector.shape[0]
+    return vector / torch.sqrt(square + eps) * scale

@@ -18,6 +18,7 @@ VARIANTS = {
     "cope_alibi:learned": {"slopes": "learned"},
     "cope_mlp:first": {"hidden_units": 16, "num_positions": 6, "layers": "first"},
     "cope+rope:separate": {"cope": {"num_positions": 6, "gates": "separate_key"}},
+    "fox:pro": {"pro": True},
     "pope:partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
     "relative:last": {"num_positions": 8, "beyond": "last"},
     "relative:none": {"num_positions": 8, "beyond": "none"},

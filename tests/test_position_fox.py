@@ -1,0 +1,332 @@
+"""FoX: specification and blockwise path against loops, the Pro block, the token before, parameters."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import oracles
+import whatwhere.position_fox as module
+from tiny import causal_lm_class, tiny_config, tiny_model, tokens
+from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
+from whatwhere.position_encoding import BlockTerm, join_digits
+from whatwhere.position_encodings import SharedPositionEncodings, key_mask, key_positions, supported_implementations
+from whatwhere.position_fox import FoX, FoXTerm, HeadNorm, previous_slots
+
+PARTS = ["output_gate", "output_norm", "qk_norm", "key_value_shift"]
+# Row i has slot i + 2 of 9. Not a tree: what a row sees is any subset.
+SUBSETS = torch.rand(7, 9, generator=torch.Generator().manual_seed(3)) < 0.6
+MASKS = {
+    "causal": None,
+    "left-padded": [-1, -1, -1, 0, 0, 0, 0, 0, 0],
+    "packed-with-holes": [0, 0, -1, 0, 1, 1, -1, 1, -1],
+    "segments-in-turn": [0, 1, 0, 1, 0, 1, 0, 1, 0],
+    "subsets": SUBSETS,
+}
+
+
+@pytest.mark.parametrize("gate", [4.0, 0.0, -30.0], ids=["open", "half", "closed"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_equals_loops(mask, gate, monkeypatch):
+    """Outputs and every gradient of the eager and of the blockwise path, with grouped heads."""
+    monkeypatch.setattr(module, "REFERENCE_ROWS", 2)
+    Q, K, H, G, scaling = 7, 9, 4, 2, 0.5
+    shapes = [(2, H, Q, 4), (2, G, K, 4), (2, G, K, 3)]
+    states = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    forget = nn.functional.logsigmoid(torch.randn(2, H, K, dtype=torch.float64) + gate).requires_grad_()
+    query, key, value = states
+    states.append(forget)
+    subsets = isinstance(mask, torch.Tensor)
+    visible = mask if subsets else oracles.visible_oracle(Q, K, mask)
+    heads = [
+        [
+            oracles.fox_oracle(query[b, h], key[b, h // 2], value[b, h // 2], forget[b, h], visible, scaling)
+            for h in range(H)
+        ]
+        for b in range(2)
+    ]
+    expected = torch.stack([torch.stack(batch) for batch in heads])
+    grad = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, states, grad)
+    logits = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) * scaling
+    logits = logits.masked_fill(~visible, MASKED)
+    weights = torch.softmax(logits + FoXTerm.bias(logits, query, (forget,), {}), -1) * visible.any(-1, keepdim=True)
+    outs = [weights @ value.repeat_interleave(2, dim=1)]
+    if subsets:
+        forms = [visible.expand(2, 1, Q, K), torch.where(visible, 0.0, -1e4).expand(2, 1, Q, K)]
+    else:
+        forms = [None if mask is None else torch.tensor([mask, mask], dtype=torch.int32)]
+    terms = [BlockTerm("fox", (forget,), {})]
+    for form in forms:
+        for direct in (False, True):
+            outs.append(
+                blockwise_attention(*states[:3], mask=form, scaling=scaling, terms=terms, block_size=4, direct=direct)
+            )
+    for out in outs:
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        for one, other in zip(torch.autograd.grad(out, states, grad, retain_graph=True), truth):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("gate", [-7.0, 9.0], ids=["all-forgotten", "hardly-forgotten"])
+def test_long_sequences_keep_their_digits(gate):
+    """float32 sums from the beginning of the sequence would give errors of 5e-4, and of 1e-3 in the gradients."""
+    T = 2500
+    states = [torch.randn(1, 1, T, 8, dtype=torch.float64) for _ in range(3)]
+    forget = nn.functional.logsigmoid(torch.randn(1, 1, T, dtype=torch.float64) + gate)
+    outs, grads = [], []
+    for dtype in (torch.float64, torch.float32):
+        leaf = forget.detach().to(dtype).requires_grad_()
+        out = blockwise_attention(
+            *(x.to(dtype) for x in states), scaling=0.35, terms=[BlockTerm("fox", (leaf,), {})], block_size=64
+        )
+        out.square().sum().backward()
+        outs.append(out.double())
+        grads.append(leaf.grad.double())
+    assert (outs[1] - outs[0]).abs().max() < 1.5e-5
+    assert (grads[1] - grads[0]).abs().max() < 1e-4
+
+
+SEGMENTS = {"plain": [0] * 6, "padded": [-1, 0, 0, -1, 0, 0], "packed": [0, 0, 0, 1, 1, 1]}
+
+
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("parts", [PARTS, ["key_value_shift"], ["qk_norm"], ["output_gate"], ["output_norm"], []])
+def test_layer_equals_loops(parts, segments):
+    """A whole attention layer, hidden states to output: outputs, and the gradients of all weights and of the input."""
+    T, E, H, G, D = 6, 8, 4, 2, 2
+    config = tiny_config("llama", "fox", hidden_size=E, position_encoding_parameters=dict.fromkeys(parts, True))
+    layer = WhatWhereLlamaAttention(config, 0).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    hidden = torch.randn(1, T, E, dtype=torch.float64, requires_grad=True)
+    mask, positions = None, torch.arange(T)[None]
+    if -1 in segments:
+        mask = (torch.tensor([segments]) >= 0).long()
+    elif 1 in segments:
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    context = SharedPositionEncodings(config)(hidden, positions, mask, 0, T, consecutive=mask is not None)
+    visible = oracles.visible_oracle(T, T, segments)
+    given = {"eager": visible[None, None], "sdpa": visible[None, None]}
+    given["blockwise"] = torch.tensor([segments], dtype=torch.int32)
+
+    fox, x = layer.position_encoding["fox"], hidden[0]
+    query, key, value = (
+        projection(x).view(T, -1, D).transpose(0, 1) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    gates = torch.log(1 / (1 + torch.exp(-(x @ fox.gate.weight.T + fox.gate.bias)))).T
+    if "key_value_shift" in parts:
+        a, b = (1 / (1 + torch.exp(-(x @ shift.weight.T))) for shift in (fox.key_shift, fox.value_shift))
+        key = torch.stack([oracles.token_shift_oracle(key[g], a[:, g], segments) for g in range(G)])
+        value = torch.stack([oracles.token_shift_oracle(value[g], b[:, g], segments) for g in range(G)])
+    norm = oracles.rms_norm_oracle
+    if "qk_norm" in parts:
+        query = torch.stack([torch.stack([norm(q, fox.query_norm.weight[h]) for q in query[h]]) for h in range(H)])
+        key = torch.stack([torch.stack([norm(k, fox.key_norm.weight[g]) for k in key[g]]) for g in range(G)])
+    heads = []
+    for h in range(H):
+        head = oracles.fox_oracle(query[h], key[h // 2], value[h // 2], gates[h], visible, D**-0.5)
+        if "output_norm" in parts:
+            head = torch.stack([norm(row, fox.output_norm.weight[h]) for row in head])
+        if "output_gate" in parts:
+            head = head / (1 + torch.exp(-(x @ fox.output_gate.weight[h * D : (h + 1) * D].T)))
+        heads.append(head)
+    expected = torch.cat(heads, dim=1) @ layer.o_proj.weight.T
+    seen = torch.tensor(segments) >= 0
+    weights = [hidden, *layer.parameters()]
+    grad = torch.randn_like(expected) * seen[:, None]
+    truth = torch.autograd.grad(expected, weights, grad)
+    for name in ("eager", "sdpa", "blockwise"):
+        config._attn_implementation = name
+        out = layer(hidden, context, given[name])[0][0]
+        # sdpa reads the mask, and adds the bias, in float32.
+        allowed = 1e-5 if name == "sdpa" else 1e-9
+        torch.testing.assert_close(out[seen], expected[seen], rtol=allowed, atol=allowed)
+        for one, other in zip(torch.autograd.grad(out, weights, grad), truth):
+            torch.testing.assert_close(one, other, rtol=allowed, atol=allowed)
+
+
+def slots_before(positions, mask=None, past=0, consecutive=False):
+    """The token before each key, -1 for none, of position ids (T,) and a mask, in plain lists."""
+    positions = torch.tensor([positions])
+    length = positions.shape[1] + past
+    if mask is not None:
+        mask = torch.as_tensor(mask)
+        mask = mask[None] if mask.ndim == 1 else mask[None, None]
+    context = {
+        "query_positions": positions,
+        "key_positions": key_positions(positions, None if consecutive else mask, past, length),
+        "key_mask": None if mask is None else key_mask(mask, positions.shape[1], length),
+        "attention_mask": mask,
+    }
+    previous, found = previous_slots(context)
+    return torch.where(found, previous, -1)[0].tolist()
+
+
+def test_the_token_before():
+    assert slots_before([0, 1, 2, 3]) == [-1, 0, 1, 2]
+    assert slots_before([3, 4], past=3) == [-1, 0, 1, 2, 3]
+    # Packed documents; positions that jump begin one too, where Transformers looks for documents.
+    assert slots_before([0, 1, 0, 1]) == [-1, 0, -1, 2]
+    assert slots_before([0, 1, 5, 6]) == [-1, 0, -1, 2]
+    # Padding is no token: at the left, in a hole, at the right before new tokens.
+    assert slots_before([0, 0, 0, 1], [0, 0, 1, 1])[2:] == [-1, 2]
+    for positions, consecutive in (([0, 1, 0, 2], False), ([0, 1, 2, 3], True)):
+        assert slots_before(positions, [1, 1, 0, 1], consecutive=consecutive)[3] == 1
+    assert slots_before([2], [1, 1, 0, 0, 1], past=4)[4] == 1
+    # Documents beside padding are told by their positions.
+    assert slots_before([0, 1, 0, 1, 2], [1, 1, 1, 1, 0])[:4] == [-1, 0, -1, 2]
+    # With a 4D mask, what the token sees decides: two branches from slot 1, and two documents.
+    tree = torch.ones(4, 4, dtype=torch.bool).tril()
+    tree[3, 2] = False
+    assert slots_before([0, 1, 2, 2], tree) == [-1, 0, 1, 1]
+    assert slots_before([0, 1, 2, 2], torch.where(tree, 0.0, float("-inf"))) == [-1, 0, 1, 1]
+    assert slots_before([2], tree[3:], past=3) == [-1, 0, 1, 1]
+    documents = torch.block_diag(torch.ones(2, 2).tril(), torch.ones(2, 2).tril()).bool()
+    assert slots_before([0, 1, 2, 3], documents) == [-1, 0, -1, 2]
+
+
+@pytest.fixture(scope="module")
+def pro():
+    return tiny_model("llama", "fox", position_encoding_parameters={"pro": True})
+
+
+def test_packed_documents_by_a_4d_mask(pro):
+    first, second = tokens(1, 7), tokens(1, 5, seed=5)
+    mask = torch.block_diag(torch.ones(7, 7).tril(), torch.ones(5, 5).tril()).bool()[None, None]
+    with torch.no_grad():
+        packed = pro(torch.cat((first, second), dim=1), attention_mask=mask).logits
+        torch.testing.assert_close(packed[:, :7], pro(first).logits, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(packed[:, 7:], pro(second).logits, rtol=2e-5, atol=2e-5)
+
+
+def test_a_branch_goes_on_in_the_cache(pro):
+    """Tokens 3 and 4 both follow token 2; token 5 follows 4, with all of them cached."""
+    ids = tokens(1, 6)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    mask[4:, 3] = False
+    positions = torch.tensor([[0, 1, 2, 3, 3, 4]])
+    with torch.no_grad():
+        cache = DynamicCache(config=pro.config)
+        pro(ids[:, :5], attention_mask=mask[None, None, :5, :5], position_ids=positions[:, :5], past_key_values=cache)
+        last = pro(
+            ids[:, 5:], attention_mask=mask[None, None, 5:], position_ids=positions[:, 5:], past_key_values=cache
+        ).logits
+        branch = pro(ids[:, [0, 1, 2, 4, 5]]).logits
+    torch.testing.assert_close(last[:, 0], branch[:, -1], rtol=2e-5, atol=2e-5)
+
+
+def test_a_cropped_cache_goes_on(pro):
+    ids, other = tokens(1, 12), tokens(1, 5, seed=7)
+    with torch.no_grad():
+        cache = pro(ids).past_key_values
+        cache.crop(-4)
+        pieces = pro(other, past_key_values=cache).logits
+        full = pro(torch.cat((ids[:, :8], other), dim=1)).logits
+    torch.testing.assert_close(pieces, full[:, 8:], rtol=2e-5, atol=2e-5)
+
+
+def test_what_is_cached():
+    """Beside a key, for each key head: log f of its query heads, in half precision with 16 digits, and two gates."""
+    config = tiny_config("llama", "fox", position_encoding_parameters={"key_value_shift": True})
+    fox = FoX(config, module.FoXParameters(key_value_shift=True), 0).to(torch.bfloat16)
+    hidden = torch.randn(2, 5, 32, dtype=torch.bfloat16)
+    carried = fox.carry(hidden, torch.zeros(2, 2, 5, 8, dtype=torch.bfloat16), {})
+    assert carried.shape == (2, 2, 5, 2 * 2 + 2)
+    assert carried.dtype == torch.bfloat16
+    log_forget = nn.functional.logsigmoid(fox.gate(hidden).float()).unflatten(2, (2, 2)).transpose(1, 2)
+    torch.testing.assert_close(join_digits(carried[..., :4]), log_forget, rtol=2**-16, atol=0)
+    shifts = torch.stack((fox.key_shift(hidden), fox.value_shift(hidden)), dim=-1).transpose(1, 2).sigmoid()
+    torch.testing.assert_close(carried[..., 4:], shifts, rtol=2**-7, atol=0)
+
+
+def test_norms_take_the_local_heads():
+    norm = HeadNorm(6, 4)
+    nn.init.normal_(norm.weight)
+    states = torch.randn(1, 6, 5, 4)
+    torch.testing.assert_close(norm(states[:, 2:4], 2), norm(states, 0)[:, 2:4])
+    norm.reset()
+    assert (norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("encoding", ["fox", "fox+rope"])
+def test_parts(encoding):
+    """Each parameter brings its weights and no others; the resolved ones are saved."""
+    weights = {
+        "output_gate": {"output_gate.weight"},
+        "output_norm": {"output_norm.weight"},
+        "qk_norm": {"query_norm.weight", "key_norm.weight"},
+        "key_value_shift": {"key_shift.weight", "value_shift.weight"},
+    }
+
+    def built(**parameters):
+        nested = parameters if encoding == "fox" else {"fox": parameters}
+        model = tiny_model("llama", encoding, position_encoding_parameters=nested)
+        resolved = model.config.position_encoding_parameters
+        layer = model.model.layers[0].self_attn.position_encoding["fox"]
+        names = {name for name, _ in layer.named_parameters()} - {"gate.weight", "gate.bias"}
+        return names, resolved if encoding == "fox" else resolved["fox"]
+
+    allowed = PARTS if encoding == "fox" else PARTS[:3]
+    off = dict.fromkeys(PARTS, False)
+    assert built() == (set(), {"gate_bias_init": 0.0, "pro": False, **off})
+    for part in allowed:
+        assert built(**{part: True}) == (weights[part], {"gate_bias_init": 0.0, "pro": False, **off, part: True})
+        left = [other for other in allowed if other != part]
+        names, resolved = built(pro=True, **{**dict.fromkeys(set(PARTS) - set(allowed), False), part: False})
+        assert names == set().union(*(weights[other] for other in left))
+        assert resolved == {"gate_bias_init": 0.0, "pro": True, **off, **dict.fromkeys(left, True)}
+
+
+def test_gates_at_the_start():
+    """Projections as the model's own, no bias but that of the forget gates, norms of 1."""
+    config = tiny_config("gpt2", "fox", position_encoding_parameters={"pro": True, "gate_bias_init": 3})
+    fox = causal_lm_class("gpt2")(config).transformer.h[1].attn.position_encoding["fox"]
+    assert (fox.gate.bias == 3).all()
+    for projection in (fox.gate, fox.output_gate):
+        assert 0.15 < projection.weight.std() < 0.25
+    assert fox.output_gate.bias is None
+    for norm in (fox.query_norm, fox.key_norm, fox.output_norm):
+        assert (norm.weight == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "parameters", "message"),
+    [
+        ("fox", {"gate_bias_init": float("inf")}, r"\['fox'\]\['gate_bias_init'\]=inf is not valid: .* finite"),
+        ("fox", {"gate_bias_init": float("nan")}, r"gate_bias_init'\]=nan"),
+        ("fox", {"gate_bias_init": "0"}, r"gate_bias_init'\]='0' is not valid: it must be of type float"),
+        ("fox", {"pro": 1}, r"pro'\]=1 is not valid: it must be of type bool"),
+        *[("fox", {part: "yes"}, rf"{part}'\]='yes' is not valid: it must be of type bool or None") for part in PARTS],
+        ("fox", {"output_gates": True}, "Did you mean 'output_gate'"),
+        ("fox+rope", {"fox": {"key_value_shift": True}}, r"key_value_shift'\]=True.*'fox\+rope'.*rotated.*False"),
+        ("fox+rope", {"fox": {"pro": True}}, r"key_value_shift'\]=True.*'fox\+rope'.*also with pro=True"),
+        ("rope+fox", {}, r"Did you mean 'fox\+rope'"),
+    ],
+)
+def test_refuses(encoding, parameters, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config("llama", encoding, position_encoding_parameters=parameters)
+
+
+@pytest.mark.parametrize("encoding", ["fox", "fox+rope"])
+def test_claims(encoding):
+    config = tiny_config("llama", encoding)
+    assert supported_implementations(config) == ["blockwise", "sdpa", "eager"]
+    with pytest.raises(ValueError, match=r"flex_attention.*is not supported.*Allowed: 'blockwise', 'sdpa', 'eager'"):
+        tiny_model("llama", encoding, "flex_attention")
+
+
+def test_keys_are_normed_before_they_are_rotated():
+    model = tiny_model("llama", "fox+rope", position_encoding_parameters={"fox": {"qk_norm": True}})
+    encoding = model.model.layers[0].self_attn.position_encoding
+    query, key, positions = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.arange(6)[None]
+    context = model.model.position_encoding(query, positions, None, 0, 6)
+    fox, rope = encoding["fox"], encoding["rope"]
+    expected = rope.rotate(fox.query_norm(query, 0), fox.key_norm(key, 0), context)
+    for one, other in zip(encoding.rotate(query, key, context), expected):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    # A scale of its own for each channel: the other order would be something else.
+    other_order = fox.key_norm(rope.rotate(query, key, context)[1], 0)
+    assert not torch.allclose(other_order, expected[1], atol=1e-2)
