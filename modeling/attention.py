@@ -47,7 +47,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     position_context: PositionContext | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention with all weights in memory: the readable specification, and the one that returns weights.
 
     Args:

@@ -44,6 +44,7 @@ class CoPEALiBiTerm(Term):
     """The term of CoPE_ALiBi: its tensor is the slopes (at least H)."""
 
     reads_content = True
+    fades = True
     differentiable: ClassVar[tuple[bool, ...]] = (True,)
 
     @staticmethod
