@@ -202,6 +202,8 @@ class SharedFoX(SharedPositionEncoding):
 def previous_slots(context: PositionContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the slot of the token before each key, int64 (1 or B, K), and whether there is one, bool (1 or B, K).
 
+    Where there is none, the slot is the key's own.
+
     That is the last slot before it that is not padding, and in the same document: its position is smaller. Without a
     mask and without cached tokens, Transformers begins a document wherever positions do not go on by 1; so here. With a
     4D mask it is the last slot before it among those that a row which sees the key sees.
@@ -215,13 +217,15 @@ def previous_slots(context: PositionContext) -> tuple[torch.Tensor, torch.Tensor
         # All rows that see a key see the same before it, if documents and branches have one past each.
         first_row = visible.byte().argmax(1, keepdim=True)
         previous = _before(torch.where(visible, slots, -1)).gather(1, first_row)[:, 0]
-        return previous.clamp(min=0), previous >= 0
+        found = previous >= 0
+        return torch.where(found, previous, slots), found
     previous = (slots - 1)[None] if mask is None else _before(torch.where(context["key_mask"], slots, -1))
     positions, previous = torch.broadcast_tensors(positions, previous)
     found, previous = previous >= 0, previous.clamp(min=0)
     step = positions - positions.gather(1, previous)
     alone = mask is None and context["query_positions"].shape[1] == length
-    return previous, found & (step == 1 if alone else step > 0)
+    found = found & (step == 1 if alone else step > 0)
+    return torch.where(found, previous, slots), found
 
 
 def _before(marks: torch.Tensor) -> torch.Tensor:
@@ -345,8 +349,11 @@ def _shifted(states: torch.Tensor, gate: torch.Tensor, previous: torch.Tensor, f
     Args:
         states: (B, G, K, D). gate: (B, G, K, 1). previous, found: (1 or B, K), see `previous_slots`.
     """
+    B, G, K, D = states.shape
+    # Whole rows are copied, which takes a third of the time of a gather.
+    heads = torch.arange(0, B * G * K, K, device=states.device).view(B, G, 1)
+    before = states.reshape(-1, D).index_select(0, (previous[:, None] + heads).flatten()).view(states.shape)
     dtype = torch.promote_types(states.dtype, torch.float32)
-    before = states.gather(2, previous[:, None, :, None].expand(states.shape))
-    before = before.masked_fill(~found[:, None, :, None], 0.0).to(dtype)
-    gate, states_ = gate.to(dtype), states.to(dtype)
-    return (states_ + gate * (before - states_)).to(states.dtype)
+    gate = gate.to(dtype)
+    mixed = (states.to(dtype) * (1 - gate)).addcmul(before.to(dtype), gate * found[:, None, :, None])
+    return mixed.to(states.dtype)
