@@ -8,7 +8,7 @@
 The interpreter accepts code that does not compile, and a kernel that compiles can ask for more shared memory than a
 device has. So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in their
 order, until one fits the target: that is what `kernel_launch` falls back to there. `--all-tiles` compiles them all.
-The variants are what some calls of CoPE and PoPE launch; the launches are recorded and do not happen.
+The variants are what some calls of CoPE, PoPE and plain attention launch; the launches are recorded and do not happen.
 
 One line each: tiles (query rows x keys), warps, stages, bytes of shared memory, registers of a thread, bytes that a
 thread spills (on gfx942: registers spilled), how many warps one multiprocessor can hold, seconds to compile. "unknown"
@@ -92,7 +92,7 @@ Entry = tuple[Any, dict[str, str], dict[str, Any], dict[tuple[int], list], Any]
 
 @functools.cache
 def variants() -> dict[str, list[Entry]]:
-    """Returns, by name, what CoPE and PoPE launch in the calls of `calls`: an entry for each of the tiles, in order."""
+    """Returns, by name, what the calls of `calls` launch: an entry for each of the tiles, in order."""
     from whatwhere.kernel_launch import recording
 
     grouped: dict[str, list[Entry]] = {}
@@ -143,7 +143,7 @@ POINTERS = {
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields name and call: forward and backward, and decoding, of CoPE and PoPE.
+    """Yields name and call: forward and backward, and decoding, of CoPE, PoPE and plain attention.
 
     All flags at the head dim 64 in bfloat16; other head dims, and float32, with causal attention.
     """
@@ -160,6 +160,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"cope {what}{'+'.join(of_cope) or 'causal'}", _cope_call(dtype, D, rows, flags)
             if len(of_pope) == len(flags):
                 yield f"pope {what}{'+'.join(of_pope) or 'causal'}", _pope_call(dtype, D, rows, flags)
+            if len(of_pope) == len(of_cope) == len(flags):
+                yield f"plain {what}{'+'.join(flags) or 'causal'}", _plain_call(dtype, D, rows, flags)
 
 
 def _inputs(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> tuple[list[torch.Tensor], Any]:
@@ -204,6 +206,14 @@ def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
         return pope_attention(query, key, value, tables, limits=limits, scaling=0.125)
 
     return lambda: _run(attention, trained, rows > 1)
+
+
+def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
+    from whatwhere.kernel_plain import plain_attention
+
+    inputs, limits = _inputs(dtype, D, rows, flags)
+    query, key, value = inputs
+    return lambda: _run(lambda: plain_attention(query, key, value, limits=limits, scaling=0.125), inputs, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:

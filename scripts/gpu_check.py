@@ -77,7 +77,7 @@ class Group:
 
     Attributes:
         what: "cope", "pope", "model cope", "model pope" or "tuned".
-        gate: of CoPE: "key", "separate" or "value".
+        gate: of CoPE: "key", "separate" or "value". In a model, the last two come with a layer without CoPE.
         rotated: of PoPE, channels with a phase.
         shift: of PoPE, whether there is one.
         provider: of "tuned", the benchmark's.
@@ -96,7 +96,7 @@ class Group:
         text = f"{self.what} {self.dtype} D={self.head_dim}"
         if self.provider:
             return f"{text} {self.provider} T={self.cases[0].queries}"
-        if self.what == "cope":
+        if self.what == "cope" or self.gate != "key":
             text += f" gates by {self.gate}"
         if self.what == "pope":
             text += f" R={self.rotated} shift={self.shift}"
@@ -276,6 +276,7 @@ def check_model(group: Group, device: torch.device) -> tuple[int, float]:
 
     torch.manual_seed(0)
     heads, dtype = 4, getattr(torch, group.dtype)
+    gates = {"separate": "separate_key", "value": "value"}.get(group.gate)
     config = WhatWhereLlamaConfig(
         vocab_size=64,
         hidden_size=heads * group.head_dim,
@@ -285,6 +286,7 @@ def check_model(group: Group, device: torch.device) -> tuple[int, float]:
         num_key_value_heads=2,
         max_position_embeddings=256,
         position_encoding=group.what.split()[1],
+        position_encoding_parameters={"gates": gates, "every_n_layers": 2} if gates else None,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -423,6 +425,8 @@ def groups_on_gpu() -> Iterator[Group]:
     for encoding in ("cope", "cope+rope", "pope"):
         for dtype in ("float32", "bfloat16"):
             yield Group(f"model {encoding}", dtype, 64, (Case(100, 100),))
+    for gate in ("separate", "value"):
+        yield Group("model cope", "bfloat16", 64, (Case(100, 100),), gate=gate)
 
 
 def groups_on_cpu() -> Iterator[Group]:
@@ -440,6 +444,7 @@ def groups_on_cpu() -> Iterator[Group]:
     yield Group("pope", "float16", 16, masked, rotated=16, shift=False)
     for encoding in ("cope", "pope"):
         yield Group(f"model {encoding}", "float32", 16, (Case(20, 20),))
+    yield Group("model cope", "float32", 16, (Case(20, 20),), gate="separate")
     case = Case(48, 48, groups=2, **small)
     yield Group("tuned", "float32", 16, (case,), provider="cope-triton-half")
     yield Group("tuned", "float32", 16, (case,), provider="pope-triton")

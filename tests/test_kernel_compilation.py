@@ -70,6 +70,7 @@ def test_flags_of_launches_are_listed(tmp_path):
         assert f"{kernel} cope bf16 D=64 limits+separate gates" in names
     assert "backward_columns pope bf16 D=64 grouped heads" in names
     assert "window_forward cope bf16 D=64 decoding causal" in names
+    assert "backward_rows plain bf16 D=64 limits" in names
     assert "decode pope bf16 D=64 decoding limits" in names
 
 
