@@ -11,6 +11,7 @@ device's operations are deterministic).
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -416,7 +417,12 @@ class Run:
                 shutil.rmtree(stale)
             draft.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
+        # Of a head that shares the embeddings' weight, accelerate warns each time; loading ties it again.
+        logger = logging.getLogger("accelerate.utils.other")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
         self.accelerator.save_state(str(draft))
+        logger.setLevel(level)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             write_json(
