@@ -195,17 +195,16 @@ TERMS["token_gated_cope"] = TokenGatedCoPETerm
 
 
 class TokenGate(nn.Linear):
-    """The gates of tokens (..., E): numbers (..., H), between 0 and 1; under tensor parallelism, of the local heads."""
+    """What opens the gates of tokens (..., E): numbers (..., H); under tensor parallelism, of the local heads.
+
+    The sigmoid is not part of it: adapters add to what a linear layer returns.
+    """
 
     tensor_parallel_style = "colwise"
 
     def reset(self) -> None:
         init.normal_(self.weight, mean=0.0, std=STD)
         init.zeros_(self.bias)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(hidden)
-        return torch.sigmoid(logits.to(compute_dtype(logits.dtype)))
 
 
 class TokenGatedTable(nn.Module):
@@ -282,7 +281,9 @@ class TokenGatedCoPE(PositionEncoding):
     def carry(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the gates of the new tokens, (B, G, Q, 2 n): n = H // G heads, two numbers each."""
         B, G, Q, _ = key.shape
-        return split_digits(self.gate(hidden).view(B, Q, G, -1).transpose(1, 2), key.dtype)
+        logits = self.gate(hidden)
+        gates = torch.sigmoid(logits.to(compute_dtype(logits.dtype)))
+        return split_digits(gates.view(B, Q, G, -1).transpose(1, 2), key.dtype)
 
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
         term = self.block_term(context, scaling)

@@ -444,6 +444,34 @@ def test_flex_attention_agrees(encoding):
         close(model(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()], 2e-4)
 
 
+@pytest.mark.parametrize("encoding", ["fox:pro", "cope:separate", "token_gated_cope", "token_gated_cope+rope"])
+def test_adapters_on_projections(encoding):
+    # Low-rank adapters add to what a linear layer returns; merged, they add to its weight.
+    model = build("llama", encoding)
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if "position_encoding" in name and isinstance(module, torch.nn.Linear)
+    ]
+    assert layers
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        plain = model(ids).logits
+        deltas = [0.3 * torch.randn_like(layer.weight) for layer in layers]
+        handles = [
+            layer.register_forward_hook(
+                lambda module, inputs, output, delta=delta: output + torch.nn.functional.linear(inputs[0], delta)
+            )
+            for layer, delta in zip(layers, deltas)
+        ]
+        adapted = model(ids).logits
+        for layer, delta, handle in zip(layers, deltas, handles):
+            handle.remove()
+            layer.weight += delta
+        close(model(ids).logits, adapted)
+    assert not torch.allclose(adapted, plain, atol=0.01)
+
+
 @every_model
 def test_classification(family, encoding):
     name = "WhatWhereLlamaForSequenceClassification" if family == "llama" else "WhatWhereGPT2ForSequenceClassification"
