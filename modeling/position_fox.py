@@ -108,7 +108,7 @@ class FoXTerm(Term):
             self.padding = (attention.segments < 0).repeat_interleave(attention.G, dim=0)[:, None]
             self.log_forget = self.log_forget.masked_fill(self.padding, 0.0)
         # The gradients of the sums up to each token; the gradients of log f from rows with sums of their own.
-        self.grad_columns = torch.zeros_like(self.log_forget)
+        self.grad_columns = torch.zeros_like(self.log_forget, dtype=torch.float64)
         self.grad_own = torch.zeros_like(self.log_forget)
 
     @staticmethod
@@ -140,13 +140,16 @@ class FoXTerm(Term):
             return None
         # Sums of log f up to a row come in with its whole row, those up to a key, less, with its column.
         columns = self.grad_columns[block.chunk, :, block.columns]
-        columns.sub_(grad.sum(2))
+        from_columns, from_rows = grad.sum(2).double(), grad.sum(-1).double()
+        columns.sub_(from_columns)
         newest = min(grad.shape[2:])
-        columns[..., :newest].add_(grad.sum(-1).flip(-1)[..., :newest])
+        columns[..., :newest].add_(from_rows.flip(-1)[..., :newest])
+        # Both add up to the same number; what is left by rounding would be in the gradients of all older keys.
+        columns[..., 0].add_(from_columns.sum(-1) - from_rows.sum(-1))
         return None
 
     def gradients(self) -> list[torch.Tensor]:
-        grad = self.grad_own + self.grad_columns.cumsum(-1)
+        grad = self.grad_own + self.grad_columns.cumsum(-1).to(self.grad_own.dtype)
         if self.padding is not None:
             grad = grad.masked_fill_(self.padding, 0.0)
         return [grad.view(self.tensors[0].shape).flip(2)]
@@ -351,7 +354,7 @@ def _shifted(states: torch.Tensor, gate: torch.Tensor, previous: torch.Tensor, f
     """
     B, G, K, D = states.shape
     # Whole rows are copied, which takes a third of the time of a gather.
-    heads = torch.arange(0, B * G * K, K, device=states.device).view(B, G, 1)
+    heads = torch.arange(B * G, device=states.device).view(B, G, 1) * K
     before = states.reshape(-1, D).index_select(0, (previous[:, None] + heads).flatten()).view(states.shape)
     dtype = torch.promote_types(states.dtype, torch.float32)
     gate = gate.to(dtype)
