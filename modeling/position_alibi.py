@@ -20,15 +20,16 @@ class ALiBiParameters(Parameters):
     """Parameters of ALiBi.
 
     Attributes:
-        head_fraction: the share of heads, the first ones, that have a slope, in (0, 1]; the others see no positions.
-            One half is a baseline of the ICML version of the PoPE paper.
+        head_fraction: the share of heads, the first ones, that have a slope, in (0, 1], rounded down to whole heads;
+            the others see no positions. One half is a baseline of the ICML version of the PoPE paper.
     """
 
     head_fraction: float = 1.0
 
     def heads(self, config: Any) -> int:
         """Returns the number of heads with a slope."""
-        return int(config.num_attention_heads * self.head_fraction)
+        # 44 * (15 / 44) is 14.999999999999998.
+        return int(config.num_attention_heads * self.head_fraction + 1e-6)
 
     def validate(self, config: Any) -> None:
         if not 0 < self.head_fraction <= 1 or self.heads(config) < 1:

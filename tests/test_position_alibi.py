@@ -30,6 +30,14 @@ def test_slopes(num_heads, slopes):
     assert alibi_slopes(num_heads) == pytest.approx(slopes)
 
 
+@pytest.mark.parametrize(("num_heads", "fraction", "expected"), [(44, 15 / 44, 15), (49, 1 / 49, 1), (4, 0.6, 2)])
+def test_share_of_heads(num_heads, fraction, expected):
+    """Whole heads, also where the product of the two numbers is rounded below one."""
+    parameters = ALiBiParameters(fraction)
+    parameters.validate(config(num_heads))
+    assert parameters.heads(config(num_heads)) == expected
+
+
 @pytest.mark.parametrize("num_heads", [2, 3])
 @pytest.mark.parametrize(
     ("segments", "key_positions"),
