@@ -181,10 +181,12 @@ class WhatWhereConfig(PreTrainedConfig):
                 f"rope_parameters['rope_type']={kind!r} is not valid. Allowed: {['default', *ROPE_INIT_FUNCTIONS]}."
             )
         theta = parameters.get("rope_theta", theta)
-        if theta is not None and (isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0):
+        if (theta is not None or "rope_theta" in parameters) and (
+            isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0
+        ):
             raise ValueError(f"rope_theta={theta!r} is not valid: it must be a number greater than 0.")
         factor = parameters.get("partial_rotary_factor", factor)
-        if factor is not None and (
+        if (factor is not None or "partial_rotary_factor" in parameters) and (
             isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1
         ):
             raise ValueError(f"partial_rotary_factor={factor!r} is not valid: it must be a number in (0, 1].")

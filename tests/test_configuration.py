@@ -84,6 +84,10 @@ SHARED = {
         "rope_parameters.'rope_type'.='foo' is not valid. Allowed: .'default'",
     ),
     "rope theta": ({"position_encoding": "rope", "rope_theta": -1.0}, "rope_theta=-1.0 is not valid"),
+    "no rope theta": (
+        {"position_encoding": "rope", "rope_parameters": {"rope_theta": None}},
+        "rope_theta=None is not valid",
+    ),
     "infinite theta": (
         {"position_encoding": "pope", "position_encoding_parameters": {"theta": float("inf")}},
         "theta'.=inf must be finite",

@@ -34,7 +34,7 @@ def test_against_the_paper(factor):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("factor", [0.0, 1.5, "half", 0.13, 0.4])
+@pytest.mark.parametrize("factor", [0.0, 1.5, "half", None, 0.13, 0.4])
 def test_bad_factors(family, factor):
     with pytest.raises(ValueError, match=r"partial_rotary_factor.*=.*not valid.*must be"):
         tiny_config(family, "rope", rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": factor})
