@@ -278,6 +278,7 @@ def test_named_builder(tmp_path):
         ("selective_copy", {"blanks": -1}, "blanks=-1 is not valid"),
         ("counting", {"variables": 27}, "variables=27 is not valid: it must be at most 26"),
         ("counting", {"set_weight": 0}, "set_weight=0 is not valid: it must be above 0"),
+        ("counting", {"increment_weight": float("inf")}, "increment_weight=inf is not valid: it must be finite"),
         ("counting", {"pass_weight": -1}, "pass_weight=-1 is not valid: it must be at least 0"),
         ("counting", {"max_value": 0}, "max_value=0 is not valid"),
         ("counting", {"max_steps": 2}, "min_steps=3 is not valid: it must be at most max_steps=2"),
@@ -291,6 +292,13 @@ def test_named_builder(tmp_path):
 def test_bad_parameters(task, values, message):
     with pytest.raises(ValueError, match=message):
         task_config(task, values)
+
+
+def test_bad_samples():
+    with pytest.raises(ValueError, match=r"split='tests' is not valid\. Did you mean 'test'"):
+        task_config("flip_flop", {}).sample("tests", 0)
+    with pytest.raises(ValueError, match="index=-1 is not valid: it must be at least 0"):
+        task_config("flip_flop", {}).sample("test", -1)
 
 
 # --- tokenizers

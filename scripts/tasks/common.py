@@ -6,6 +6,7 @@ scored.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -71,6 +72,8 @@ class SampleConfig(datasets.BuilderConfig):
                 # so that NaN fails
                 if not holds:
                     raise ValueError(f"{field.name}={value!r} is not valid: it must be {words} {limit}.")
+            if value == math.inf:
+                raise ValueError(f"{field.name}={value!r} is not valid: it must be finite.")
         self.validate()
 
     def validate(self) -> None:
@@ -97,6 +100,8 @@ class SampleConfig(datasets.BuilderConfig):
         """
         if split not in SPLITS:
             raise ValueError(f"split={split!r} is not valid. {suggest(split, SPLITS)}")
+        if index < 0:
+            raise ValueError(f"index={index!r} is not valid: it must be at least 0.")
         return self.draw(np.random.default_rng([self.seed, SPLITS[split], index]))
 
     def row(self, sample: Any) -> dict[str, Any]:
