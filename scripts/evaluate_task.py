@@ -20,8 +20,8 @@ at most --solved. Means and (sample) standard deviations are over checkpoints.
     python -m whatwhere.scripts.evaluate_task --task alice openai-community/gpt2
 
 asks any causal language model how often a word is in the last sentence (see `whatwhere.scripts.tasks.alice`), and
-reports how often the right one of the answers 0 to 5 is the most likely one (`accuracy`), and its mean probability
-among the six (`probability`).
+reports how often the right one of the answers 0 to 5 is the most likely one (`accuracy`), its mean probability among
+the six (`probability`), and how often the most common answer is right (`most_common`), which needs no model.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from ..position_encoding import suggest
 from ..position_encodings import reach
 from .data.samples import TaskSamples
 from .evaluation.answers import choice_likelihoods, score_samples
-from .evaluation.results import provenance, write_json
+from .evaluation.results import check_writable, provenance, write_json
 from .tasks.alice import LARGEST_ANSWER, AliceConfig
 from .tasks.registry import PROBES, TASKS, task_config
 from .training.recipe import Recipe, differences, load_recipe, parse_recipe
@@ -52,18 +52,30 @@ _TITLES = {
     "sequence_error": "error per sequence",
     "accuracy": "right answers",
     "probability": "probability of the right answer",
+    "most_common": "always the most common answer",
 }
 
 
 def read_recipe(checkpoint: str) -> Recipe | None:
-    """Returns the recipe that a folder holds, in `results.json` or `recipe.yaml`, or None if it holds none."""
+    """Returns the recipe that a folder holds, in `results.json` or `recipe.yaml`, or None if it holds none.
+
+    Raises:
+        ValueError: the folder is that of a run that is not finished.
+    """
     folder = pathlib.Path(checkpoint)
     results = folder / "results.json"
     if results.is_file():
         recipe = json.loads(results.read_text(encoding="utf-8")).get("recipe")
         # That of fine-tuning has other keys.
         return parse_recipe(recipe) if recipe and "data" in recipe and "training" in recipe else None
-    return load_recipe(folder / "recipe.yaml") if (folder / "recipe.yaml").is_file() else None
+    if not (folder / "recipe.yaml").is_file():
+        return None
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"checkpoint={checkpoint!r} is a run that is not finished. Go on with: "
+            f"python -m whatwhere.scripts.train {folder / 'recipe.yaml'} --output {folder} --resume"
+        )
+    return load_recipe(folder / "recipe.yaml")
 
 
 def test_sets(
@@ -82,22 +94,26 @@ def test_sets(
         recipe: that of the checkpoint, if it has one.
         task: replaces that of the recipe.
         sets: replace those of the recipe: for each name, the parameters that differ from those of training.
-        samples: of each set; None for what the recipe says for all sets, or the set.
+        samples: of each set; None for what the set says, or the recipe for all sets, or the task.
         seed: decides the samples.
 
     Raises:
         ValueError: neither the recipe nor `task` names a task, or a parameter is not valid.
     """
     data = recipe.data if recipe is not None and recipe.data.source == "task" else None
-    block, parameters = None, {}
+    block, parameters, sizes = None, {}, {}
     if data is not None and task in (None, data.task):
         task, block, parameters = str(data.task), data.sequence_length, data.task_parameters or {}
         sets = data.test_sets if sets is None else sets
-        samples = data.test_samples if samples is None else samples
+        sizes = {} if data.test_samples is None else {"test_samples": data.test_samples}
     if task is None:
+        reason = "does not say which task it was trained on"
+        if recipe is not None:
+            reason = f"was trained on text (data.source: {recipe.data.source})"
+        elif not pathlib.Path(checkpoint).exists():
+            reason = "is no folder here, and a checkpoint on the Hub does not say which task it was trained on"
         raise ValueError(
-            f"checkpoint={checkpoint!r} does not say which task it was trained on: give --task. "
-            f"Allowed: {', '.join(map(repr, [*TASKS, *PROBES]))}."
+            f"checkpoint={checkpoint!r} {reason}: give --task. Allowed: {', '.join(map(repr, [*TASKS, *PROBES]))}."
         )
     if sets is None:
         sets = task_config(task, parameters).test_sets()
@@ -105,7 +121,7 @@ def test_sets(
     configs = {}
     for name, values in sets.items():
         try:
-            configs[name] = task_config(task, {**parameters, **values, **changed})
+            configs[name] = task_config(task, {**parameters, **sizes, **values, **changed})
         except ValueError as error:
             raise ValueError(f"test set {name!r} of task {task!r} is not valid: {error}") from error
     return task, configs, block
@@ -129,7 +145,7 @@ def evaluate(
         checkpoints: folders or Hub ids.
         task: the task of checkpoints that have no recipe, or a probe.
         sets: the test sets; None for those of the checkpoint's recipe, or the task's own.
-        samples: of each set; None for what the recipe says for all sets, or the set.
+        samples: of each set; None for what the set says, or the recipe for all sets, or the task.
         seed: decides the samples; with 0 they are those that training ends with.
         batch_size: samples in a batch.
         device: None for the GPU if there is one.
@@ -148,7 +164,17 @@ def evaluate(
             raise ValueError(f"{name}={value!r} is not valid: it must be at least 1.")
     if task is not None and task not in (*TASKS, *PROBES):
         raise ValueError(f"task={task!r} is not valid. {suggest(task, [*TASKS, *PROBES])}")
+    if twice := [checkpoint for checkpoint, count in collections.Counter(checkpoints).items() if count > 1]:
+        raise ValueError(f"checkpoint={twice[0]!r} is given more than once.")
+    for name, values in (sets or {}).items():
+        if "seed" in values:
+            raise ValueError(f"test set {name!r} is not valid: seed={values['seed']!r} must not be given, but --seed.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    # PyTorch without CUDA raises AssertionError.
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"device={device!r} is not valid: {error}") from error
     # Everything is read before the first model runs: mistakes should not wait for minutes.
     recipes = {checkpoint: read_recipe(checkpoint) for checkpoint in checkpoints}
     plans = {
@@ -304,6 +330,8 @@ def parse_sets(texts: Sequence[str]) -> dict[str, dict[str, Any]] | None:
             raise ValueError(
                 f"sets={text!r} is not valid: it must be NAME=JSON, such as 'sparse={{\"ignore\": 0.98}}'."
             )
+        if name in sets:
+            raise ValueError(f"sets={text!r} is not valid: the name {name!r} is given twice.")
         sets[name] = parsed
     return sets or None
 
@@ -318,7 +346,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     parser.add_argument("--task", help=f"{', '.join([*TASKS, *PROBES])}; default: what the checkpoint says")
     parser.add_argument("--sets", action="append", default=[], metavar="NAME=JSON", help="a test set; may be repeated")
-    parser.add_argument("--samples", type=int, help="of every test set; default: what the recipe or the set says")
+    parser.add_argument("--samples", type=int, help="of every test set; default: what the set or the recipe says")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="samples in a batch (default %(default)s)")
     parser.add_argument("--solved", type=float, default=0.01, help="largest sequence error (default %(default)s)")
@@ -330,6 +358,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if not 0 <= options.solved <= 1 or math.isnan(options.solved):
             raise ValueError(f"solved={options.solved!r} is not valid: it must be between 0 and 1.")
+        if options.json:
+            check_writable(options.json.parent)
         entries = evaluate(
             options.checkpoints,
             task=options.task,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 
 import pytest
@@ -79,6 +80,9 @@ def test_other_sets_samples_and_seeds(runs):
     )
     assert one == scores(runs / "rope-0")["dense"]
     assert one["tokens"] != other["tokens"]
+    # The recipe says 40 for all sets; the nearest one counts.
+    (entry,) = script.evaluate([folder], sets={"few": {"test_samples": 3}, "all": {}})
+    assert {name: each["sequences"] for name, each in entry["test_sets"].items()} == {"few": 3, "all": 40}
 
 
 def test_checkpoint_without_a_recipe(runs, tmp_path):
@@ -126,6 +130,9 @@ def test_command_line(runs, tmp_path, capsys):
         (["--sets", "sparse=[1]"], r"sets='sparse=\[1\]' is not valid"),
         (["--sets", 'a={"ignor": 1}'], "test set 'a' of task 'flip_flop' is not valid: unknown parameter 'ignor'"),
         (["--task", "alice", "--sets", 'a={"sentences": 1}'], "test set 'a' of task 'alice' is not valid: sentences=1"),
+        (["--sets", "a={}", "--sets", "a={}"], "the name 'a' is given twice"),
+        (["--sets", 'a={"seed": 3}'], "test set 'a' is not valid: seed=3 must not be given, but --seed"),
+        (["--device", "gpu"], "device='gpu' is not valid: "),
         (["--task", "alice"], "does not know every word of 'Alice was"),
         (["--task", "counting"], "does not know these symbols of the task"),
     ],
@@ -142,6 +149,22 @@ def test_command_line_errors(runs, arguments, message, capsys):
 def test_checkpoint_errors(runs, tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded"):
         script.evaluate([str(tmp_path)], task="flip_flop")
+    with pytest.raises(ValueError, match="checkpoint='no/such' is no folder here, and a checkpoint on the Hub"):
+        script.evaluate(["no/such"])
+    with pytest.raises(ValueError, match="rope-0' is given more than once"):
+        script.evaluate([str(runs / "rope-0")] * 2)
+    (tmp_path / "recipe.yaml").write_bytes((runs / "rope-0" / "recipe.yaml").read_bytes())
+    with pytest.raises(ValueError, match=r"is a run that is not finished. Go on with: .* --resume"):
+        script.evaluate([str(tmp_path)])
+    text = {
+        "name": "text",
+        "data": {"sequence_length": 8},
+        "model": {"family": "gpt2"},
+        "training": toy_recipe("flip_flop").resolved()["training"],
+    }
+    (tmp_path / "results.json").write_text(json.dumps({"recipe": text}))
+    with pytest.raises(ValueError, match=r"was trained on text \(data.source: stdlib\): give --task"):
+        script.evaluate([str(tmp_path)])
     absolute = toy_recipe("flip_flop", model__position_encoding="absolute", training__steps=1)
     train(absolute, tmp_path / "absolute")
     with pytest.raises(ValueError, match=r"samples have up to 10 tokens, and position_encoding='absolute' reaches 8"):
@@ -221,6 +244,8 @@ def test_alice_on_the_command_line(stock, tmp_path, capsys):
     content = json.loads((tmp_path / "out.json").read_text())
     (system,) = content["systems"]
     assert set(system["test_sets"]) == {"paper", "sentences_2", "sentences_3", "sentences_5"}
-    assert "| right answers | probability of the right answer |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| right answers | probability of the right answer | always the most common answer |" in shown
+    assert re.search(r"\| paper \| .* \| 100.00 % \|\n", shown)
     paper = content["checkpoints"][0]["test_sets"]["paper"]
     assert (paper["questions"], paper["most_common"], list(paper["accuracy_by_place"])) == (2, 1.0, ["earlier"])
