@@ -295,6 +295,14 @@ def test_report_of_exact_runs(tmp_path, capsys):
     assert json.loads((card / "results.json").read_text()) == found
     assert report.markdown(found) in (card / "README.md").read_text()
     assert "license: apache-2.0" in (card / "README.md").read_text()
+    assert "- finished runs: 7, with 0.0 to 0.0 minutes of training each" in text
+
+
+def test_report_of_nothing_is_refused(tmp_path):
+    """So that it does not take the place of an earlier report."""
+    with pytest.raises(SystemExit, match=r"--report-only is not valid: no run of pope_1 is finished in .*nowhere'"):
+        script.main(["pope_1", "--report-only", "--output", str(tmp_path / "nowhere"), "--cards", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_report_of_small_runs(tmp_path, capsys):
@@ -352,8 +360,6 @@ def test_validation_perplexity(tmp_path):
 # --- a real run
 
 TINY = {
-    "model.n_embd": 16,
-    "model.n_inner": 16,
     "training.steps": 4,
     "training.warmup_steps": 1,
     "training.batch_size": 4,

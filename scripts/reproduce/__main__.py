@@ -22,8 +22,8 @@ finished run is not made again, by no table that needs it; an interrupted one go
 a checkpoint first: the same command goes on. A folder that holds a run of another recipe is an error.
 
 `--dry-run` lists runs and cells with what is done and what is missing, and trains nothing; `--report-only` reports what
-is there. `--set KEY=VALUE` changes every recipe; what the rows and columns decide cannot be changed, and runs that are
-not those of the paper any more are never called exact.
+is there, which must be one finished run at least. `--set KEY=VALUE` changes every recipe; what the rows and columns
+decide cannot be changed, and runs that are not those of the paper any more are never called exact.
 
 The report goes to `OUTPUT/<TABLE>[_small].md` and `.json`; `report.py` says what its verdicts mean. `--cards DIR`
 copies it to `DIR/<TABLE>[_small]/`, as README.md and results.json.
@@ -96,6 +96,12 @@ def main(arguments: list[str] | None = None) -> None:
             if speaks:
                 print(listing(planned))
             return
+        # A report of nothing must not take the place of an earlier one.
+        if options.report_only and not any(run.state() == "done" for run in runs.unique(planned)):
+            raise runs.ReproduceError(
+                f"--report-only is not valid: no run of {table.name} is finished in {str(options.output)!r}. "
+                "--dry-run shows where they are looked for."
+            )
         check_writable(options.output)
         if not options.report_only:
             train_all(planned, options.data_dir, arguments, speaks)

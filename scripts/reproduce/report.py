@@ -38,7 +38,17 @@ NOT_RUN, WITHIN, ALONE, ORDER, DIFFERS = (
 )
 
 
-LICENCE = """
+# What a card says after the report.
+CARD = """
+## Use and limits
+
+This folder holds figures, no weights. The command above trains the models; the folder of each run is a checkpoint with
+its tokenizer and its own card, which `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
+
+The models are made to compare position encodings, and for nothing else: each knows its one task, or the text above. The
+figures say how the encodings compare at these sizes, on this data and with so many seeds; they do not say how they
+would at others.
+
 ## Licence
 
 This report and the code are under the Apache License 2.0. The toy tasks are generated; language models are trained on
@@ -285,11 +295,19 @@ def markdown(report: Mapping[str, Any]) -> str:
             lines += [f"- `{recipe}`", *(f"  - `{change}`" for change in changes)]
     else:
         lines.append("The recipes are the exact ones.")
-    lines += ["", "What makes the rows' systems of the recipe:", ""]
+    lines += ["", "The system of each row, as changes of the recipe:", ""]
     labels = {cell["row"]: cell["label"] for cell in report["cells"]}
     for row, overrides in report["systems"].items():
         lines.append(f"- {labels[row]}: {', '.join(f'`{text}`' for text in overrides) or 'the recipe as it is'}")
-    lines += ["", f"Made by `{report['command']}`.", ""]
+    lines += [
+        "",
+        f"Made by `{report['command']}`. The JSON file beside this one holds every seed and every run's command.",
+    ]
+    seconds = {seed["folder"]: seed["seconds"] for cell in report["cells"] for seed in cell["ours"]["seeds"]}
+    lines.append("")
+    if seconds:
+        shortest, longest = (f"{value / 60:.1f}" for value in (min(seconds.values()), max(seconds.values())))
+        lines.append(f"- finished runs: {len(seconds)}, with {shortest} to {longest} minutes of training each")
     for key, values in report["origin"].items():
         texts = [
             ", ".join(f"{name} {text}" for name, text in value.items()) if isinstance(value, dict) else str(value)
@@ -338,5 +356,5 @@ def write_card(report: Mapping[str, Any], folder: Path) -> Path:
     card = folder / (report["table"] + ("_small" if report["small"] else ""))
     write_json(card / "results.json", dict(report))
     head = ["---", "license: apache-2.0", "library_name: whatwhere", "tags:", "- position-encoding", "---", ""]
-    (card / "README.md").write_text("\n".join(head) + markdown(report) + LICENCE, encoding="utf-8")
+    (card / "README.md").write_text("\n".join(head) + markdown(report) + CARD, encoding="utf-8")
     return card
