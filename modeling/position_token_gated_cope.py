@@ -122,8 +122,9 @@ class TokenGatedCoPETerm(Term):
         positions = attention.of_keys(running_sums(gates.to(attention.dtype), self.segments))
         self.unclamped = positions <= self.last
         positions = positions.clamp_(0, self.last)
-        self.floor = positions.long()
-        self.fraction = positions.frac_()[..., None]
+        # In float32 the clamp of a table of 65536 and more is at its last entry, which has no next one.
+        self.floor = positions.long().clamp_(max=table.shape[0] - 2)
+        self.fraction = positions.sub_(self.floor)[..., None]
         # (N, n, K, D), newest key first.
         self.embeddings = torch.addcmul(self.table[self.floor], self.fraction, self.steps[self.floor])
         self.grad_embeddings = torch.zeros_like(self.embeddings)

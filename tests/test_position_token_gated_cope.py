@@ -203,6 +203,18 @@ def test_clamped_counts_have_the_last_position_and_no_gradient():
         assert not grad[:, :, 2:].any()
 
 
+def test_the_end_of_a_large_table():
+    """In float32 65536 - 1.001 is 65535, the last entry itself."""
+    P = T = 65536
+    query, key, value = torch.randn(1, 1, 8, 2), torch.randn(1, 1, T, 2), torch.randn(1, 1, T, 2)
+    position_query, gates, table = torch.randn(1, 1, 8, 2), torch.ones(1, 1, T), torch.randn(P, 2)
+    states = [state.requires_grad_() for state in (query, key, value, position_query, gates, table)]
+    outs = [blocks(*states, None, block_size=8, direct=direct) for direct in (True, False)]
+    torch.testing.assert_close(outs[1], outs[0])
+    for one, other in zip(*(torch.autograd.grad(out.sum(), states) for out in outs)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_gates_keep_their_digits_in_bfloat16():
     layer = TokenGatedCoPE(CONFIG, TokenGatedCoPEParameters(), 0).bfloat16()
     for parameter in layer.parameters():
