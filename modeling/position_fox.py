@@ -68,6 +68,11 @@ class FoXParameters(Parameters):
                 f"position_encoding_parameters['fox']['gate_bias_init']={self.gate_bias_init!r} is not valid: it must "
                 "be a finite number."
             )
+        if self.pro and not any(getattr(self, part) for part in PRO_PARTS):
+            raise ValueError(
+                f"position_encoding_parameters['fox']['pro']={self.pro!r} has no effect: {', '.join(PRO_PARTS)} are "
+                "all False. Set them to True or None, or pro to False."
+            )
         if self.key_value_shift and "rope" in config.position_encoding.split("+"):
             raise ValueError(
                 f"position_encoding_parameters['fox']['key_value_shift']={self.key_value_shift!r} is not valid for "

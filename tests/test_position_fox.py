@@ -314,6 +314,7 @@ def test_gates_at_the_start():
         ("fox", {"output_gates": True}, "Did you mean 'output_gate'"),
         ("fox+rope", {"fox": {"key_value_shift": True}}, r"key_value_shift'\]=True.*'fox\+rope'.*rotated.*False"),
         ("fox+rope", {"fox": {"pro": True}}, r"key_value_shift'\]=True.*'fox\+rope'.*also with pro=True"),
+        ("fox", {"pro": True, **dict.fromkeys(PARTS, False)}, r"pro'\]=True has no effect.*all False"),
         ("rope+fox", {}, r"Did you mean 'fox\+rope'"),
     ],
 )
