@@ -42,8 +42,9 @@ NOT_RUN, WITHIN, ALONE, ORDER, DIFFERS = (
 CARD = """
 ## Use and limits
 
-This folder holds figures, no weights. The command above trains the models; the folder of each run is a checkpoint with
-its tokenizer and its own card, which `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
+This folder holds figures, no weights. The command above, without `--report-only`, trains the models; the folder of each
+run is a checkpoint with its tokenizer and its own card, which
+`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
 
 The models are made to compare position encodings, and for nothing else: each knows its one task, or the text above. The
 figures say how the encodings compare at these sizes, on this data and with so many seeds; they do not say how they
@@ -290,7 +291,11 @@ def markdown(report: Mapping[str, Any]) -> str:
             lines.append(f"| {' | '.join([*values, cell['paper']['text'], _verdict(cell)])} |")
     lines += ["", _legend(report), "", "## Runs", "", report["choices"], ""]
     if any(report["scaled_down"].values()):
-        lines += ["What differs from the exact recipes (exact → here; None: the default), and nothing else:", ""]
+        lines += [
+            "What differs from the exact recipes (exact → here; None: the default; a key that rows decide has a line "
+            "for each pair), and nothing else:",
+            "",
+        ]
         for recipe, changes in report["scaled_down"].items():
             lines += [f"- `{recipe}`", *(f"  - `{change}`" for change in changes)]
     else:

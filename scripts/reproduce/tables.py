@@ -354,7 +354,8 @@ _SELECTIVE_COPY = tuple(
 )
 _SELECTIVE_COPY_CHOICES = (
     "Selective copy: the paper does not say whether tokens or sequences are counted; tokens here, because 0.004 % can "
-    "hardly be a share of sequences (those are in the runs' results.json, too)."
+    "hardly be a share of sequences (those are in the runs' results.json, too). Absolute PE: positions that only "
+    "samples of the sparse set have are never trained; the paper does not say what it did there."
 )
 COPE_10 = Table(
     name="cope_10",
