@@ -60,12 +60,15 @@ def read_recipe(checkpoint: str) -> Recipe | None:
     """Returns the recipe that a folder holds, in `results.json` or `recipe.yaml`, or None if it holds none.
 
     Raises:
-        ValueError: the folder is that of a run that is not finished.
+        ValueError: the folder is that of a run that is not finished, or its files are broken.
     """
     folder = pathlib.Path(checkpoint)
     results = folder / "results.json"
     if results.is_file():
-        recipe = json.loads(results.read_text(encoding="utf-8")).get("recipe")
+        try:
+            recipe = json.loads(results.read_text(encoding="utf-8")).get("recipe")
+        except ValueError as error:
+            raise ValueError(f"{str(results)!r} is not valid JSON: {error}") from error
         # That of fine-tuning has other keys.
         return parse_recipe(recipe) if recipe and "data" in recipe and "training" in recipe else None
     if not (folder / "recipe.yaml").is_file():

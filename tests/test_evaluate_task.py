@@ -162,6 +162,9 @@ def test_checkpoint_errors(runs, tmp_path):
         "model": {"family": "gpt2"},
         "training": toy_recipe("flip_flop").resolved()["training"],
     }
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(ValueError, match=r"results.json' is not valid JSON"):
+        script.evaluate([str(tmp_path)])
     (tmp_path / "results.json").write_text(json.dumps({"recipe": text}))
     with pytest.raises(ValueError, match=r"was trained on text \(data.source: stdlib\): give --task"):
         script.evaluate([str(tmp_path)])
