@@ -170,7 +170,7 @@ class CoPEMLP(PositionEncoding):
 
     def __init__(self, config: Any, parameters: CoPEMLPParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
-        self.mlp = PositionMLP(self.head_dim, parameters.hidden_units)
+        self.network = PositionMLP(self.head_dim, parameters.hidden_units)
 
     @classmethod
     def serves_layer(cls, parameters: CoPEMLPParameters, layer_idx: int) -> bool:
@@ -182,4 +182,4 @@ class CoPEMLP(PositionEncoding):
 
     def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
         parameters = {"scale": scaling, "last": self.parameters_.num_positions - 1}
-        return BlockTerm("cope_mlp", self.mlp(), parameters)
+        return BlockTerm("cope_mlp", self.network(), parameters)

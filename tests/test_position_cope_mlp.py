@@ -112,7 +112,7 @@ def test_start(family):
     fresh = type(model)._from_config(model.config)
     state = {name: p for name, p in fresh.state_dict().items() if "position_encoding" not in name}
     for one in (fresh, type(model).from_pretrained(None, config=model.config, state_dict=state)):
-        mlps = [module for name, module in one.named_modules() if name.endswith("cope_mlp.mlp")]
+        mlps = [module for name, module in one.named_modules() if name.endswith("cope_mlp.network")]
         assert len(mlps) == 2
         for mlp in mlps:
             assert not mlp.output.any()
