@@ -24,9 +24,9 @@ def encoding(**parameters):
 
 def set_units(layer, weight, bias):
     with torch.no_grad():
-        layer.mlp.weight.copy_(torch.tensor(weight))
-        layer.mlp.bias.copy_(torch.tensor(bias))
-        layer.mlp.output.normal_()
+        layer.network.weight.copy_(torch.tensor(weight))
+        layer.network.bias.copy_(torch.tensor(bias))
+        layer.network.output.normal_()
 
 
 # Hidden units (weight, bias); the knots, in x = p / last, are -bias / weight.
@@ -47,7 +47,7 @@ def test_equals_the_network(units, num_positions, spread, segments):
     H, G, Q, K, D, scaling = 4, 2, 7, 9, 4, 0.5
     layer = encoding(hidden_units=5, num_positions=num_positions)
     if UNITS[units] is None:
-        layer.mlp.output.data.normal_()
+        layer.network.output.data.normal_()
     else:
         set_units(layer, *UNITS[units])
     query = (torch.randn(1, H, Q, D, dtype=torch.float64) * spread).requires_grad_()
@@ -56,7 +56,7 @@ def test_equals_the_network(units, num_positions, spread, segments):
     mask = None if segments is None else torch.tensor([segments], dtype=torch.int32)
     heads = [
         oracles.cope_mlp_oracle(
-            query[0, h], key[0, h // 2], value[0, h // 2], *layer.mlp(), visible, scaling, num_positions - 1
+            query[0, h], key[0, h // 2], value[0, h // 2], *layer.network(), visible, scaling, num_positions - 1
         )
         for h in range(H)
     ]
@@ -66,7 +66,7 @@ def test_equals_the_network(units, num_positions, spread, segments):
     eager = weights * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
     terms = [layer.block_term({}, scaling)]
     blocks = blockwise_attention(query, key, value, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False)
-    inputs, grad = [query, key, value, *layer.mlp()], torch.randn_like(expected)
+    inputs, grad = [query, key, value, *layer.network()], torch.randn_like(expected)
     truth = torch.autograd.grad(expected, inputs, grad, materialize_grads=True)
     for out in (eager, blocks):
         torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
@@ -77,9 +77,9 @@ def test_equals_the_network(units, num_positions, spread, segments):
 def test_many_blocks():
     """Windows that are guessed and that grow, in float32, against the full matrix."""
     layer = encoding(hidden_units=64, num_positions=12).float()
-    torch.nn.init.normal_(layer.mlp.output)
+    torch.nn.init.normal_(layer.network.output)
     query, key, value = (torch.randn(2, heads, 200, 4) for heads in (4, 2, 2))
-    inputs = [query, key, value, *layer.mlp()]
+    inputs = [query, key, value, *layer.network()]
     for tensor in inputs[:3]:
         tensor.requires_grad_()
     found = []
@@ -99,7 +99,7 @@ def test_can_be_a_table():
     with torch.no_grad():
         # What bends at p = n is the difference of the steps before and after.
         steps = table.table.weight.diff(dim=1) * 8
-        layer.mlp.output.copy_(torch.cat((steps[:, :1], steps.diff(dim=1)), dim=1))
+        layer.network.output.copy_(torch.cat((steps[:, :1], steps.diff(dim=1)), dim=1))
         query, content = torch.randn(1, 4, 9, 4, dtype=torch.float64), torch.randn(1, 4, 9, 30, dtype=torch.float64)
         difference = layer.bias(content, query, {}, 0.5) - table.bias(content, query, {}, 0.5)
     torch.testing.assert_close(difference, difference[..., :1].expand_as(difference))
