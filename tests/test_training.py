@@ -220,7 +220,7 @@ def test_killed_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["train", "finish"], ids=["before the first step", "after the last step"])
 def test_resume_without_steps_in_between(finished, data_dir, tmp_path, monkeypatch, method):
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     output = tmp_path / "run"
