@@ -123,7 +123,7 @@ BAD = {
     "micro batch": (changed(training__micro_batch_size=3), "micro_batch_size=3.*divide training.batch_size=4"),
     "trackers": (changed(training__trackers=[1]), "training.trackers=\\[1\\]"),
     "length 1": (changed(data__sequence_length=1), "data.sequence_length=1.*at least 2"),
-    "source": (changed(data__source="web"), "data.source='web'.*'stdlib', 'hub', 'local', 'task'"),
+    "source": (changed(data__source="web"), "data.source='web'.*'stdlib', 'hub', 'local', 'corpus', 'task'"),
     "pack": (changed(data__pack="docs"), "data.pack='docs'.*'concat', 'documents'"),
     "hub without dataset": (changed(data__source="hub"), "data.dataset=None"),
     "local without patterns": (changed(data__source="local"), "data.splits=None"),

@@ -7,6 +7,7 @@ Every source gives the same thing, a dictionary of splits whose rows hold a docu
   files come and go, but the text differs between Python versions: results of two versions are not comparable.
 * `hub`: any dataset of the Hugging Face Hub, downloaded or streamed.
 * `local`: `.jsonl`, `.jsonl.gz`, `.txt` and `.txt.gz` files in a folder, chosen for each split by glob patterns.
+* `corpus`: corpora known by name (`corpora.py`), from a data folder or else the Hub.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ except ImportError as error:
     raise ImportError('the corpora need `datasets`: pip install "whatwhere[train]"') from error
 
 SPLITS = ("train", "validation", "test")
-SOURCES = ("stdlib", "hub", "local")
+SOURCES = ("stdlib", "hub", "local", "corpus")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
 
 # What the embedded corpus leaves out: other people's packages; tests (as long as the library itself, and repetitive);
@@ -49,15 +50,17 @@ def load_text(
     """Loads the splits of a corpus.
 
     Args:
-        source: `stdlib`, `hub` or `local`.
-        data_dir: the folder of `local`; by default the environment variable WHATWHERE_DATA_DIR.
+        source: `stdlib`, `hub`, `local` or `corpus`.
+        data_dir: the folder of `local`, and of `corpus` if there is one; by default the environment variable
+            WHATWHERE_DATA_DIR.
         dataset: the id of a Hub dataset (`hub` only).
         dataset_config: the configuration of that dataset (`hub` only).
         splits: for `hub`, our split to theirs, documents chosen by an optional slice: `{"train": "train[1000:]",
             "validation": "train[:1000]"}`; by default each split under its own name. For `local`, our split to one or
-            more glob patterns relative to `data_dir`: `{"train": "wikipedia_en/train-*.jsonl.gz", ...}`.
+            more glob patterns relative to `data_dir`: `{"train": "wikipedia_en/train-*.jsonl.gz", ...}`. For `corpus`,
+            to the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test": "wikitext103:test", ...}`.
         text_field: the column or key that holds the document (`hub` and jsonl files).
-        streaming: read lazily instead of downloading or copying first (`hub` and `local`).
+        streaming: read lazily instead of downloading or copying first (not `stdlib`).
 
     Returns:
         A `datasets.DatasetDict` (`IterableDatasetDict` when streaming) with the rows' documents in `text`. There is
@@ -69,6 +72,8 @@ def load_text(
         return _load_hub(dataset, dataset_config, splits or {s: s for s in SPLITS}, text_field, streaming)
     if source == "local":
         return _load_local(data_dir or os.environ.get(DATA_DIR_VARIABLE), splits, text_field, streaming)
+    if source == "corpus":
+        return _load_corpora(data_dir, splits, streaming)
     raise ValueError(f"source={source!r} is not valid. Allowed: {', '.join(map(repr, SOURCES))}.")
 
 
@@ -127,12 +132,43 @@ def _load_hub(
                 f"splits[{name!r}]={theirs!r} is not valid: {dataset!r} has the splits "
                 f"{', '.join(map(repr, available))}."
             )
-        rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming)
-        start, stop = int(match["start"] or 0), int(match["stop"]) if match["stop"] else None
-        # `skip` and `take` read the same documents from a stream and from a table.
-        rows = rows.skip(start) if start else rows
-        rows = rows.take(stop - start) if stop is not None else rows
-        result[name] = _with_text(rows, text_field, f"dataset {dataset!r}")
+        result[name] = read_hub(dataset, config, match.string, text_field=text_field, streaming=streaming)
+    return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
+
+
+def read_hub(dataset: str, config: str | None, split: str, *, text_field: str, streaming: bool) -> Any:
+    """Returns the rows of a split of a Hub dataset, their documents in `text`.
+
+    Args:
+        dataset: its id.
+        config: its configuration; None for the default one.
+        split: its split, with the documents wanted in brackets if not all: `train[1000:2000]`.
+        text_field: the column that holds the document.
+        streaming: read lazily instead of downloading first.
+    """
+    match = _SLICE.match(split)
+    assert match is not None, "the caller has checked it"
+    rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming)
+    start, stop = int(match["start"] or 0), int(match["stop"]) if match["stop"] else None
+    # `skip` and `take` read the same documents from a stream and from a table.
+    rows = rows.skip(start) if start else rows
+    rows = rows.take(stop - start) if stop is not None else rows
+    return _with_text(rows, text_field, f"dataset {dataset!r}")
+
+
+def _load_corpora(
+    data_dir: str | os.PathLike[str] | None, splits: Mapping[str, str | Sequence[str]] | None, streaming: bool
+) -> dict[str, Any]:
+    from .corpora import load_corpus, parse_choice
+
+    _check_split_names(splits or {})
+    result = {}
+    for name, choice in (splits or {}).items():
+        try:
+            corpus, split, chosen = parse_choice(choice)  # type: ignore[arg-type]  # it refuses what is no string
+            result[name] = load_corpus(corpus, f"{split}{chosen}", data_dir=data_dir, streaming=streaming)
+        except ValueError as error:
+            raise ValueError(f"splits[{name!r}]={choice!r} is not valid: {error}") from error
     return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
 
 
@@ -158,23 +194,41 @@ def _load_local(
                 f"splits[{name!r}]={patterns!r} is not valid: it must be a pattern, or a list of patterns, relative to "
                 "the data folder."
             )
-        files: list[str] = []
-        for pattern in patterns:
-            found = sorted(str(file) for file in root.glob(pattern) if file.is_file())
-            if not found:
-                raise ValueError(f"splits[{name!r}]={pattern!r} matches no file in {str(data_dir)!r}.")
-            files += [file for file in found if file not in files]
-        kinds = {_kind(file) for file in files}
-        if len(kinds) > 1:
-            raise ValueError(f"splits[{name!r}]={patterns!r} mixes text and jsonl files: take one kind for a split.")
-        options = {"sample_by": "document"} if kinds == {"text"} else {}
-        try:
-            rows = datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=streaming, **options)
-            result[name] = _with_text(rows, "text" if options else text_field, f"splits[{name!r}]")
-        except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:
-            reason = error.__cause__ or error or "it holds nothing"
-            raise ValueError(f"splits[{name!r}]={patterns!r} cannot be read: {reason}") from error
+        result[name] = read_files(root, name, patterns, text_field=text_field, streaming=streaming)
     return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
+
+
+def read_files(
+    root: Path, name: str, patterns: Sequence[str], *, text_field: str = "text", streaming: bool = False
+) -> Any:
+    """Returns the documents of local files: a line of a jsonl file, or a whole text file, each.
+
+    Args:
+        root: the folder.
+        name: of the split, for messages.
+        patterns: globs relative to `root`; files are read in the order of the patterns, then of their names.
+        text_field: the key of jsonl files that holds the document.
+        streaming: read lazily instead of copying first.
+
+    Raises:
+        ValueError: a pattern matches nothing, or a file cannot be read.
+    """
+    files: list[str] = []
+    for pattern in patterns:
+        found = sorted(str(file) for file in root.glob(pattern) if file.is_file())
+        if not found:
+            raise ValueError(f"splits[{name!r}]={pattern!r} matches no file in {str(root)!r}.")
+        files += [file for file in found if file not in files]
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1:
+        raise ValueError(f"splits[{name!r}]={patterns!r} mixes text and jsonl files: take one kind for a split.")
+    options = {"sample_by": "document"} if kinds == {"text"} else {}
+    try:
+        rows = datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=streaming, **options)
+        return _with_text(rows, "text" if options else text_field, f"splits[{name!r}]")
+    except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:
+        reason = error.__cause__ or error or "it holds nothing"
+        raise ValueError(f"splits[{name!r}]={patterns!r} cannot be read: {reason}") from error
 
 
 def _check_split_names(splits: Mapping[str, Any]) -> None:
@@ -200,9 +254,9 @@ def _kind(file: str) -> str:
     name = file.removesuffix(".gz")
     if name.endswith((".jsonl", ".json")):
         return "json"
-    if name.endswith(".txt"):
+    if name.endswith((".txt", ".raw")):
         return "text"
-    raise ValueError(f"file {Path(file).name!r} is of no known kind. Allowed: .jsonl, .jsonl.gz, .txt, .txt.gz.")
+    raise ValueError(f"file {Path(file).name!r} is of no known kind. Allowed: .jsonl, .txt, .raw, and each with .gz.")
 
 
 def _with_text(rows: Any, text_field: str, what: str) -> Any:

@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..data.corpus import load_text
+from ..data.corpus import DATA_DIR_VARIABLE, load_text
 from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, make_blocks
 from ..data.samples import TaskBatches, TaskSamples
 from ..data.tokenize import build_tokenizer, bytes_per_token
@@ -138,6 +138,7 @@ class Run:
 
     def __init__(self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None) -> None:
         self.recipe, self.output = recipe, output
+        self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
         training = recipe.training
         self.accelerator = Accelerator(
@@ -169,7 +170,7 @@ class Run:
         if self.is_task:
             self._prepare_task()
         else:
-            self._prepare_data(data_dir)
+            self._prepare_data()
         set_seed(recipe.seed)
         model = build_model(recipe, build_config(recipe, self.tokenizer))
         optimizer, self.scheduler = build_optimizer(model, training)
@@ -182,11 +183,11 @@ class Run:
         if training.trackers:
             self.accelerator.init_trackers(recipe.name, config={"recipe": json.dumps(recipe.resolved())})
 
-    def _prepare_data(self, data_dir: str | os.PathLike[str] | None) -> None:
+    def _prepare_data(self) -> None:
         data, training, evaluation = self.recipe.data, self.recipe.training, self.recipe.evaluation
         corpus = load_text(
             data.source,
-            data_dir=data_dir,
+            data_dir=self.data_dir,
             dataset=data.dataset,
             dataset_config=data.dataset_config,
             splits=data.splits,
@@ -483,9 +484,12 @@ class Run:
         data = self.recipe.data
         split = "test" if "test" in self.held_out else "validation"
         scores = self.evaluate(split, self.recipe.evaluation.final_blocks)
+        about = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
+        if data.source == "corpus":
+            about["place"] = "local files" if self.data_dir else "the Hub"
         return {
             "metrics": {name: {"value": scores[name]} for name in ("bits_per_byte", "perplexity")},
-            "data": {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split},
+            "data": about,
             "length": data.sequence_length,
             "tokens": scores["tokens"],
             "tokens_trained": self.step * self.recipe.training.batch_size * data.sequence_length,

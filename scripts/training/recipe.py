@@ -35,7 +35,7 @@ class DataRecipe:
     """
 
     sequence_length: int = _field(minimum=2)
-    source: Literal["stdlib", "hub", "local", "task"] = "stdlib"
+    source: Literal["stdlib", "hub", "local", "corpus", "task"] = "stdlib"
     dataset: str | None = None
     dataset_config: str | None = None
     splits: dict | None = None
@@ -66,9 +66,12 @@ class DataRecipe:
             )
         if self.source == "local" and not self.splits:
             raise RecipeError(f"data.splits={self.splits!r} is not valid: data.source='local' needs a pattern a split.")
+        if self.source == "corpus":
+            self._check_corpora()
         for key in {
             "stdlib": ("dataset", "dataset_config", "splits", "streaming"),
             "local": ("dataset", "dataset_config"),
+            "corpus": ("dataset", "dataset_config"),
         }.get(self.source, ()):
             if getattr(self, key):
                 raise RecipeError(f"data.{key}={getattr(self, key)!r} has no effect with data.source={self.source!r}.")
@@ -81,6 +84,20 @@ class DataRecipe:
             raise RecipeError(
                 "data.tokenizer='bpe' is trained on the whole training split: it needs data.streaming=false."
             )
+
+    def _check_corpora(self) -> None:
+        from ..data.corpora import parse_choice
+
+        if not self.splits:
+            raise RecipeError(
+                f"data.splits={self.splits!r} is not valid: data.source='corpus' needs the split of a corpus a split, "
+                "such as 'pg19:train'."
+            )
+        for name, choice in self.splits.items():
+            try:
+                parse_choice(choice)
+            except ValueError as error:
+                raise RecipeError(f"data.splits[{name!r}]={choice!r} is not valid: {error}") from error
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
         """Returns the configuration (`TaskConfig`) of the task with the parameters of training.

@@ -1,0 +1,188 @@
+"""The corpora of the papers and of our own runs, by name: from local files where a data folder is given, else the Hub.
+
+    load_corpus("pg19", "test", data_dir="data")     # local files, in the layout below
+    load_corpus("pg19", "test")                      # from the Hub, unless WHATWHERE_DATA_DIR is set
+
+`data.source: corpus` in a recipe takes its splits from them: `splits: {train: "wikipedia_en:train[:1000]", ...}`, the
+split of a corpus and, in brackets, which of its documents. Every corpus gives rows with a document in `text`, whatever
+it is made of: music and genomes are written as words of their own tokenizers.
+
+A corpus says where its files lie under the data folder (`local`), and which split of which data set it is on the Hub.
+Some exist in one place only; asking for the other is an error that says so.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from whatwhere.position_encoding import suggest
+
+from .corpus import DATA_DIR_VARIABLE, SPLITS, read_files, read_hub
+
+_CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Where the splits of a corpus are.
+
+    Attributes:
+        title: what it is, for cards and tables.
+        licence: of the data.
+        local: our split to the glob patterns of its files under the data folder; splits may be missing.
+        hub: our split to (data set, its configuration, its split); splits may be missing.
+        text_field: the column of the Hub's data set that holds a document.
+    """
+
+    title: str
+    licence: str
+    local: Mapping[str, tuple[str, ...]]
+    hub: Mapping[str, tuple[str, str | None, str]]
+    text_field: str = "text"
+
+    def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
+        """Returns the rows of a split that `local` has; overridden where files do not hold one document a row."""
+        return read_files(root, split, self.local[split], streaming=streaming)
+
+    def read_hub(self, split: str, *, streaming: bool) -> Any:
+        """Returns the rows of a split that `hub` has; overridden where the Hub's rows are not documents."""
+        dataset, config, theirs = self.hub[split]
+        return read_hub(dataset, config, theirs, text_field=self.text_field, streaming=streaming)
+
+
+class WikiText(Corpus):
+    """WikiText, whose local files hold all articles in one text: cut before each title, as the Hub's rows are."""
+
+    def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
+        """Returns an article a row."""
+        rows = read_files(root, split, self.local[split], streaming=False)
+        articles = [{"text": article} for row in rows for article in wikitext_articles(row["text"])]
+        found = datasets.Dataset.from_list(articles)
+        return found.to_iterable_dataset() if streaming else found
+
+
+def wikitext_articles(text: str) -> Iterator[str]:
+    """Yields the articles of a WikiText file, each from its title (` = Title = `, between empty lines) on."""
+    starts = [match.start() for match in re.finditer(r"^ = [^=\n](?:.*[^=\n])? = $", text, re.MULTILINE)]
+    starts = [start for start in starts if re.search(r"(^|\n) ?\n\Z", text[max(0, start - 3) : start]) or start < 3]
+    for start, stop in zip(starts, [*starts[1:], len(text)]):
+        yield text[start:stop]
+
+
+_WIKITEXT = "EleutherAI/wikitext_document_level"
+
+CORPORA: dict[str, Corpus] = {
+    "wikitext103": WikiText(
+        title="WikiText-103 (raw)",
+        licence="CC BY-SA 3.0, GFDL",
+        local={"test": ("wikitext/wiki.test.raw",)},
+        hub={split: (_WIKITEXT, "wikitext-103-raw-v1", split) for split in SPLITS},
+        text_field="page",
+    ),
+    "wikitext103_v1": WikiText(
+        title="WikiText-103 (word level, with <unk>)",
+        licence="CC BY-SA 3.0, GFDL",
+        local={
+            "validation": ("wikitext/wikitext-103-v1.valid.txt",),
+            "test": ("wikitext/wikitext-103-v1.test.txt",),
+        },
+        hub={split: (_WIKITEXT, "wikitext-103-v1", split) for split in SPLITS},
+        text_field="page",
+    ),
+    "wikipedia_en": Corpus(
+        title="English Wikipedia (local: an extract of 2018; Hub: the dump of November 2023)",
+        licence="CC BY-SA 3.0, GFDL",
+        local={"train": ("wikipedia_en/train-*.jsonl.gz",), "validation": ("wikipedia_en/valid.jsonl.gz",)},
+        hub={
+            "train": ("wikimedia/wikipedia", "20231101.en", "train[1000:]"),
+            "validation": ("wikimedia/wikipedia", "20231101.en", "train[:1000]"),
+        },
+    ),
+    "wikinews_en": Corpus(
+        title="English Wikinews",
+        licence="CC BY 2.5",
+        local={"train": ("wikinews_en/train-*.jsonl.gz",), "validation": ("wikinews_en/valid.jsonl.gz",)},
+        hub={},
+    ),
+    "pg19": Corpus(
+        title="PG-19 (books of Project Gutenberg from before 1919)",
+        licence="Apache-2.0; the books are in the public domain in the USA",
+        local={"train": ("pg19/train/train-*.jsonl.gz",), "test": ("pg19/test/*.txt",)},
+        hub={
+            "train": ("emozilla/pg19", None, "train"),
+            "validation": ("emozilla/pg19", None, "validation"),
+            "test": ("emozilla/pg19-test", None, "test"),
+        },
+    ),
+}
+
+
+def parse_choice(choice: str) -> tuple[str, str, str]:
+    """Returns corpus, split and slice (`[1:2]` or nothing) of a text such as `pg19:test[:10]`.
+
+    Raises:
+        ValueError: the text is not of that form, or there is no such corpus or split.
+    """
+    match = _CHOICE.match(choice) if isinstance(choice, str) else None
+    if match is None:
+        raise ValueError(
+            f"corpus={choice!r} is not valid: it must be like 'pg19:test' or 'pg19:train[:100]'. Corpora: "
+            f"{', '.join(sorted(CORPORA))}."
+        )
+    if match["corpus"] not in CORPORA:
+        raise ValueError(f"corpus={match['corpus']!r} is not valid. {suggest(match['corpus'], CORPORA)}")
+    if match["split"] not in SPLITS:
+        raise ValueError(f"split={match['split']!r} is not valid. {suggest(match['split'], SPLITS)}")
+    return match["corpus"], match["split"], match["slice"] or ""
+
+
+def load_corpus(
+    name: str, split: str, *, data_dir: str | os.PathLike[str] | None = None, streaming: bool = False
+) -> Any:
+    """Loads a split of a corpus.
+
+    Args:
+        name: a key of `CORPORA`.
+        split: `train`, `validation` or `test`, with the documents wanted in brackets if not all: `test[:10]`.
+        data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
+            corpus comes from the Hub.
+        streaming: read lazily instead of downloading or copying first.
+
+    Returns:
+        a `datasets.Dataset` (`IterableDataset` when streaming) with a document in `text`.
+
+    Raises:
+        ValueError: there is no such corpus or split, or not where it is looked for.
+    """
+    name, split, chosen = parse_choice(f"{name}:{split}")
+    corpus = CORPORA[name]
+    data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
+    here, there = (corpus.local, corpus.hub) if data_dir else (corpus.hub, corpus.local)
+    if split not in here:
+        place = f"the data folder {str(data_dir)!r}" if data_dir else "the Hub"
+        hint = ""
+        if split in there:
+            hint = (
+                f" The Hub has it: leave out --data-dir and {DATA_DIR_VARIABLE}."
+                if data_dir
+                else f" Local files can hold it: give --data-dir, or set {DATA_DIR_VARIABLE}."
+            )
+        allowed = f"Allowed there: {', '.join(map(repr, here))}." if here else "It has no split there."
+        raise ValueError(f"split={split!r} of corpus {name!r} is not known in {place}. {allowed}{hint}")
+    if data_dir:
+        root = Path(data_dir).expanduser()
+        if not root.is_dir():
+            raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
+        rows = corpus.read_local(root, split, streaming=streaming)
+    else:
+        rows = corpus.read_hub(split, streaming=streaming)
+    if chosen:
+        start, _, stop = chosen.strip("[]").partition(":")
+        rows = rows.skip(int(start)) if start else rows
+        rows = rows.take(int(stop) - int(start or 0)) if stop else rows
+    return rows
