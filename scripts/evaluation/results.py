@@ -6,7 +6,7 @@ A checkpoint folder may hold three of them; cards and figures are made from thes
 |---|---|---|
 | `results.json` | `python -m whatwhere.scripts.train`, `...finetune` | the training run and its held-out loss |
 | `length.json` | `python -m whatwhere.scripts.length` | bits per byte at multiples of the trained length |
-| `lm_eval.json` | `collect_lm_eval`, from what `lm_eval --output_path` wrote | scores of lm-eval tasks |
+| `lm_eval.json` | `python -m whatwhere.scripts.zero_shot`; `collect_lm_eval` | scores of lm-eval tasks |
 
 `whatwhere.model_card.read_results` reads them, for the cards.
 """
@@ -19,6 +19,7 @@ import platform
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 PACKAGES = ("whatwhere", "torch", "transformers", "tokenizers", "datasets", "accelerate", "lm_eval")
@@ -88,24 +89,61 @@ def collect_lm_eval(output_path: str | pathlib.Path, *, command: str) -> dict[st
     if not files:
         raise FileNotFoundError(f"{str(output_path)!r} holds no results_*.json: lm-eval wrote no results there.")
     report = json.loads(files[-1].read_text(encoding="utf-8"))
-    tasks = {}
-    for task, scores in report["results"].items():
-        metrics = {}
-        for key, value in scores.items():
-            metric, comma, _ = key.partition(",")
-            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-                error = scores.get(key.replace(metric, f"{metric}_stderr", 1))
-                metrics[metric] = {
-                    "value": value,
-                    "standard_error": error if isinstance(error, int | float) else None,
-                    "higher_is_better": report["higher_is_better"][task].get(metric),
-                }
-        tasks[task] = {
-            "metrics": metrics,
-            "version": report["versions"][task],
-            "shots": report["n-shot"][task],
-            "samples": report["n-samples"][task]["effective"],
-            "split": report["configs"][task].get("test_split") or report["configs"][task].get("validation_split"),
-        }
     date = datetime.datetime.fromtimestamp(report["date"], datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"tasks": tasks, "command": command, "date": date, "versions": versions()}
+    return {"tasks": lm_eval_tasks(report), "command": command, "date": date, "versions": versions()}
+
+
+def lm_eval_tasks(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the `tasks` of `lm_eval.json` from a report of lm-eval: of its `simple_evaluate`, or read from its file.
+
+    A task gives `metrics` (by name: `value`, `standard_error`, `higher_is_better`), `version`, `shots`, `samples` and
+    `split`. So does a group with scores of its own, such as BLiMP; its tasks are in its `subtasks`. A group without
+    scores is left out, and its tasks stand for themselves.
+    """
+    members = report.get("group_subtasks", {})
+
+    def leaves(name: str) -> list[str]:
+        return [leaf for child in members.get(name, []) for leaf in leaves(child)] or [name]
+
+    tasks = {name: _lm_eval_task(report, name) for name in report["results"] if not members.get(name)}
+    for group in members:
+        metrics = _lm_eval_metrics(report, group)
+        subtasks = {name: tasks[name] for name in leaves(group) if name in tasks}
+        if metrics and subtasks:
+            common = {key: _common(task[key] for task in subtasks.values()) for key in ("shots", "split")}
+            version = report["versions"].get(group, _common(task["version"] for task in subtasks.values()))
+            samples = sum(task["samples"] for task in subtasks.values())
+            entry = {"metrics": metrics, "version": version, "samples": samples, **common, "subtasks": subtasks}
+            tasks = {name: task for name, task in tasks.items() if name not in subtasks} | {group: entry}
+    return tasks
+
+
+def _common(values: Iterable[Any]) -> Any:
+    """The one value that all have, or None."""
+    first, *others = values
+    return first if all(value == first for value in others) else None
+
+
+def _lm_eval_metrics(report: Mapping[str, Any], name: str) -> dict[str, Any]:
+    scores, metrics = report["results"].get(name, {}), {}
+    for key, value in scores.items():
+        metric, comma, _ = key.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+            error = scores.get(key.replace(metric, f"{metric}_stderr", 1))
+            metrics[metric] = {
+                "value": value,
+                "standard_error": error if isinstance(error, int | float) else None,
+                "higher_is_better": report["higher_is_better"].get(name, {}).get(metric),
+            }
+    return metrics
+
+
+def _lm_eval_task(report: Mapping[str, Any], name: str) -> dict[str, Any]:
+    config = report["configs"][name]
+    return {
+        "metrics": _lm_eval_metrics(report, name),
+        "version": report["versions"][name],
+        "shots": report["n-shot"][name],
+        "samples": report["n-samples"][name]["effective"],
+        "split": config.get("test_split") or config.get("validation_split"),
+    }
