@@ -1,0 +1,161 @@
+"""What the analyses share: checkpoints, texts, the text of single tokens, figures."""
+
+import contextlib
+import hashlib
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from ..data.tokenize import _byte_characters
+
+SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
+
+# A byte that SentencePiece-style tokenizers write as a token of its own.
+_BYTE_FALLBACK = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+
+def load_model(checkpoint: str, *, device: str | None = None, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+    """Returns a causal language model in float32, in eval mode.
+
+    Args:
+        checkpoint: a folder or a Hub id.
+        device: None for the GPU if there is one.
+        trust_remote_code: run the code in the checkpoint's folder.
+        kwargs: for `from_pretrained`.
+
+    Raises:
+        ValueError: it cannot be loaded, with the reason.
+    """
+    folder = pathlib.Path(checkpoint)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(f"checkpoint={checkpoint!r} is not a model folder: it has no config.json.")
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint, trust_remote_code=trust_remote_code, dtype=torch.float32, **kwargs
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def load_tokenizer(checkpoint: str, *, trust_remote_code: bool = False) -> Any:
+    """Returns the tokenizer of a folder or Hub id; raises ValueError with the reason if it cannot be loaded."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer of checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+
+
+def describe(checkpoint: str, config: Any) -> dict[str, Any]:
+    """Returns what a results file says about a checkpoint."""
+    return {
+        "name": pathlib.PurePath(checkpoint).name,
+        "model_type": config.model_type,
+        "position_encoding": getattr(config, "position_encoding", None),
+    }
+
+
+def read_text(path: str | pathlib.Path) -> str:
+    """Returns a text file, UTF-8; raises ValueError if it cannot be read or is blank."""
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text={str(path)!r} cannot be read: {error}") from error
+    if not text.strip():
+        raise ValueError(f"text={str(path)!r} holds no text.")
+    return text
+
+
+def read_texts(path: str | pathlib.Path) -> list[str]:
+    """Returns the texts of a UTF-8 file, which blank lines separate.
+
+    `SONNETS` holds the first ten sonnets of Shakespeare (1609, public domain): PoPE's Figures 3 to 6 are means over
+    ten, and the paper does not say over which.
+    """
+    return [part.strip("\n") for part in re.split(r"\n[ \t]*\n", read_text(path)) if part.strip()]
+
+
+def describe_texts(path: str | pathlib.Path, texts: Sequence[str]) -> dict[str, Any]:
+    """Returns what a results file says about the texts it was made from."""
+    source = "Shakespeare, sonnets 1 to 10" if pathlib.Path(path) == SONNETS else pathlib.PurePath(path).name
+    return {"source": source, "count": len(texts), "sha256": hashlib.sha256("\n\n".join(texts).encode()).hexdigest()}
+
+
+def encode(tokenizer: Any, text: str, device: Any) -> torch.Tensor:
+    """Returns the token ids of a text, int64 (1, T), with the special tokens that the tokenizer adds by itself."""
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(device)
+    if ids.shape[1] == 0:
+        raise ValueError(f"text={text[:40]!r} has no tokens.")
+    return ids
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Returns the text of every token on its own; bytes that are only a part of a character as <E2> or <E2 80>."""
+    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    texts = []
+    for token_id, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids))):
+        text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        if fallback := _BYTE_FALLBACK.match(token):
+            byte = int(fallback[1], 16)
+            text = chr(byte) if byte < 0x80 else f"<{byte:02X}>"
+        elif token.startswith("▁"):
+            # On its own such a token is decoded without its space.
+            text = token.replace("▁", " ")
+        elif "\ufffd" in text and all(character in byte_of for character in token):
+            text = "<" + " ".join(f"{byte_of[character]:02X}" for character in token) + ">"
+        texts.append(text)
+    return texts
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """Returns the attention layers of one of our models, in order."""
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    return [module for module in layers if hasattr(module, "position_encoding")]
+
+
+@contextlib.contextmanager
+def watched(owner: Any, name: str, watch: Callable[..., None]) -> Iterator[None]:
+    """While the context lasts, `watch(result, *arguments)` sees every call of the method `owner.name`."""
+    method = getattr(owner, name)
+
+    def call(*arguments: Any) -> Any:
+        result = method(*arguments)
+        watch(result, *arguments)
+        return result
+
+    # On the instance, where it hides the method of the class.
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of matplotlib, sizes in inches; no window and no global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('the figures need matplotlib: pip install "whatwhere[eval]"') from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, stem: str | pathlib.Path) -> list[pathlib.Path]:
+    """Writes `stem`.png and `stem`.svg and returns their paths; the same figure gives the same bytes."""
+    import matplotlib
+
+    paths = [pathlib.Path(f"{stem}.{ending}") for ending in ("png", "svg")]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    # No date and no random ids.
+    with matplotlib.rc_context({"svg.hashsalt": "whatwhere"}):
+        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths

@@ -1,0 +1,91 @@
+"""The phase shifts delta that a PoPE model has learned (2509.10534, Eq. 5): per layer, head and frequency.
+
+Axes: F frequencies, L layers, H heads.
+"""
+
+import math
+import pathlib
+from typing import Any
+
+import torch
+
+from ...position_pope import pope_frequencies
+from .common import attention_layers, new_figure, save_figure
+
+
+def read(model: Any) -> dict[str, Any]:
+    """Returns the entry of `deltas.json`: deltas (L, H, F) in radians as the model uses them, bounded to [-2 pi, 0].
+
+    `at_bounds` is the share of them that is exactly at one of the bounds: with `delta_init="zeros"` all are, before
+    training.
+
+    Raises:
+        ValueError: the model has no deltas.
+    """
+    name = getattr(model.config, "position_encoding", None)
+    if name != "pope":
+        raise ValueError(f"position_encoding={name!r} has no learned phase shifts. Allowed: 'pope'.")
+    layers = attention_layers(model)
+    parts = [layer.position_encoding["pope"] for layer in layers]
+    parameters = parts[0].parameters_
+    if not parameters.use_delta:
+        raise ValueError(
+            "position_encoding_parameters['use_delta']=False: this model has no learned phase shifts. Allowed: True."
+        )
+    with torch.inference_mode():
+        deltas = torch.stack([part.delta() for part in parts]).double().cpu()
+    frequencies = pope_frequencies(parts[0].rotated, parameters.theta).double()
+    # The bounds as the model has them, in float32.
+    lowest = torch.tensor(-2 * math.pi, dtype=torch.float32).double()
+    return {
+        "delta_init": parameters.delta_init,
+        "bounds": [-2 * math.pi, 0.0],
+        "layers": [layer.layer_idx for layer in layers],
+        "frequencies": frequencies.tolist(),
+        "wavelengths": (2 * math.pi / frequencies).tolist(),
+        "deltas": deltas.tolist(),
+        "mean": deltas.mean().item(),
+        "smallest": deltas.min().item(),
+        "largest": deltas.max().item(),
+        "at_bounds": ((deltas == 0) | (deltas == lowest)).double().mean().item(),
+    }
+
+
+def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
+    """Draws a histogram, and a heatmap of frequencies by layers and heads; returns the paths of the PNG and the SVG.
+
+    Args:
+        entry: as in `deltas.json`.
+        stem: the path without its ending.
+    """
+    deltas = torch.tensor(entry["deltas"], dtype=torch.float64)
+    layers, heads, frequencies = deltas.shape
+    figure = new_figure(11, 4.4)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+    left.hist(deltas.flatten().numpy(), bins=48, range=tuple(entry["bounds"]), color="C0")
+    left.set_xlim(entry["bounds"][0] - 0.2, entry["bounds"][1] + 0.2)
+    for bound in entry["bounds"]:
+        left.axvline(bound, color="0.4", linestyle=":", linewidth=1)
+    left.set_yscale("symlog", linthresh=10)
+    left.set_xticks([-2 * math.pi, -1.5 * math.pi, -math.pi, -0.5 * math.pi, 0], ["-2π", "-3π/2", "-π", "-π/2", "0"])
+    left.set_xlabel("delta (radians); dotted: bounds")
+    left.set_ylabel("count")
+    start = {"zeros": "all at 0", "uniform": "uniform between the bounds"}[entry["delta_init"]]
+    left.set_title(f"before training: {start}", fontsize="medium")
+    # Colours between the extremes: a small change from 0 would not be seen on the scale of the bounds.
+    image = right.imshow(
+        deltas.permute(2, 0, 1).reshape(frequencies, layers * heads).numpy(),
+        aspect="auto",
+        cmap="viridis",
+        interpolation="nearest",
+    )
+    figure.colorbar(image, ax=right, label="delta (radians)")
+    for layer in range(1, layers):
+        right.axvline(layer * heads - 0.5, color="white", linewidth=1)
+    right.set_xticks([layer * heads + (heads - 1) / 2 for layer in range(layers)], [str(i) for i in entry["layers"]])
+    ticks = sorted({round(step * (frequencies - 1) / 7) for step in range(8)})
+    right.set_yticks(ticks, [f"{entry['wavelengths'][tick]:,.0f}" for tick in ticks])
+    right.set_xlabel(f"layer; in each, {heads} heads")
+    right.set_ylabel("wavelength of frequency (tokens)")
+    right.set_title(f"{entry['name']}: learned phase shifts", fontsize="medium")
+    return save_figure(figure, stem)

@@ -1,0 +1,221 @@
+"""Which frequencies a model uses: norms of queries and keys per frequency and layer (PoPE, 2509.10534, Figures 3 to 6).
+
+Axes: F frequencies, L layers, H heads, T tokens, D channels of a head; R rotated channels.
+
+RoPE turns R / 2 planes of two channels: the norm is the length of the two numbers. PoPE turns R numbers, one channel
+each: the norm is their magnitude. Neither depends on the position. Channels that are not rotated are left out. Every
+number is a mean over the tokens of a text and over heads, then over texts.
+"""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.models.llama.modeling_llama import rotate_half
+
+from ...position_encodings import list_position_encodings
+from ...position_pope import pope_frequencies
+from .common import attention_layers, encode, new_figure, save_figure, watched
+
+ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What `measure` found.
+
+    Attributes:
+        kind: "rope" or "pope".
+        frequencies: float64 (F,), radians per token, in the order of the channels: the highest first.
+        layers: the indices of the L layers.
+        queries, keys: float64 (L, F), mean norms.
+        tokens: how many tokens were read.
+    """
+
+    kind: str
+    frequencies: torch.Tensor
+    layers: list[int]
+    queries: torch.Tensor
+    keys: torch.Tensor
+    tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the entry of `frequencies.json`: all numbers, and two summaries of each layer.
+
+        `highest_quarter` is the share of the summed norms in the quarter of the highest frequencies: 0.25 if all are
+        used alike. `used` is (sum n)^2 / (F sum n^2) of the norms n: 1 if all are used alike, 1 / F if only one is.
+        """
+        entry: dict[str, Any] = {
+            "kind": self.kind,
+            "tokens": self.tokens,
+            "layers": self.layers,
+            "frequencies": self.frequencies.tolist(),
+            "wavelengths": (2 * math.pi / self.frequencies).tolist(),
+            "queries": self.queries.tolist(),
+            "keys": self.keys.tolist(),
+        }
+        for side in ("queries", "keys"):
+            norms = getattr(self, side)
+            quarter = max(1, round(norms.shape[1] / 4))
+            entry[f"{side}_highest_quarter"] = (norms[:, :quarter].sum(1) / norms.sum(1)).tolist()
+            entry[f"{side}_used"] = (norms.sum(1) ** 2 / (norms.shape[1] * norms.square().sum(1))).tolist()
+        return entry
+
+
+def plane_norms(states: torch.Tensor, planes: int) -> torch.Tensor:
+    """Returns the norms of the planes (c, c + planes), (..., planes), of states (..., D)."""
+    return torch.hypot(states[..., :planes], states[..., planes : 2 * planes])
+
+
+class _Means:
+    """Sums up mean norms, by layer and side, (F,) each."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[int, str], torch.Tensor] = {}
+
+    def add(self, layer: int, side: str, norms: torch.Tensor) -> None:
+        """Adds norms (1, heads, T, F), or with heads and tokens the other way round."""
+        mean = norms.double().mean((0, 1, 2)).cpu()
+        self.sums[layer, side] = self.sums[layer, side] + mean if (layer, side) in self.sums else mean
+
+    def matrix(self, side: str, texts: int) -> torch.Tensor:
+        """Returns the means over texts, (L, F)."""
+        return torch.stack([total for (_, which), total in sorted(self.sums.items()) if which == side]) / texts
+
+
+@torch.inference_mode()
+def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
+    """Reads texts and returns the mean norms of queries and keys per frequency and layer.
+
+    Args:
+        model: ours with `rope`, `pope` or a sum with `rope`; or a stock model that rotates as Llama does.
+        tokenizer: its tokenizer.
+        texts: at least one.
+
+    Raises:
+        ValueError: the model has no frequencies, or they are not where Llama has them.
+    """
+    means = _Means()
+    ours = hasattr(model.config, "position_encoding")
+    with contextlib.ExitStack() as stack:
+        kind, layers = (_watch_ours if ours else _watch_stock)(model, means, stack)
+        tokens = 0
+        for text in texts:
+            ids = encode(tokenizer, text, model.device)
+            tokens += ids.shape[1]
+            model(input_ids=ids, use_cache=False)
+    return Usage(
+        kind=kind,
+        frequencies=_frequencies(model, kind),
+        layers=layers,
+        queries=means.matrix("queries", len(texts)),
+        keys=means.matrix("keys", len(texts)),
+        tokens=tokens,
+    )
+
+
+def _frequencies(model: Any, kind: str) -> torch.Tensor:
+    base = model.base_model
+    if kind == "pope":
+        shared = base.position_encoding["pope"]
+        return pope_frequencies(shared.rotated, shared.parameters_.theta).double()
+    tables = base.position_encoding["rope"] if hasattr(base, "position_encoding") else base
+    return tables.rotary_emb.inv_freq.double().cpu()
+
+
+def _watch_ours(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple[str, list[int]]:
+    name = model.config.position_encoding
+    if name not in ALLOWED:
+        raise ValueError(
+            f"position_encoding={name!r} has no frequencies. Allowed: {', '.join(map(repr, ALLOWED))}, or a stock "
+            "model with RoPE."
+        )
+    kind = "pope" if name == "pope" else "rope"
+    layers = attention_layers(model)
+    for layer in layers:
+        part = layer.position_encoding[kind]
+
+        def watch(result: Any, *arguments: Any, part: Any = part, index: int = layer.layer_idx) -> None:
+            # What the attention sees; rotation keeps norms.
+            query, key = result
+            if kind == "pope":
+                if part.parameters_.scale == "1/sqrt(2d)":
+                    # A factor of the logits, which our implementation puts on the queries.
+                    query = query * math.sqrt(2)
+                norms = [states[..., : part.rotated].abs() for states in (query, key)]
+            else:
+                planes = _frequencies(model, "rope").shape[0]
+                norms = [plane_norms(states, planes) for states in (query, key)]
+            means.add(index, "queries", norms[0])
+            means.add(index, "keys", norms[1])
+
+        stack.enter_context(watched(part, "rotate", watch))
+    return kind, [layer.layer_idx for layer in layers]
+
+
+def _watch_stock(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple[str, list[int]]:
+    inverse = getattr(getattr(model.base_model, "rotary_emb", None), "inv_freq", None)
+    layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
+    layers = [module for module in layers if hasattr(module, "layer_idx") and hasattr(module, "head_dim")]
+    probe = torch.arange(8.0)
+    for layer in layers:
+        # Models that rotate neighbouring channels, (0, 1), (2, 3), ..., have another function under this name.
+        turn = getattr(sys.modules[type(layer).__module__], "rotate_half", None)
+        if turn is None or not torch.equal(turn(probe), rotate_half(probe)):
+            inverse = None
+    if inverse is None or inverse.ndim != 1 or not layers:
+        raise ValueError(
+            f"model_type={model.config.model_type!r} is not supported: stock models need one RoPE for all layers, "
+            "q_proj and k_proj, and the planes of Llama (channels c and c + R / 2), as in llama, mistral, qwen2, qwen3."
+        )
+    for layer in layers:
+        for side, name in (("queries", "q"), ("keys", "k")):
+            # Some norm queries and keys before they rotate them.
+            module = getattr(layer, f"{name}_norm", None) or getattr(layer, f"{name}_proj")
+
+            def watch(module: Any, inputs: Any, output: Any, side: str = side, layer: Any = layer) -> None:
+                states = output.reshape(*output.shape[:2], -1, layer.head_dim)
+                means.add(layer.layer_idx, side, plane_norms(states, inverse.shape[0]))
+
+            stack.callback(module.register_forward_hook(watch).remove)
+    return "rope", [layer.layer_idx for layer in layers]
+
+
+def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pathlib.Path]:
+    """Draws heatmaps, one row of queries and keys per checkpoint, into `stem`.png and `stem`.svg; returns the paths.
+
+    Args:
+        entries: as in `frequencies.json`.
+        stem: the path without its ending.
+    """
+    figure = new_figure(9, 1 + 3.6 * len(entries))
+    grid = figure.subplots(len(entries), 2, squeeze=False)
+    for row, entry in zip(grid, entries):
+        for axes, side in zip(row, ("queries", "keys")):
+            norms = torch.tensor(entry[side], dtype=torch.float64).T
+            image = axes.imshow(norms.numpy(), aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+            figure.colorbar(image, ax=axes)
+            count = len(entry["frequencies"])
+            ticks = sorted({round(step * (count - 1) / 7) for step in range(8)})
+            axes.set_yticks(ticks, [f"{entry['wavelengths'][tick]:,.0f}" for tick in ticks])
+            every = max(1, len(entry["layers"]) // 12)
+            axes.set_xticks(range(0, len(entry["layers"]), every), [str(i) for i in entry["layers"][::every]])
+            axes.set_xlabel("layer")
+            axes.set_title(f"{entry['name']}: {side}")
+        row[0].set_ylabel(f"{entry['kind']}: wavelength of frequency (tokens)")
+    return save_figure(figure, stem)
+
+
+def table(entries: Sequence[dict[str, Any]]) -> str:
+    """Returns one line per checkpoint and side: the summaries of `Usage.as_dict`, as means over layers."""
+    lines = ["| checkpoint | side | norms in the highest quarter of frequencies | used |", "|---|---|---|---|"]
+    for entry in entries:
+        for side in ("queries", "keys"):
+            share, used = (sum(entry[f"{side}_{key}"]) / len(entry["layers"]) for key in ("highest_quarter", "used"))
+            lines.append(f"| {entry['name']} | {side} | {share:.3f} | {used:.3f} |")
+    return "\n".join(lines)

@@ -1,0 +1,304 @@
+"""What a CoPE model counts on a text: gates, contextual positions, and the attention that positions alone would give.
+
+Axes: L layers, H heads, T tokens; in a map (L, H, T, T) the rows are queries i, the columns keys j <= i.
+
+The gates g_ij and positions p_ij are those of CoPE (2405.18719, Eq. 3 and 4). The position attention is what Figure 4 of
+the paper shows: the softmax of all that the encoding adds to the logits, z_i[p_ij] in plain CoPE, without the content,
+scaled so that its largest weight is 1 for each query. Figure 6 shows the gates of the same heads.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...position_encoding import join_digits
+from ...position_encodings import list_position_encodings
+from .common import attention_layers, new_figure, save_figure, token_texts, watched
+
+# The encodings that count, by what they are called in a model.
+COUNTING = ("cope", "cope_alibi", "cope_mlp", "token_gated_cope")
+ALLOWED = [name for name in list_position_encodings() if set(COUNTING) & set(name.split("+"))]
+
+KINDS = ("gates", "positions", "position_attention", "attention")
+TITLES = {
+    "gates": "gates",
+    "positions": "contextual positions",
+    "position_attention": "attention by position alone (largest of a row: 1)",
+    "attention": "attention",
+}
+
+# A heading of WikiText (" = = Description = = ") or of Wikipedia's own source ("== Description ==").
+_HEADING = re.compile(r"^\s*=[= ]*\s+\S.*\s+=[= ]*\s*$|^\s*(=+)[^=\s].*\1\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """The maps of one text.
+
+    Attributes:
+        encoding: as in `config.position_encoding`.
+        tokens: the text of every token.
+        boundaries: of every token "newline", if it holds one, "heading", if it begins a section's title, or "".
+        layers: the indices of the layers; those that the encoding does not serve are left out.
+        heads: the indices of the heads.
+        last: the largest position, or None without a limit.
+        gates, positions, position_attention, attention: float32 (L, H, T, T), 0 where j > i.
+    """
+
+    encoding: str
+    tokens: list[str]
+    boundaries: list[str]
+    layers: list[int]
+    heads: list[int]
+    last: float | None
+    gates: torch.Tensor
+    positions: torch.Tensor
+    position_attention: torch.Tensor
+    attention: torch.Tensor
+
+    @property
+    def from_start(self) -> bool:
+        """True if positions count from the first token on, and not back from the query."""
+        return self.encoding.startswith("token_gated_cope")
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Returns one entry per layer and head: mean gates over all pairs j <= i, and by what the key is.
+
+        `gate_newline` and `gate_heading` are means over the keys that are such boundaries, `gate_other` over the rest;
+        None without such keys. `first_position` is the mean over queries of the position of the first token: back from
+        the query that is how far it counts.
+        """
+        seen = torch.ones(len(self.tokens), len(self.tokens), dtype=torch.bool).tril()
+        columns = {kind: torch.tensor([one == kind for one in self.boundaries]) for kind in ("newline", "heading", "")}
+        entries = []
+        for row, layer in enumerate(self.layers):
+            for column, head in enumerate(self.heads):
+                gates = self.gates[row, column].double()
+                entry: dict[str, Any] = {"layer": layer, "head": head, "gate": gates[seen].mean().item()}
+                for kind, chosen in columns.items():
+                    mean = gates[seen & chosen].mean().item() if chosen.any() else None
+                    entry[f"gate_{kind or 'other'}"] = mean
+                entry["first_position"] = self.positions[row, column, :, 0].double().mean().item()
+                entries.append(entry)
+        return entries
+
+
+def boundaries(tokens: Sequence[str]) -> list[str]:
+    """Returns of every token "newline", if it holds one, "heading", if it begins a section's title, or ""."""
+    # The line that every token begins in: what stands before its first newline belongs to that line.
+    lines = "".join(tokens).split("\n")
+    marks, line, fresh = [], 0, True
+    for token in tokens:
+        if "\n" in token:
+            marks.append("newline")
+            line += token.count("\n")
+            fresh = True
+        elif fresh and token.strip():
+            marks.append("heading" if _HEADING.match(lines[line]) else "")
+            fresh = False
+        else:
+            marks.append("")
+    return marks
+
+
+@torch.inference_mode()
+def measure(
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> Maps:
+    """Runs a model on a text and returns its maps.
+
+    Args:
+        model: ours, with an encoding of `ALLOWED`, loaded with `attn_implementation="eager"`.
+        tokenizer: its tokenizer, for the text of tokens.
+        ids: int64 (1, T).
+        layers: None for all that the encoding serves.
+        heads: None for all.
+
+    Raises:
+        ValueError: an encoding that counts nothing; a layer or a head that there is not.
+    """
+    name = getattr(model.config, "position_encoding", None)
+    if name not in ALLOWED:
+        raise ValueError(f"position_encoding={name!r} counts nothing. Allowed: {', '.join(map(repr, ALLOWED))}.")
+    if model.config._attn_implementation != "eager":
+        raise ValueError(f"attn_implementation={model.config._attn_implementation!r} has no maps. Allowed: 'eager'.")
+    counting = next(part for part in name.split("+") if part in COUNTING)
+    served = {layer.layer_idx: layer for layer in attention_layers(model) if counting in layer.position_encoding}
+    layers = _chosen("layers", layers, list(served))
+    heads = _chosen("heads", heads, list(range(model.config.num_attention_heads)))
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+    with contextlib.ExitStack() as stack:
+        for index in layers:
+            encoding = served[index].position_encoding
+
+            def watch(
+                bias: torch.Tensor,
+                logits: torch.Tensor,
+                query: torch.Tensor,
+                context: dict[str, Any],
+                scaling: float,
+                part: Any = encoding[counting],
+                index: int = index,
+            ) -> None:
+                gates, positions = counted(part, logits, query, context, scaling)
+                hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
+                alone = bias.expand_as(logits).masked_fill(hidden, -torch.inf)
+                alone = (alone - alone.amax(-1, keepdim=True)).exp()
+                maps = (gates, positions.masked_fill(hidden, 0), alone)
+                found[index] = tuple(one[0, heads].float().cpu() for one in maps)
+
+            stack.enter_context(watched(encoding, "bias", watch))
+        output = model(input_ids=ids, use_cache=False, output_attentions=True)
+    gates, positions, alone = (torch.stack([found[index][which] for index in layers]) for which in range(3))
+    part = served[layers[0]].position_encoding[counting]
+    tokens = token_texts(tokenizer, ids[0].tolist())
+    return Maps(
+        encoding=name,
+        tokens=tokens,
+        boundaries=boundaries(tokens),
+        layers=layers,
+        heads=heads,
+        last=_last(part),
+        gates=gates,
+        positions=positions,
+        position_attention=alone,
+        attention=torch.stack([output.attentions[index][0, heads].float().cpu() for index in layers]),
+    )
+
+
+def _chosen(field: str, wanted: Sequence[int] | None, available: list[int]) -> list[int]:
+    """Returns the layers or heads to show, in order; raises ValueError for one that there is not."""
+    for index in wanted or ():
+        if index not in available:
+            raise ValueError(f"{field}={list(wanted or ())!r} is not valid: {index} is not one of {available}.")
+    return available if wanted is None else sorted(set(wanted))
+
+
+def _last(part: Any) -> float | None:
+    """Returns the position at which an encoding stops to count, or None."""
+    if part.name == "cope_alibi":
+        return None
+    return part.parameters_.num_positions - (1.001 if part.name == "token_gated_cope" else 1)
+
+
+def counted(
+    part: Any, logits: torch.Tensor, query: torch.Tensor, context: dict[str, Any], scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns gates and positions, (B, H, T, T) each, from what an encoding's `bias` is given, without a cache.
+
+    Gates are 0 where a key is hidden; positions are as the encoding uses them, limited where it limits them.
+
+    Args:
+        part: the encoding of one layer, one of `COUNTING`.
+        logits, query, context, scaling: see `PositionEncoding.bias`.
+    """
+    hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
+    if part.name == "token_gated_cope":
+        # A gate for each token, (B, G, T, n) to (B, H, 1, T).
+        gates = join_digits(context["carried"][part.name]).transpose(2, 3).flatten(1, 2)[:, :, None]
+        gates = gates.expand_as(logits).masked_fill(hidden, 0)
+        positions = gates.cumsum(-1)
+    else:
+        opening = logits
+        term = part.block_term(context, scaling)
+        if "gate_scale" in term.parameters:
+            gate_key = term.tensors[1].float()
+            gate_key = gate_key.repeat_interleave(query.shape[1] // gate_key.shape[1], dim=1)
+            opening = query.float() @ gate_key.transpose(2, 3) * term.parameters["gate_scale"]
+        gates = torch.sigmoid(opening).masked_fill(hidden, 0)
+        positions = gates.flip(-1).cumsum(-1).flip(-1)
+    last = _last(part)
+    return gates, positions if last is None else positions.clamp(0, last)
+
+
+def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[pathlib.Path]:
+    """Draws one kind of map for all layers (rows) and heads (columns); returns the paths of the PNG and the SVG.
+
+    One map alone is large and has its tokens on the axes. Crosses on the diagonal are boundaries: black newlines, red
+    section titles.
+
+    Args:
+        maps: from `measure`.
+        kind: one of `KINDS`.
+        stem: the path without its ending.
+        name: of the model, for the title.
+    """
+    values = getattr(maps, kind)
+    rows, columns, length, _ = values.shape
+    alone = rows == columns == 1
+    size = max(6.0, 0.11 * length) if alone else 1.6
+    figure = new_figure(columns * size + 1.2, rows * size + 0.8)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    shown = values.masked_fill(hidden, torch.nan)
+    top = 1.0 if kind in ("gates", "position_attention") else max(values.max().item(), 1e-6)
+    for row in range(rows):
+        for column in range(columns):
+            axes = grid[row, column]
+            if kind == "attention":
+                # Each row by its largest weight: in a long text all others would be pale.
+                panel = shown[row, column] / values[row, column].amax(-1, keepdim=True).clamp(min=1e-12)
+                image = axes.imshow(panel.numpy(), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+            else:
+                panel = shown[row, column].numpy()
+                image = axes.imshow(panel, cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
+            for mark, colour in (("newline", "black"), ("heading", "red")):
+                at = [index for index, one in enumerate(maps.boundaries) if one == mark]
+                # Beside the diagonal, where nothing is drawn.
+                width = 1.2 if alone else 0.6
+                axes.plot(
+                    [i + 1 for i in at],
+                    [i - 1 for i in at],
+                    "+",
+                    color=colour,
+                    markeredgewidth=width,
+                    markersize=4 * width,
+                )
+            axes.set_xlim(-0.5, length - 0.5)
+            axes.set_ylim(length - 0.5, -0.5)
+            if alone:
+                labels = [printable(token) for token in maps.tokens]
+                axes.set_xticks(range(length), labels, rotation=90, fontsize=6, family="monospace")
+                axes.set_yticks(range(length), labels, fontsize=6, family="monospace")
+                axes.set_xlabel("key")
+                axes.set_ylabel("query")
+            else:
+                axes.set_xticks([])
+                axes.set_yticks([])
+            if alone:
+                axes.set_title(f"layer {maps.layers[row]}, head {maps.heads[column]}", fontsize="medium")
+            elif row == 0:
+                axes.set_title(f"head {maps.heads[column]}", fontsize="small")
+            if column == 0 and not alone:
+                axes.set_ylabel(f"layer {maps.layers[row]}", fontsize="small")
+    title = TITLES[kind] + (" (of each row's largest)" if kind == "attention" else "")
+    figure.suptitle(f"{name}: {title}", fontsize="medium")
+    figure.colorbar(image, ax=grid, shrink=0.8, aspect=30)
+    return save_figure(figure, stem)
+
+
+def printable(token: str) -> str:
+    """Returns a token for an axis: what cannot be seen as a sign, `$` so that matplotlib reads no formula."""
+    signs = token.replace("\n", "⏎").replace("\t", "→").replace(" ", "·").replace("$", r"\$")
+    return "".join(sign if sign.isprintable() else "·" for sign in signs)
+
+
+def table(summary: Sequence[dict[str, Any]]) -> str:
+    """Returns the summary of `Maps.summary` as a table in Markdown."""
+    keys = ("gate", "gate_newline", "gate_heading", "gate_other", "first_position")
+    titles = ("mean gate", "of newlines", "of section titles", "of other tokens", "position of the first token")
+    lines = ["| layer | head | " + " | ".join(titles) + " |", "|" + "---|" * (2 + len(keys))]
+    for entry in summary:
+        numbers = ("" if entry[key] is None else f"{entry[key]:.3f}" for key in keys)
+        lines.append(f"| {entry['layer']} | {entry['head']} | " + " | ".join(numbers) + " |")
+    return "\n".join(lines)
