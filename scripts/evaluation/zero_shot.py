@@ -251,10 +251,6 @@ def merge(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[dict[s
     return {**new, "tasks": tasks, "command": "\n".join(commands)}, kept
 
 
-def _scores(content: Mapping[str, Any], name: str, *, local: bool) -> dict[str, Any]:
-    return content["tasks"][TASKS[name].scored if local else TASKS[name].hub]
-
-
 def _percent(score: Mapping[str, Any]) -> str:
     error = score["standard_error"]
     return f"{100 * score['value']:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
@@ -275,53 +271,78 @@ def table(
     """Returns the scores of checkpoints, beside the paper's Table 5, in Markdown.
 
     Args:
-        contents: from `content`, by checkpoint.
+        contents: from `content`, by checkpoint; all of the same tasks and limit.
         tasks: keys of TASKS, in the order of the columns.
         local: the questions came from local files.
         left_out: tasks that were not run, and the files that they lack.
     """
-    titles = [TASKS[name].title for name in tasks]
+    # The scores by checkpoint and task: lm-eval's names depend on where the data came from.
+    scores = {
+        checkpoint: {name: found["tasks"][TASKS[name].scored if local else TASKS[name].hub] for name in tasks}
+        for checkpoint, found in contents.items()
+    }
+    parts = [
+        "# Zero-shot evaluation",
+        _comparison(contents, scores, tasks),
+        _questions(next(iter(scores.values())), local=local),
+        "Every accuracy; CN, NE, P, V are CBT's common nouns, named entities, prepositions and verbs:",
+        _accuracies(scores),
+        "\n".join(f"- {note}" for note in _notes(contents, tasks, local=local, left_out=left_out)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _comparison(contents: Mapping[str, Any], scores: Mapping[str, Any], tasks: Sequence[str]) -> str:
+    """One row a checkpoint, then guessing and the paper's; the mean is over the same tasks in every row."""
     mean = "mean" if len(tasks) == len(TASKS) else f"mean of these {len(tasks)}"
-    rows = [["accuracy, %", "parameters", *titles, mean]]
-    for checkpoint, found in contents.items():
-        scores = [_scores(found, name, local=local)["metrics"][TASKS[name].metric] for name in tasks]
-        average = 100 * sum(score["value"] for score in scores) / len(scores)
-        rows.append([checkpoint, f"{found['parameters']:,}", *map(_percent, scores), f"{average:.2f}"])
+    rows = [["accuracy, %", "parameters", *(TASKS[name].title for name in tasks), mean]]
+    for checkpoint, by_task in scores.items():
+        metrics = [by_task[name]["metrics"][TASKS[name].metric] for name in tasks]
+        average = 100 * sum(metric["value"] for metric in metrics) / len(metrics)
+        rows.append([checkpoint, f"{contents[checkpoint]['parameters']:,}", *map(_percent, metrics), f"{average:.2f}"])
     chances = [100 * TASKS[name].chance for name in tasks]
     rows.append(["guessing", "", *(f"{chance:.0f}" for chance in chances), f"{sum(chances) / len(chances):.2f}"])
     for name, (figures, _) in TABLE_5.items():
         chosen = [figures[list(TASKS).index(task)] for task in tasks]
-        row = [f"{figure:.2f}" for figure in (*chosen, sum(chosen) / len(chosen))]
-        rows.append([f"paper: {name}", name.split()[-1], *row])
-    first = next(iter(contents.values()))
-    about = [["task", "in lm-eval", "version", "metric", "split", "shots", "questions"]]
-    for name in tasks:
-        scores = _scores(first, name, local=local)
-        cells = [TASKS[name].local if local else TASKS[name].hub, *(scores[key] for key in ("version",))]
-        cells += [TASKS[name].metric, scores["split"], scores["shots"], f"{scores['samples']:,}"]
-        about.append([TASKS[name].title, *map(str, cells)])
-    parts = ["# Zero-shot evaluation", _rows(rows), _rows(about)]
-    every = [["accuracy, %", "task", "metric", "value"]]
-    for checkpoint, found in contents.items():
-        for name in tasks:
-            scores = _scores(found, name, local=local)
-            named = {TASKS[name].title: scores["metrics"]}
+        encoding, size = name.split(", ")
+        cells = [f"{figure:.2f}" for figure in (*chosen, sum(chosen) / len(chosen))]
+        rows.append([f"{encoding}, the paper's", size, *cells])
+    return _rows(rows)
+
+
+def _questions(by_task: Mapping[str, Any], *, local: bool) -> str:
+    """What was asked: it is the same for all checkpoints."""
+    rows = [["task", "in lm-eval", "version", "metric above", "split", "shots", "questions"]]
+    for name, task in by_task.items():
+        known = TASKS[name]
+        cells = [known.title, known.local if local else known.hub, task["version"], known.metric]
+        rows.append([*map(str, [*cells, task["split"], task["shots"]]), f"{task['samples']:,}"])
+    return _rows(rows)
+
+
+def _accuracies(scores: Mapping[str, Any]) -> str:
+    """All accuracies, those of CBT's word classes too."""
+    rows = [["checkpoint", "task", "metric", "accuracy, %"]]
+    for checkpoint, by_task in scores.items():
+        for name, task in by_task.items():
+            shown = {TASKS[name].title: task}
             if name == "cbt":
-                named |= {
-                    f"CBT, {part.split('_')[-1].upper()}": sub["metrics"] for part, sub in scores["subtasks"].items()
-                }
-            for title, metrics in named.items():
-                shown = {metric: score for metric, score in metrics.items() if metric.startswith("acc")}
-                every += [[checkpoint, title, metric, _percent(score)] for metric, score in shown.items()]
-    parts += [
-        "All accuracies; CN, NE, P, V are CBT's common nouns, named entities, prepositions and verbs:",
-        _rows(every),
-    ]
+                shown |= {f"CBT, {part.split('_')[-1].upper()}": found for part, found in task["subtasks"].items()}
+            for title, found in shown.items():
+                accuracies = {key: metric for key, metric in found["metrics"].items() if key.startswith("acc")}
+                rows += [[checkpoint, title, key, _percent(metric)] for key, metric in accuracies.items()]
+    return _rows(rows)
+
+
+def _notes(
+    contents: Mapping[str, Any], tasks: Sequence[str], *, local: bool, left_out: Mapping[str, Sequence[str]]
+) -> list[str]:
     notes = []
-    if first["limit"] is not None:
+    limit = next(iter(contents.values()))["limit"]
+    if limit is not None:
         notes.append(
-            f"**Only the first {first['limit']} questions of each task** (of each part of BLiMP and CBT): not "
-            "comparable with the paper, or with other results."
+            f"**Only the first {limit} questions of each task** (of each part of BLiMP and CBT): not comparable with "
+            "the paper, or with other results."
         )
     for name, files in left_out.items():
         notes.append(f"**{TASKS[name].title} was not run**: the data folder lacks {', '.join(files)}.")
@@ -334,13 +355,13 @@ def table(
     changed = [TASKS[name].title for name in tasks if name in ("hellaswag", "arc_easy")]
     if local and changed:
         notes.append(
-            f"The local files of {' and '.join(changed)} are not quite the Hub's data (whatwhere.scripts.evaluation.tasks."
-            "zero_shot_files says how)."
+            f"The local data of {' and '.join(changed)} are not quite the Hub's: "
+            "`whatwhere.scripts.evaluation.tasks.zero_shot_files` says how."
         )
     notes.append(
         "The paper: Gopalakrishnan et al. 2025 (2509.10534), Table 5; models of these sizes, trained on OpenWebText "
         "with 1,024 tokens. It does not say which accuracy it gives for HellaSwag, PIQA and ARC-Easy, or how CBT is "
-        "scored (whatwhere.scripts.evaluation.zero_shot says why we compare these)."
+        "scored; `whatwhere.scripts.evaluation.zero_shot` says why we compare these."
     )
     notes.append(f"Questions from {'local files' if local else 'the Hub'}. ± is one standard error over questions.")
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes)]) + "\n"
+    return notes
