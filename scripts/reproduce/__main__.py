@@ -12,6 +12,7 @@ On one or more GPUs, as in the paper:
 |---|---|---|
 | cope_2, cope_10 | CoPE (2405.18719) | flip-flop and selective copy; the latter with standard deviations |
 | cope_3, cope_4, cope_9 | CoPE | counting: variables; longer and shorter contexts; both, with standard deviations |
+| cope_5 | CoPE | language models of WikiText-103, with RoPE and PoPE beside the paper's encodings, and of code |
 | cope_7 | CoPE | flip-flop: architectures and ablations |
 | cope_8 | CoPE | WikiText-103: ablations |
 | pope_1 | PoPE (2509.10534) | indirect indexing |
@@ -24,6 +25,9 @@ a checkpoint first: the same command goes on. A folder that holds a run of anoth
 `--dry-run` lists runs and cells with what is done and what is missing, and trains nothing; `--report-only` reports what
 is there, which must be one finished run at least. `--set KEY=VALUE` changes every recipe; what the rows and columns
 decide cannot be changed, and runs that are not those of the paper any more are never called exact.
+
+Not every column has a small version (the report names those that are left out), and not every cell is in the paper: the
+rows that are not can be left out by `--rows`.
 
 The report goes to `OUTPUT/<TABLE>[_small].md` and `.json`; `report.py` says what its verdicts mean. `--cards DIR`
 copies it to `DIR/<TABLE>[_small]/`, as README.md and results.json.
@@ -61,8 +65,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def listing(planned: dict[tuple[str, str], list[runs.Run]]) -> str:
-    """Returns a line for every run, with its state and its command, and one for every cell."""
+def listing(planned: dict[tuple[str, str], list[runs.Run]], left_out: dict[str, str]) -> str:
+    """Returns a line for every run, with its state and its command, and one for every cell and column left out."""
     states = {run.folder: run.state() for run in runs.unique(planned)}
     lines = ["Runs:"]
     for run in runs.unique(planned):
@@ -72,6 +76,7 @@ def listing(planned: dict[tuple[str, str], list[runs.Run]]) -> str:
     for (row, column), cell in planned.items():
         done = sum(states[run.folder] == "done" for run in cell)
         lines.append(f"  {row}, {column}: {done} of {len(cell)}")
+    lines += [f"  {label}: left out, {recipe} has no small version for it" for label, recipe in left_out.items()]
     done = sum(state == "done" for state in states.values())
     return "\n".join([*lines, f"{done} of {len(states)} runs are done."])
 
@@ -94,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         if options.dry_run:
             if speaks:
-                print(listing(planned))
+                print(listing(planned, report.left_out(table) if options.small else {}))
             return
         # A report of nothing must not take the place of an earlier one.
         if options.report_only and not any(run.state() == "done" for run in runs.unique(planned)):

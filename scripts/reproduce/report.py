@@ -4,6 +4,7 @@
 verdict of a cell is the first of these that holds:
 
 * `not run`: no run for it is finished.
+* `not in the paper`: the paper has no such figure; ours stands beside the others, and judges none of them.
 * `agrees within spread`: the runs are exact, there are at least two of them, the paper gives a standard deviation, and
   |ours - paper's| <= 2 * sqrt(our spread^2 + its spread^2), plus half a unit of the paper's last digit.
 * `nothing to compare`: there is no other row with which the order could be compared.
@@ -15,10 +16,14 @@ combined spread, sqrt(a^2 + b^2); if one of them has none, by more than the othe
 comparison that agrees is `clear` if both have two runs, and our means differ by more than our combined spread.
 
 **Exact and small.** Runs are exact if their recipe is, whatever the command line said: `differences` from the exact
-recipe, and from nothing else, make the text about what was scaled down.
+recipe, and from nothing else, make the text about what was scaled down. Where even that recipe lacks something that the
+paper had, its column says so, and no run is exact.
+
+**Transfer.** Recipes that train on one corpus and are measured on another are named, with both.
 """
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +34,9 @@ from ..evaluation.results import write_json
 from .runs import Run, unique
 from .tables import Figure, Table
 
-NOT_RUN, WITHIN, ALONE, ORDER, DIFFERS = (
+NOT_RUN, UNPRINTED, WITHIN, ALONE, ORDER, DIFFERS = (
     "not run",
+    "not in the paper",
     "agrees within spread",
     "nothing to compare",
     "agrees in order",
@@ -52,8 +58,7 @@ would at others.
 
 ## Licence
 
-This report and the code are under the Apache License 2.0. The toy tasks are generated; language models are trained on
-the source code of Python's standard library (PSF License) or on WikiText-103 (CC BY-SA 3.0).
+This report and the code are under the Apache License 2.0. What the models were trained and measured on:
 """
 
 
@@ -63,14 +68,14 @@ class Cell:
 
     Attributes:
         row, column: the keys of its row and its column.
-        paper: the printed figure.
+        paper: the printed figure; None if there is none.
         values: ours, of every finished seed.
         exact: whether all of them are from exact runs.
     """
 
     row: str
     column: str
-    paper: Figure
+    paper: Figure | None
     values: tuple[float, ...] = ()
     exact: bool = False
 
@@ -90,7 +95,7 @@ class Verdict:
     """What is said of a cell.
 
     Attributes:
-        text: one of the five of the module's docstring.
+        text: one of the six of the module's docstring.
         compared: rows with which the order was compared.
         agreed: those among them with which our order is the paper's.
         clear: those among the agreed whose distance from it is more than our combined spread.
@@ -107,7 +112,8 @@ def ordered(one: Figure, other: Figure, margin: float) -> bool:
     needed = math.hypot(one.spread or 0.0, other.spread or 0.0)
     if one.spread is None or other.spread is None:
         needed = max(needed, margin)
-    return abs(one.mean - other.mean) > needed
+    # Differences of decimal fractions are off in the last bits.
+    return abs(one.mean - other.mean) > needed + 1e-9
 
 
 def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
@@ -120,10 +126,13 @@ def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
     """
     if not cell.values:
         return Verdict(text=NOT_RUN)
-    others = [
-        other for other in column if other.row != cell.row and other.values and ordered(cell.paper, other.paper, margin)
+    if cell.paper is None:
+        return Verdict(text=UNPRINTED)
+    printed = [
+        (other, other.paper) for other in column if other.row != cell.row and other.values and other.paper is not None
     ]
-    agreed = [other for other in others if (cell.mean - other.mean) * (cell.paper.mean - other.paper.mean) > 0]
+    others = [(other, paper) for other, paper in printed if ordered(cell.paper, paper, margin)]
+    agreed = [other for other, paper in others if (cell.mean - other.mean) * (cell.paper.mean - paper.mean) > 0]
     clear = [
         other
         for other in agreed
@@ -134,10 +143,9 @@ def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
     counts = {"compared": len(others), "agreed": len(agreed), "clear": len(clear)}
     if cell.exact and cell.spread is not None and cell.paper.spread is not None:
         allowed = 2 * math.hypot(cell.spread, cell.paper.spread) + cell.paper.rounding
-        # Differences of decimal fractions are off in the last bits.
         if abs(cell.mean - cell.paper.mean) <= allowed + 1e-9:
             return Verdict(text=WITHIN, **counts)
-    return Verdict(text=ALONE if not others else ORDER if agreed == others else DIFFERS, **counts)
+    return Verdict(text=ALONE if not others else ORDER if len(agreed) == len(others) else DIFFERS, **counts)
 
 
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
@@ -179,7 +187,7 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
                 column=column,
                 paper=rows[row].figures[column],
                 values=tuple(seed["value"] for seed in seeds[row, column]),
-                exact=bool(done) and not any(run.changes for run, _ in done),
+                exact=bool(done) and not columns[column].departs and not any(run.changes for run, _ in done),
             )
         )
     entries = []
@@ -194,7 +202,12 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
                 "label": rows[cell.row].label,
                 "column": cell.column,
                 "column_label": columns[cell.column].label,
-                "paper": {"text": cell.paper.text, "mean": cell.paper.mean, "spread": cell.paper.spread},
+                "paper": {
+                    "text": cell.paper and cell.paper.text,
+                    "mean": cell.paper and cell.paper.mean,
+                    "spread": cell.paper and cell.paper.spread,
+                    "parameters": rows[cell.row].parameters.get(cell.column),
+                },
                 "ours": {
                     "mean": cell.mean if cell.values else None,
                     "spread": cell.spread,
@@ -217,6 +230,14 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
         "choices": table.choices,
         "cells": entries,
         "scaled_down": scaled_down(planned),
+        "departs": {
+            column.recipe: column.departs
+            for column in table.columns
+            if column.departs and column.key in {column for _, column in planned}
+        },
+        "left_out": left_out(table) if small else {},
+        "transfer": transfer(planned),
+        "texts": texts(planned),
         "systems": systems(planned),
         "runs": [run.command() for run in unique(planned)],
         "origin": {
@@ -243,6 +264,42 @@ def scaled_down(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, l
     return result
 
 
+def left_out(table: Table) -> dict[str, str]:
+    """Returns the columns that the small version does not have: labels to recipes."""
+    return {column.label: column.recipe for column in table.columns if not column.small}
+
+
+def transfer(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict[str, str]]:
+    """Returns, for each recipe that is measured on another corpus than it trains on, what its splits are."""
+    result = {}
+    for run in unique(planned):
+        data = run.recipe.data
+        if data.source == "corpus" and len({choice.partition(":")[0] for choice in (data.splits or {}).values()}) > 1:
+            result[run.recipe.name] = dict(data.splits or {})
+    return result
+
+
+def texts(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
+    """Returns a line for each text that runs are trained or measured on, with its licence."""
+    from ..data.corpora import CORPORA
+
+    lines = []
+    for run in unique(planned):
+        data = run.recipe.data
+        if data.source == "task":
+            lines.append(f"{data.task}: samples of the toy task, generated")
+        elif data.source == "stdlib":
+            lines.append("source code of Python's standard library: PSF License")
+        elif data.source == "hub":
+            lines.append(f"`{data.dataset}` of the Hub: the licence is on its page")
+        elif data.source == "corpus":
+            names = distinct(choice.partition(":")[0] for choice in (data.splits or {}).values())
+            lines += [f"{CORPORA[name].title}: {CORPORA[name].licence}" for name in names]
+        else:
+            lines.append("the user's own files")
+    return distinct(lines)
+
+
 def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
     """Returns, for each row, by its key, the overrides that make its system of the recipe."""
     result: dict[str, list[str]] = {}
@@ -263,6 +320,12 @@ def _ours(cell: Mapping[str, Any]) -> str:
     return _number(ours["mean"]) + spread
 
 
+def _millions(cell: Mapping[str, Any]) -> str:
+    """The number of parameters of a cell's models, in millions; all its runs have the same, but for the user's own."""
+    counts = distinct(f"{seed['parameters'] / 1e6:.1f}" for seed in cell["ours"]["seeds"])
+    return " or ".join(counts) or "-"
+
+
 def _verdict(cell: Mapping[str, Any]) -> str:
     verdict = cell["verdict"]
     if verdict["text"] not in (ORDER, DIFFERS):
@@ -273,7 +336,9 @@ def _verdict(cell: Mapping[str, Any]) -> str:
 def markdown(report: Mapping[str, Any]) -> str:
     """Returns the report as Markdown; it is made of what is in `<table>.json`, and of nothing else."""
     solved = report["solved"] is not None
+    sizes = any(cell["paper"]["parameters"] is not None for cell in report["cells"])
     names = ["", "column", "ours", "seeds", *(["solved"] if solved else []), "paper", "verdict"]
+    names += ["parameters, M: ours", "paper"] if sizes else []
     lines = [
         f"# {report['title']}{', small version' if report['small'] else ''}",
         "",
@@ -288,7 +353,9 @@ def markdown(report: Mapping[str, Any]) -> str:
             rate = cell.get("solve_rate")
             values = [cell["label"], cell["column_label"], _ours(cell), seeds]
             values += ["-" if rate is None else f"{rate:.0%}"] if solved else []
-            lines.append(f"| {' | '.join([*values, cell['paper']['text'], _verdict(cell)])} |")
+            values += [cell["paper"]["text"] or "-", _verdict(cell)]
+            values += [_millions(cell), _number(cell["paper"]["parameters"], 1)] if sizes else []
+            lines.append(f"| {' | '.join(values)} |")
     lines += ["", _legend(report), "", "## Runs", "", report["choices"], ""]
     if any(report["scaled_down"].values()):
         lines += [
@@ -300,6 +367,16 @@ def markdown(report: Mapping[str, Any]) -> str:
             lines += [f"- `{recipe}`", *(f"  - `{change}`" for change in changes)]
     else:
         lines.append("The recipes are the exact ones.")
+    if report["departs"]:
+        lines += ["", "What even the exact recipes do not have of the paper's runs:", ""]
+        lines += [f"- `{recipe}`: {text}" for recipe, text in report["departs"].items()]
+    if report["transfer"]:
+        lines += ["", "Figures of transfer, from one corpus to another:", ""]
+        for recipe, splits in report["transfer"].items():
+            lines.append(f"- `{recipe}`: {', '.join(f'{split} `{choice}`' for split, choice in splits.items())}")
+    if report["left_out"]:
+        lines += ["", "Columns of the table that have no small version, and are left out:", ""]
+        lines += [f"- {label} (`{recipe}`)" for label, recipe in report["left_out"].items()]
     lines += ["", "The system of each row, as changes of the recipe:", ""]
     labels = {cell["row"]: cell["label"] for cell in report["cells"]}
     for row, overrides in report["systems"].items():
@@ -332,6 +409,8 @@ def _legend(report: Mapping[str, Any]) -> str:
         "comparisons the order is the paper's, and in how many of those our means are further apart than our combined "
         "standard deviation (with one seed, none)."
     )
+    if any(cell["verdict"]["text"] == UNPRINTED for cell in report["cells"]):
+        text += " *Not in the paper*: measured in the same way, without a verdict."
     if any(cell["ours"]["exact"] for cell in report["cells"]):
         text += (
             " *Agrees within spread*: |ours - paper's| is at most twice the combined standard deviation, and half a "
@@ -358,8 +437,30 @@ def write(report: Mapping[str, Any], output: Path) -> Path:
 
 def write_card(report: Mapping[str, Any], folder: Path) -> Path:
     """Writes the folder `<table>[_small]` with the report as README.md and results.json; returns its path."""
-    card = folder / (report["table"] + ("_small" if report["small"] else ""))
-    write_json(card / "results.json", dict(report))
+    target = folder / (report["table"] + ("_small" if report["small"] else ""))
+    write_json(target / "results.json", dict(report))
+    (target / "README.md").write_text(card(report), encoding="utf-8")
+    return target
+
+
+def card(report: Mapping[str, Any]) -> str:
+    """Returns the card of a report, README.md in its folder; it is made of what is in `<table>.json` alone."""
     head = ["---", "license: apache-2.0", "library_name: whatwhere", "tags:", "- position-encoding", "---", ""]
-    (card / "README.md").write_text("\n".join(head) + markdown(report) + CARD, encoding="utf-8")
-    return card
+    texts = "".join(f"\n- {text}" for text in report["texts"])
+    return "\n".join(head) + markdown(report) + CARD + texts + "\n"
+
+
+def card_from_results(path: str | Path) -> str:
+    """Returns the card, README.md, that belongs to a table's results.json; the same file gives the same text.
+
+    Args:
+        path: results.json of a folder that `--cards` wrote, or `<table>.json`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no JSON, or not a table's.
+    """
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or "table" not in found:
+        raise ValueError(f"{str(path)!r} is not valid: it must be the results of a table, with the key 'table'.")
+    return card(found)

@@ -179,10 +179,11 @@ def plan(
         sets: `key.sub=value` for every run.
 
     Returns:
-        by the keys of row and column, in the order of the table, a run for each seed.
+        by the keys of row and column, in the order of the table, a run for each seed. A small version lacks the columns
+        that have none.
 
     Raises:
-        ReproduceError: `seeds` or a row is not valid, or see `build_run`.
+        ReproduceError: `seeds` or a row is not valid, nothing is left to make, or see `build_run`.
     """
     seeds = table.seeds if seeds is None else seeds
     if seeds < 1:
@@ -195,7 +196,7 @@ def plan(
     result: dict[tuple[str, str], list[Run]] = {}
     for row in table.rows:
         for column in table.columns:
-            if column.key not in row.figures or (rows and row.key not in rows):
+            if column.key not in row.figures or (rows and row.key not in rows) or (small and not column.small):
                 continue
             for seed in range(seeds):
                 # Columns that differ in what is measured share the run.
@@ -203,6 +204,9 @@ def plan(
                 if run not in made:
                     made[run] = build_run(row, column, seed, output=output, small=small, sets=sets)
                 result.setdefault((row.key, column.key), []).append(made[run])
+    if not result:
+        asked = f"rows {', '.join(rows)} of {table.name}" if rows else table.name
+        raise ReproduceError(f"--small is not valid for {asked}: no column of it has a small version.")
     return result
 
 
