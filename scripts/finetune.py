@@ -10,6 +10,13 @@ trained in full, the result merged into one model:
     python -m whatwhere.scripts.finetune openai-community/gpt2 --position-encoding cope --lora --merge \\
         --sequence-length 1024 --batch-size 8 --accumulation 4 --bf16 --activation-checkpointing --output runs/gpt2_cope
 
+On a GPU, a RoPE model trained at 1,024 tokens to 4,096 by YaRN, on books that are read as they are needed:
+
+    python -m whatwhere.scripts.finetune runs/rope --data pg19 --streaming --sequence-length 4096 --batch-size 8 \\
+        --accumulation 8 --learning-rate 6e-5 --schedule constant --warmup-steps 20 --output runs/rope_yarn \\
+        --rope-parameters \\
+        '{"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 1024, "rope_theta": 10000}'
+
 CHECKPOINT is a folder or Hub id of one of our models or of a stock GPT-2 or Llama. Weights that keep their meaning
 under a new encoding are loaded; the rest starts anew, and is listed. On several processes, start it with torchrun.
 
@@ -20,10 +27,12 @@ Ctrl-C or SIGTERM writes a checkpoint before the run stops; `--resume` goes on f
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +45,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_encodings import reach
 
-from .data.corpus import load_text
-from .data.pack import add_labels, make_blocks
+from .data.corpora import CORPORA, load_corpus
+from .data.corpus import DATA_DIR_VARIABLE, SOURCES, load_text
+from .data.pack import StreamedBatches, add_labels, make_blocks
 from .data.tokenize import build_tokenizer, bytes_per_token
 from .evaluation.card import write_card
 from .evaluation.results import provenance, write_json
@@ -46,10 +56,12 @@ from .training.model import FAMILIES
 from .training.recipe import differences
 
 try:
+    import datasets
     import peft
     from accelerate import PartialState
 except ImportError as error:
-    raise ImportError('fine-tuning needs `accelerate` and `peft`: pip install "whatwhere[train]"') from error
+    needed = "`accelerate`, `datasets` and `peft`"
+    raise ImportError(f'fine-tuning needs {needed}: pip install "whatwhere[train]"') from error
 
 # The name before Transformers renamed it.
 _CHECKPOINTING = (
@@ -75,14 +87,31 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
     result.add_argument("--position-encoding", metavar="NAME", help="default: the checkpoint's own")
     result.add_argument("--position-encoding-parameters", type=json.loads, metavar="JSON", help="default: none")
-    result.add_argument("--data", default="stdlib", choices=("stdlib", "hub", "local"), help="default %(default)s")
+    result.add_argument(
+        "--rope-parameters", type=json.loads, metavar="JSON", help="in place of the checkpoint's own, as a whole"
+    )
+    result.add_argument(
+        "--data",
+        default="stdlib",
+        choices=(*SOURCES, *CORPORA),
+        metavar="SOURCE",
+        help=f"{', '.join(SOURCES)}, or a corpus by its name ({', '.join(CORPORA)}); default %(default)s",
+    )
     result.add_argument("--dataset", metavar="ID", help="the Hub dataset of --data hub")
     result.add_argument("--dataset-config", metavar="NAME", help="its configuration")
     result.add_argument("--splits", type=json.loads, metavar="JSON", help="see whatwhere.scripts.data.corpus.load_text")
     result.add_argument(
         "--text-field", default="text", metavar="NAME", help="the documents' column; default %(default)s"
     )
-    result.add_argument("--data-dir", metavar="DIR", help="the folder of --data local; default $WHATWHERE_DATA_DIR")
+    result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+    result.add_argument("--streaming", action="store_true", help="read the training text as it is needed")
+    result.add_argument(
+        "--shuffle-buffer",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="sequences, with --streaming: each step's are drawn from so many; default %(default)s",
+    )
     result.add_argument("--tokenizer", metavar="ID", help="default: the checkpoint's own")
     result.add_argument("--sequence-length", type=int, metavar="N", help="default: the model's max_position_embeddings")
     result.add_argument(
@@ -94,6 +123,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--accumulation", type=int, default=1, metavar="N", help="batches a step; default %(default)s")
     result.add_argument("--learning-rate", type=float, metavar="X", help="default 5e-5, with --lora 2e-4")
+    result.add_argument(
+        "--schedule",
+        default="cosine",
+        choices=("cosine", "linear", "constant"),
+        help="of the learning rate after the warm-up; default %(default)s",
+    )
     result.add_argument("--warmup-steps", type=int, default=0, metavar="N", help="default %(default)s")
     result.add_argument("--weight-decay", type=float, default=0.0, metavar="X", help="default %(default)s")
     result.add_argument("--save-every", type=int, default=100, metavar="N", help="steps; default %(default)s")
@@ -111,10 +146,25 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options that make a run what it is, as `finetune.json` holds them."""
+    settings = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
+    return json.loads(json.dumps(settings))
+
+
 def load_model(
-    checkpoint: str, position_encoding: str | None = None, position_encoding_parameters: dict | None = None
+    checkpoint: str,
+    position_encoding: str | None = None,
+    position_encoding_parameters: dict | None = None,
+    rope_parameters: dict | None = None,
 ) -> tuple[Any, set[str]]:
     """Loads one of our models, or a stock GPT-2 or Llama as one of ours.
+
+    Args:
+        checkpoint: a folder or Hub id.
+        position_encoding: another encoding; None for the checkpoint's own.
+        position_encoding_parameters: its parameters; None for the checkpoint's own, or the defaults of another one.
+        rope_parameters: Transformers' parameters of RoPE; None for the checkpoint's own.
 
     Returns:
         the model, and the names of the parameters that the checkpoint does not have.
@@ -138,6 +188,7 @@ def load_model(
     asked = {
         "position_encoding": position_encoding,
         "position_encoding_parameters": position_encoding_parameters,
+        "rope_parameters": rope_parameters,
     }
     changes = {key: value for key, value in asked.items() if value is not None}
     try:
@@ -157,11 +208,11 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
     """
     _check_ranges(options)
     output = Path(options.output)
-    settings = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
+    settings = settings_of(options)
     check_folder(output, resume=options.resume, record="finetune.json")
     if options.resume:
         old = json.loads((output / "finetune.json").read_text(encoding="utf-8"))
-        if changed := differences(old, json.loads(json.dumps(settings))):
+        if changed := differences(old, settings):
             raise FinetuneError(
                 f"output={str(output)!r} holds a run with other options. Different (before → now): "
                 f"{'; '.join(changed)}."
@@ -171,7 +222,9 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
 
     processes = PartialState(cpu=options.cpu or not torch.accelerator.is_available())
     set_seed(options.seed)
-    model, fresh = load_model(options.checkpoint, options.position_encoding, options.position_encoding_parameters)
+    model, fresh = load_model(
+        options.checkpoint, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
+    )
     tokenizer, blocks, split = _load_data(options, model.config)
     if processes.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
@@ -219,6 +272,7 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
         "length": blocks["test"][0]["input_ids"].shape[0],
         "tokens": len(labels),
         "base_model": None if os.path.exists(options.checkpoint) else options.checkpoint,
+        "base_weights_sha256": weights_fingerprint(options.checkpoint) if os.path.exists(options.checkpoint) else None,
         "recipe": settings,
         "seed": options.seed,
         "steps": trainer.state.global_step,
@@ -235,6 +289,7 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
 def _check_ranges(options: argparse.Namespace) -> None:
     least = {
         **dict.fromkeys(("steps", "batch_size", "accumulation", "save_every", "evaluation_blocks", "lora_rank"), 1),
+        "shuffle_buffer": 1,
         "sequence_length": 2,
         **dict.fromkeys(("warmup_steps", "weight_decay", "seed"), 0),
     }
@@ -266,20 +321,53 @@ def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str,
             f"--tokenizer={options.tokenizer!r} is not valid: it has {len(tokenizer)} tokens, the model has "
             f"{config.vocab_size}."
         )
-    corpus = load_text(
-        options.data,
-        data_dir=options.data_dir,
-        dataset=options.dataset,
-        dataset_config=options.dataset_config,
-        splits=options.splits,
-        text_field=options.text_field,
-    )
+    if options.streaming and options.data == "stdlib":
+        raise FinetuneError("--streaming has no effect with --data stdlib.")
+    corpus = _load_corpus(options)
     split = "test" if "test" in corpus else "validation"
-    blocks = {
-        "train": make_blocks(corpus["train"], tokenizer, sequence_length=length),
-        "test": make_blocks(corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks),
+    train: Any
+    if options.streaming:
+        train = datasets.IterableDataset.from_generator(
+            _endless_blocks, gen_kwargs={"documents": corpus["train"], "tokenizer": tokenizer, "length": length}
+        )
+        train = train.shuffle(seed=options.seed, buffer_size=options.shuffle_buffer).with_format("torch")
+    else:
+        train = make_blocks(corpus["train"], tokenizer, sequence_length=length)
+    test = make_blocks(corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks)
+    return tokenizer, {"train": train, "test": test}, split
+
+
+def _load_corpus(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the splits of the text; of a corpus that is known by name, `train` and one held-out split."""
+    if options.data not in CORPORA:
+        return load_text(
+            options.data,
+            data_dir=options.data_dir,
+            dataset=options.dataset,
+            dataset_config=options.dataset_config,
+            splits=options.splits,
+            text_field=options.text_field,
+            streaming=options.streaming,
+        )
+    for name, default in (("dataset", None), ("dataset_config", None), ("splits", None), ("text_field", "text")):
+        if (value := getattr(options, name)) != default:
+            raise FinetuneError(f"--{name.replace('_', '-')}={value!r} has no effect with --data {options.data}.")
+    local = options.data_dir or os.environ.get(DATA_DIR_VARIABLE)
+    known = CORPORA[options.data].local if local else CORPORA[options.data].hub
+    splits = ("train", "test" if "test" in known else "validation")
+    return {
+        split: load_corpus(options.data, split, data_dir=options.data_dir, streaming=options.streaming)
+        for split in splits
     }
-    return tokenizer, blocks, split
+
+
+def _endless_blocks(documents: Any, tokenizer: Any, length: int) -> Iterator[dict[str, Any]]:
+    """Yields blocks of documents in their order, from the beginning again when they end."""
+    batches = StreamedBatches(
+        documents, tokenizer, sequence_length=length, pack="concat", batch_size=1, seed=0, shuffle_buffer=1
+    )
+    for step in itertools.count():
+        yield {name: rows[0].numpy() for name, rows in batches(step).items()}
 
 
 def _add_adapter(model: Any, options: argparse.Namespace, *, base: str, fresh: set[str]) -> Any:
@@ -319,7 +407,7 @@ def _trainer(model: Any, options: argparse.Namespace, blocks: dict[str, Any], re
             per_device_eval_batch_size=options.batch_size,
             gradient_accumulation_steps=options.accumulation,
             learning_rate=default_rate if options.learning_rate is None else options.learning_rate,
-            lr_scheduler_type="cosine",
+            lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
             warmup_steps=options.warmup_steps,
             weight_decay=options.weight_decay,
             logging_steps=10,

@@ -180,6 +180,93 @@ def test_accumulation_and_activation_checkpointing_change_nothing(run, stock):
         torch.testing.assert_close(others[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_rope_parameters_replace_those_of_the_checkpoint(run, stock):
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    output, _ = run(stock["llama"], "--rope-parameters", json.dumps(yarn))
+    assert AutoModelForCausalLM.from_pretrained(output).config.rope_parameters == yarn
+    with pytest.raises(ValueError, match="rope_parameters"):
+        run(stock["gpt2"], "--rope-parameters", json.dumps(yarn), output="other")
+
+
+def test_schedule(run, stock):
+    rates = {}
+    for schedule in ("cosine", "constant"):
+        output, _ = run(stock["llama"], "--schedule", schedule, "--save-every", "3", output=schedule)
+        state = torch.load(output / "checkpoints" / "checkpoint-3" / "scheduler.pt")
+        rates[schedule] = state["_last_lr"][0]
+    assert rates["constant"] == 0.01
+    assert rates["cosine"] < 0.002
+
+
+# --- what it reads
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """A corpus known by name, in a data folder; a list that grows by every document read of its training split."""
+    from datasets import IterableDataset
+
+    from whatwhere.scripts.data.corpora import CORPORA
+
+    folder = tmp_path / "data" / "pg19" / "test"
+    folder.mkdir(parents=True)
+    (folder / "1.txt").write_text("a held-out book " * 20)
+    read = []
+
+    def books():
+        for index in range(1000):
+            read.append(index)
+            yield {"text": f"book {index}: " + "once upon a time, " * 6}
+
+    def read_local(self, root, split, *, streaming):
+        assert streaming
+        return IterableDataset.from_generator(books if split == "train" else lambda: iter([{"text": "held out " * 20}]))
+
+    monkeypatch.setattr(type(CORPORA["pg19"]), "read_local", read_local)
+    return tmp_path / "data", read
+
+
+def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
+    folder, read = corpus
+    fixed = ["--data", "pg19", "--data-dir", str(folder), "--streaming", "--shuffle-buffer", "8", "--cpu"]
+    sizes = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "2"]
+    options = script.parser().parse_args([stock["llama"], *fixed, *sizes, "--output", str(tmp_path / "run")])
+    results = script.finetune(options, arguments=[])
+    # 6 blocks of 16 tokens are trained on; the buffer, and the tokenizer's batch of 64 documents, are read ahead.
+    assert 0 < len(read) <= 128
+    assert results["data"]["source"] == "pg19"
+    assert results["data"]["split"] == "test"
+    assert len(results["base_weights_sha256"]) == 64
+
+
+def test_an_endless_stream_begins_again(stock):
+    from datasets import Dataset
+
+    tokenizer = build_tokenizer("bytes")
+    documents = Dataset.from_list([{"text": "abc"}, {"text": "defgh"}]).to_iterable_dataset()
+    blocks = script._endless_blocks(documents, tokenizer, 5)
+    found = [next(blocks)["input_ids"].tolist() for _ in range(4)]
+    first, second = [*b"abc", 256, ord("d")], [*b"efgh", 256]
+    assert found == [first, second, first, second]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "pg19", "--splits", '{"train": "x"}'], "--splits=.* has no effect with --data pg19"),
+        (["--data", "pg19", "--text-field", "page"], "--text-field='page' has no effect"),
+        (["--data", "stdlib", "--streaming"], "--streaming has no effect with --data stdlib"),
+        (["--data", "wikitext103"], "split='train' of corpus 'wikitext103' is not known"),
+    ],
+)
+def test_text_options_without_effect(stock, tmp_path, arguments, message):
+    options = script.parser().parse_args(
+        [stock["llama"], *arguments, "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")]
+    )
+    with pytest.raises(ValueError, match=message):
+        script.finetune(options, arguments=[])
+
+
 # --- resume
 
 
@@ -187,7 +274,9 @@ def test_accumulation_and_activation_checkpointing_change_nothing(run, stock):
 def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
     from transformers import Trainer
 
-    arguments = [stock["llama"], "--position-encoding", "cope", *lora]
+    # One of the two reads a stream: it has to find its place again.
+    stream = [] if lora else ["--streaming", "--shuffle-buffer", "4"]
+    arguments = [stock["llama"], "--position-encoding", "cope", *lora, *stream]
     whole, results = run(*arguments, output="whole")
     training_step, calls = Trainer.training_step, []
 
@@ -229,6 +318,7 @@ def test_what_resume_refuses(run, stock):
     [
         (["--position-encoding", "pop"], "position_encoding='pop'.*'pope'"),
         (["--position-encoding-parameters", '{"thta": 1}'], "thta"),
+        (["--rope-parameters", '{"rope_type": "yarm"}'], "yarm"),
         (["--position-encoding", "absolute", "--sequence-length", "64"], "--sequence-length=64.*reaches 32"),
         (["--merge"], "--merge has no effect"),
         (["--tokenizer", "./no/tokenizer"], "no tokenizer"),
@@ -267,6 +357,7 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
         ("--sequence-length", "0", "at least 2"),
         ("--learning-rate", "0", "greater than 0"),
         ("--evaluation-blocks", "0", "at least 1"),
+        ("--shuffle-buffer", "0", "at least 1"),
         ("--lora-dropout", "1.5", r"in \[0, 1\)"),
     ],
 )
