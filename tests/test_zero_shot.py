@@ -1,0 +1,572 @@
+"""Zero-shot tasks: local files ask what the Hub's data asks, CBT's scores, the command, lm-eval's own command line."""
+
+import gzip
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+
+import datasets
+import pytest
+import torch
+import transformers
+import yaml
+
+from tiny import tiny_model
+from whatwhere.model_card import read_results, weights_fingerprint
+from whatwhere.scripts import zero_shot as script
+from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation import card, zero_shot
+from whatwhere.scripts.evaluation.results import collect_lm_eval, lm_eval_tasks
+from whatwhere.scripts.evaluation.tasks import zero_shot_files as files
+
+STOCK = pathlib.Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
+PARADIGMS = sorted(path.stem for path in (STOCK / "blimp").glob("*.yaml") if path.stem != "_blimp")
+
+# Rows of the Hub's data sets, with the fields that lm-eval reads; made up.
+HUB = {
+    "lambada": {
+        "test": [
+            {"text": 'He gave her a key.\n\n"Keep it," he said, and she put the key'},
+            {"text": "The tea was cold. She poured out the tea"},
+        ]
+    },
+    "blimp": {
+        "train": [
+            {"sentence_good": "The dogs bark.", "sentence_bad": "The dogs barks."},
+            {"sentence_good": "A cat sleeps.", "sentence_bad": "A cat sleep."},
+        ]
+    },
+    "hellaswag": {
+        "validation": [
+            {
+                "activity_label": "Clean and jerk",
+                "ctx_a": "A lady walks to a barbell. She bends down.",
+                "ctx_b": "the lady",
+                "endings": ["sleeps.", "lifts it [step] up.", "eats  it.", "is a barbell."],
+                "label": "1",
+            },
+            {
+                "activity_label": "Home",
+                "ctx_a": "[header] How to clean a pan [title] Heat water. [step] Use a big pot.",
+                "ctx_b": "",
+                "endings": ["Boil it.", "Sing.", "[substeps] Sell it.", "Go."],
+                "label": "0",
+            },
+        ]
+    },
+    "piqa": {
+        "validation": [
+            {"goal": "open a jar", "sol1": "turn the lid ", "sol2": "turn the table", "label": 0},
+            {"goal": "Dry hair?", "sol1": "use a spoon", "sol2": "use a towel", "label": 1},
+        ]
+    },
+    "arc_easy": {
+        "test": [
+            {
+                "question": "Which is a metal?",
+                "choices": {"text": ["iron", "wood", "wool", "air"], "label": ["A", "B", "C", "D"]},
+                "answerKey": "A",
+            },
+            # Some have numbers for letters.
+            {
+                "question": "What falls?\nChoose.",
+                "choices": {"text": ["light", "sound", "rain", "heat"], "label": ["1", "2", "3", "4"]},
+                "answerKey": "3",
+            },
+        ]
+    },
+}
+COUNTS = {"lambada": 5153, "blimp": 1000, "hellaswag": 10042, "piqa": 1838, "arc_easy": 2376}
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def preprocessed(text):
+    """HellaSwag's text as the local file has it."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def write_local(root):
+    """The rows of HUB in the formats of the local files."""
+    for names in files.FILES.values():
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / "lambada/lambada_test.jsonl").write_text(jsonl(HUB["lambada"]["test"]), encoding="utf-8")
+    rows = [{**row, "UID": paradigm} for paradigm in PARADIGMS for row in HUB["blimp"]["train"]]
+    (root / "blimp/blimp.jsonl.gz").write_bytes(gzip.compress(jsonl(rows).encode()))
+    rows = [
+        {
+            "ind": place,
+            "query": preprocessed(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b']}"),
+            "choices": [preprocessed(ending) for ending in row["endings"]],
+            "gold": int(row["label"]),
+        }
+        for place, row in enumerate(HUB["hellaswag"]["validation"])
+    ]
+    (root / "hellaswag/hellaswag_val.jsonl.gz").write_bytes(gzip.compress(jsonl(rows).encode()))
+    rows = HUB["piqa"]["validation"]
+    questions = [{key: row[key] for key in ("goal", "sol1", "sol2")} for row in rows]
+    (root / "piqa/valid.jsonl").write_text(jsonl(questions))
+    (root / "piqa/valid-labels.lst").write_text("".join(f"{row['label']}\n" for row in rows))
+    rows = [
+        {
+            "query": f"Question: {row['question']}",
+            "choices": row["choices"]["text"],
+            "gold": row["choices"]["label"].index(row["answerKey"]),
+        }
+        for row in HUB["arc_easy"]["test"]
+    ]
+    (root / "arc/arc_easy_test.jsonl").write_text(jsonl(rows))
+    for word_class, rows in cbt_rows().items():
+        write_cbt(root, word_class, rows)
+
+
+def cbt_rows(count=4):
+    """Questions in the form of the Children's Book Test, tokenised as it is, by word class; made up."""
+    words = {
+        "CN": ["dog", "house", "king", "queen", "tree", "road", "fish", "bell", "coat", "door"],
+        "NE": ["Anna", "Tom", "Baker", "Mary", "Rose", "Jack", "Flora", "Hugh", "Nell", "Kate"],
+        "P": ["in", "on", "at", "by", "of", "to", "with", "from", "under", "over"],
+        "V": ["'s", "had", "saw", "did", "ran", "sang", "ate", "fell", "won", "made"],
+    }
+    generator = random.Random(0)
+    found = {}
+    for word_class, options in words.items():
+        rows = []
+        for _ in range(count):
+            names = generator.sample(words["NE"], 3)
+            pair = [f"`` I do n't , '' said {names[0]} .", f"The {generator.choice(words['CN'])} was old ."]
+            if word_class == "NE":
+                question = "`` XXXXX 's dog -LRB- the old one -RRB- , '' he said , `` is n't here . ''"
+            else:
+                question = f"{names[1]} XXXXX the old {generator.choice(words['CN'])} ; she was 12 ."
+            chosen = generator.sample(options, 10)
+            rows.append(
+                {"sentences": pair * 10, "question": question, "answer": chosen[4], "options": chosen},
+            )
+        found[word_class] = rows
+    return found
+
+
+def write_cbt(root, word_class, rows):
+    lines = []
+    for row in rows:
+        lines += [f"{place} {sentence} " for place, sentence in enumerate(row["sentences"], start=1)]
+        lines += [f"21 {row['question']}\t{row['answer']}\t\t{'|'.join(row['options'])}", ""]
+    path = root / f"cbt/cbtest_{word_class}_test_2500ex.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def manager(data_dir=None):
+    """lm-eval's manager with the few of its folders that we need: reading all of them takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(STOCK / name) for name in ("lambada", "blimp", "hellaswag", "piqa", "arc")]
+    metadata = None if data_dir is None else {"data_dir": str(data_dir)}
+    return TaskManager(include_path=[*folders, str(zero_shot.TASK_FOLDER)], include_defaults=False, metadata=metadata)
+
+
+def requests(task):
+    """Everything a model is asked, and the right answers."""
+    task.set_config(key="num_fewshot", value=0)
+    task.build_all_requests(rank=0, world_size=1)
+    asked = [(instance.doc_id, instance.idx, instance.request_type, instance.args) for instance in task.instances]
+    return asked, [task.doc_to_target(doc) for doc in task.eval_docs]
+
+
+@pytest.fixture
+def local_data(tmp_path, monkeypatch):
+    monkeypatch.delenv(files.DATA_DIR_VARIABLE, raising=False)
+    write_local(tmp_path / "data")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("name", [*HUB, "cbt"])
+def test_local_files_ask_what_the_hub_asks(name, local_data, monkeypatch):
+    hub_sets = []
+
+    def hub(path, name=None, **_):
+        """What the Hub would give: rows with the fields of its data sets."""
+        hub_sets.append((path, name))
+        if path == "cam-cst/cbt":
+            splits = {"test": cbt_rows()[name]}
+        else:
+            key = {"EleutherAI/lambada_openai": "lambada", "nyu-mll/blimp": "blimp", "Rowan/hellaswag": "hellaswag"}
+            splits = HUB[{**key, "baber/piqa": "piqa", "allenai/ai2_arc": "arc_easy"}[path]]
+            # Splits that lm-eval takes few-shot examples from, of which there are none here.
+            splits = {"train": next(iter(splits.values())), "validation": next(iter(splits.values())), **splits}
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    from_hub = manager().load([zero_shot.TASKS[name].hub])["tasks"]
+    assert hub_sets
+    hub_sets.clear()
+    from_files = manager(local_data).load([zero_shot.TASKS[name].local])["tasks"]
+    assert not hub_sets, "local tasks do not go to the Hub"
+    assert list(from_files) == list(from_hub)
+    assert len(from_hub) == {"blimp": 67, "cbt": 4}.get(name, 1)
+    for task in from_hub:
+        asked, answers = requests(from_hub[task])
+        assert (asked, answers) == requests(from_files[task])
+        assert len(answers) >= 2
+
+
+def test_hellaswag_keeps_what_has_no_unfinished_sentence(local_data):
+    rows = files.hellaswag(data_dir=str(local_data))["validation"]
+    assert rows[0]["query"].endswith("She bends down. The lady")
+    assert rows[1]["query"] == "Home: How to clean a pan. Heat water. Use a big pot."
+
+
+def test_local_definitions_follow_the_stock_ones():
+    """Versions and BLiMP's list are copies: they change with lm-eval's."""
+
+    def stock(path):
+        return yaml.safe_load(re.sub(r"!function \S+", "null", (STOCK / path).read_text()))
+
+    def ours(name):
+        return yaml.safe_load(re.sub(r"!function (\S+)", r"\1", (zero_shot.TASK_FOLDER / f"{name}.yaml").read_text()))
+
+    stock_files = {
+        "lambada": "lambada/lambada_openai.yaml",
+        "hellaswag": "hellaswag/hellaswag.yaml",
+        "piqa": "piqa/piqa.yaml",
+        "arc_easy": "arc/arc_easy.yaml",
+    }
+    for name, path in stock_files.items():
+        (task,) = ours(zero_shot.TASKS[name].local)["task"]
+        assert task["task"] == stock(path)["task"]
+        assert task["metadata"]["version"] == f"{stock(path)['metadata']['version']}+local"
+    theirs = next(loaded for path in (STOCK / "blimp").glob("_*.yaml") if "group" in (loaded := stock(path)))
+    blimp = ours("whatwhere_local_blimp")
+    assert [task["task"] for task in blimp["task"]] == theirs["task"]
+    assert blimp["aggregate_metric_list"] == theirs["aggregate_metric_list"]
+    assert blimp["metadata"]["version"] == f"{theirs['metadata']['version']}+local"
+    for task in blimp["task"]:
+        paradigm = task["dataset_kwargs"]["paradigm"]
+        assert stock(f"blimp/{task['task'].removeprefix('blimp_')}.yaml")["dataset_name"] == paradigm
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_real_files(name, data_dir):
+    tasks = manager(data_dir).load([zero_shot.TASKS[name].local])["tasks"]
+    assert len(tasks) == (67 if name == "blimp" else 1)
+    for task in tasks.values():
+        assert len(task.eval_docs) == COUNTS[name]
+        for doc in list(task.eval_docs)[:3]:
+            target = task.doc_to_target(doc)
+            if task.config.doc_to_choice is not None:
+                target = task.doc_to_choice(doc)[target]
+            assert target.strip()
+    if name == "arc_easy":
+        repeats = [len(set(doc["choices"]["text"])) < 4 for doc in task.eval_docs]
+        assert sum(repeats) == 7, "a known fault of the file"
+
+
+@pytest.mark.parametrize(
+    ("tokenised", "text"),
+    [
+        ("`` I do n't , '' he said .", '"I don\'t," he said.'),
+        ("It 's Tom 's dog ; the boys ' dogs ran .", "It's Tom's dog; the boys' dogs ran."),
+        ("`` He said ` come ' , '' she said -LRB- twice -RRB- !", "\"He said 'come',\" she said (twice)!"),
+        ("I 'LL go , YOU 'RE late .", "I'LL go, YOU'RE late."),
+        ("plain text -- with a dash", "plain text -- with a dash"),
+    ],
+)
+def test_detokenise(tokenised, text):
+    assert files.detokenise(tokenised) == text
+
+
+def test_cbt_question():
+    row = {
+        "sentences": ["It was late ."] * 20,
+        "question": "`` XXXXX 's right , '' he said .",
+        "answer": "Tom",
+        "options": ["She", "Tom", ""],
+    }
+    question = files.cbt_question(row)
+    assert question["context"] == "It was late. " * 20 + '"'
+    assert question["choices"] == ["She's right,\" he said.", "Tom's right,\" he said."]
+    assert question["gold"] == 1
+    row = {**row, "question": "He XXXXX here .", "answer": "'s", "options": ["is", "'s"]}
+    assert files.cbt_question(row)["choices"] == [" is here.", "'s here."]
+    with pytest.raises(ValueError, match=r"question='He is here .' has no XXXXX"):
+        files.cbt_question({**row, "question": "He is here ."})
+    with pytest.raises(ValueError, match="answer='was' is not one of the options: is, 's"):
+        files.cbt_question({**row, "answer": "was"})
+
+
+def test_broken_cbt_files():
+    good = [f"{place} A sentence ." for place in range(1, 21)] + ["21 A XXXXX .\tdog\t\tdog|cat"]
+    assert len(list(files.read_cbt([*good, "", *good], "file"))) == 2
+    with pytest.raises(ValueError, match=r"file, line 3: '4 A sentence .' should begin with 3"):
+        list(files.read_cbt([*good[:2], *good[3:]], "file"))
+    with pytest.raises(ValueError, match=r"file, line 21: .* should be: question, answer, nothing, candidates"):
+        list(files.read_cbt([*good[:20], "21 A XXXXX .\tdog\tdog|cat"], "file"))
+    with pytest.raises(ValueError, match="file ends within a question, after sentence 20"):
+        list(files.read_cbt(good[:20], "file"))
+
+
+def test_errors_of_local_data(tmp_path, monkeypatch, local_data):
+    with pytest.raises(ValueError, match="data_dir=None and WHATWHERE_DATA_DIR is not set"):
+        files.lambada()
+    monkeypatch.setenv("WHATWHERE_DATA_DIR", str(local_data))
+    assert len(files.lambada()["test"]) == 2
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        files.lambada(data_dir=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"paradigm='islands' is not in blimp.jsonl.gz. It holds: adjunct_island"):
+        files.blimp("islands")
+    with pytest.raises(ValueError, match=r"word_class='X' is not valid. It must be one of: CN, NE, P, V"):
+        files.cbt("X")
+    (local_data / "piqa/valid-labels.lst").write_text("0\n")
+    with pytest.raises(ValueError, match=r"valid.jsonl holds 2 questions and valid-labels.lst 1 labels"):
+        files.piqa()
+    (local_data / "arc/arc_easy_test.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks arc/arc_easy_test.jsonl, the data of arc_easy"):
+        files.arc_easy()
+
+
+def test_choice_of_tasks(local_data):
+    assert zero_shot.choose_tasks(None, None) == (list(zero_shot.TASKS), {})
+    assert zero_shot.choose_tasks("piqa, cbt", local_data) == (["piqa", "cbt"], {})
+    (local_data / "cbt/cbtest_V_test_2500ex.txt").unlink()
+    tasks, left_out = zero_shot.choose_tasks(None, local_data)
+    assert tasks == ["lambada", "blimp", "hellaswag", "piqa", "arc_easy"]
+    assert left_out == {"cbt": ["cbt/cbtest_V_test_2500ex.txt"]}
+    with pytest.raises(FileNotFoundError, match=r"lacks files of tasks: cbt: cbt/cbtest_V_test_2500ex.txt"):
+        zero_shot.choose_tasks("piqa,cbt", local_data)
+    with pytest.raises(ValueError, match=r"tasks='lambda': 'lambda' is not a task\. Did you mean 'lambada'\?"):
+        zero_shot.choose_tasks("lambda", None)
+    with pytest.raises(ValueError, match="names piqa twice"):
+        zero_shot.choose_tasks("piqa,piqa", None)
+    with pytest.raises(FileNotFoundError, match="lacks files of tasks: lambada"):
+        zero_shot.choose_tasks(None, local_data / "cbt")
+
+
+def save_model(folder, encoding="pope", family="llama", **fields):
+    model = tiny_model(family, encoding, vocab_size=258, bos_token_id=256, eos_token_id=256, pad_token_id=257, **fields)
+    model.save_pretrained(folder)
+    build_tokenizer("bytes").save_pretrained(folder)
+    return model
+
+
+def log_likelihood(model, tokenizer, context, choice):
+    """Of the tokens of `choice` after `context`, by one forward pass without padding."""
+    tokens = tokenizer(context + choice, return_tensors="pt")["input_ids"]
+    start = len(tokenizer(context)["input_ids"])
+    with torch.no_grad():
+        logs = model(tokens).logits[0].double().log_softmax(-1)
+    return sum(logs[place - 1, tokens[0, place]].item() for place in range(start, tokens.shape[1]))
+
+
+def test_cbt_scores_are_likelihoods(tmp_path):
+    model = save_model(tmp_path / "model", max_position_embeddings=2048)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = cbt_rows(4)
+    right = dict.fromkeys(rows, 0)
+    right_by_length = dict.fromkeys(rows, 0)
+    for number, (word_class, questions) in enumerate(rows.items()):
+        for place, row in enumerate(questions):
+            wholes = [
+                files.detokenise(" ".join([*row["sentences"], row["question"].replace("XXXXX", option)]))
+                for option in row["options"]
+            ]
+            context = files.detokenise(" ".join([*row["sentences"], row["question"]])).partition("XXXXX")[0].rstrip()
+            choices = [whole[len(context) :] for whole in wholes]
+            sums = [log_likelihood(model, tokenizer, context, choice) for choice in choices]
+            per_character = [total / len(choice) for total, choice in zip(sums, choices)]
+            best = row["options"][sums.index(max(sums))]
+            # Some answers are what the model says, of each class another number; the rest are not.
+            row["answer"] = best if place <= number else row["options"][sums.index(min(sums))]
+            gold = row["options"].index(row["answer"])
+            right[word_class] += gold == sums.index(max(sums))
+            right_by_length[word_class] += gold == per_character.index(max(per_character))
+        write_cbt(tmp_path / "data", word_class, questions)
+    assert list(right.values()) == [1, 2, 3, 4]
+    report = zero_shot.run(str(tmp_path / "model"), ["cbt"], manager(tmp_path / "data"), local=True, batch_size=16)
+    assert report["truncated_requests"] == 0
+    (task,) = lm_eval_tasks(report).values()
+    for word_class in rows:
+        metrics = task["subtasks"][f"whatwhere_cbt_{word_class.lower()}"]["metrics"]
+        assert metrics["acc"]["value"] == right[word_class] / 4
+        assert metrics["acc_norm"]["value"] == right_by_length[word_class] / 4
+    assert task["metrics"]["acc"]["value"] == pytest.approx(10 / 16)
+    assert task["samples"] == 16
+    assert (task["version"], task["shots"], task["split"]) == ("1.0+local", 0, "test")
+
+
+def run_command(options, capsys):
+    script.main([str(option) for option in options])
+    return capsys.readouterr().out
+
+
+def test_the_command(tmp_path, monkeypatch, capsys, local_data):
+    (local_data / "piqa/valid.jsonl").unlink()
+    monkeypatch.chdir(tmp_path)
+    # Long contexts meet a table of 200 positions: they are cut, which is said.
+    save_model(tmp_path / "absolute", "absolute", "gpt2", max_position_embeddings=200)
+    stock = transformers.GPT2Config(vocab_size=258, n_embd=16, n_layer=1, n_head=2, n_positions=1024)
+    transformers.GPT2LMHeadModel(stock).save_pretrained(tmp_path / "someone/stock")
+    build_tokenizer("bytes").save_pretrained(tmp_path / "someone/stock")
+    printed = run_command(["absolute", "someone/stock", "--data-dir", local_data, "--limit", 2], capsys)
+    assert f"PIQA is left out: {str(local_data)!r} lacks piqa/valid.jsonl." in printed
+    table = (tmp_path / "zero_shot/zero_shot.md").read_text()
+    assert table in printed
+    summary = json.loads((tmp_path / "zero_shot/zero_shot.json").read_text())
+    assert summary["left_out"] == {"piqa": ["piqa/valid.jsonl"]}
+    for folder in ("absolute", "someone/stock"):
+        content = json.loads((tmp_path / folder / "lm_eval.json").read_text())
+        assert content["weights_sha256"] == weights_fingerprint(tmp_path / folder)
+        assert content["limit"] == 2
+        tasks = content["tasks"]
+        assert list(tasks) == [
+            "lambada_openai",
+            "hellaswag",
+            "arc_easy",
+            "whatwhere_local_blimp",
+            "whatwhere_local_cbt",
+        ]
+        samples = {"whatwhere_local_blimp": 134, "whatwhere_local_cbt": 8}
+        for name, task in tasks.items():
+            assert task["samples"] == samples.get(name, 2)
+            assert task["limit"] == 2
+            assert task["version"].endswith("+local")
+            assert 0 <= task["metrics"]["acc"]["value"] <= 1
+            assert task["metrics"]["acc"]["standard_error"] >= 0
+        assert set(tasks["lambada_openai"]["metrics"]) == {"perplexity", "acc"}
+        assert summary["checkpoints"][folder]["tasks"] == tasks
+        # lm-eval's report says the same.
+        assert collect_lm_eval(tmp_path / folder, command="x")["tasks"].keys() == tasks.keys()
+        accuracy = [tasks[name]["metrics"]["acc"] for name in ("lambada_openai", "whatwhere_local_blimp")]
+        cells = [f"{100 * score['value']:.2f} ± {100 * score['standard_error']:.2f}" for score in accuracy]
+        assert re.search(rf"^\| {folder} \| [\d,]+ \| {cells[0]} \| {cells[1]} \| ", table, flags=re.MULTILINE)
+    for text in (
+        "| mean of these 5 |",
+        "| PoPE, the paper's | 124M | 27.67 | 77.75 | 44.43 | 29.18 | 38.52 | 43.51 |",
+        "| guessing |  | 0 | 50 | 10 | 25 | 25 | 22.00 |",
+        "| BLiMP | whatwhere_local_blimp | 2.0+local | acc | train | 0 | 134 |",
+        "| absolute | CBT, NE | acc_norm |",
+        "**Only the first 2 questions of each task**",
+        "**PIQA was not run**: the data folder lacks piqa/valid.jsonl.",
+        "requests were longer than its 200 tokens and lost their beginning.",
+    ):
+        assert text in table
+    assert "someone/stock: " not in table, "nothing was too long for it"
+    # The card is made from lm_eval.json.
+    text = card.write_card(tmp_path / "absolute").read_text()
+    assert re.search(r"\| whatwhere_local_blimp \| 2.0\+local \| train \| 0 \| 134 \| acc \| 0\.\d{4} \|", text)
+    # Other tasks, and fewer questions: what is there stays.
+    before = read_results(tmp_path / "absolute")["lm_eval"]["tasks"]
+    options = ["absolute", "--data-dir", local_data, "--tasks", "hellaswag,lambada", "--limit", 1]
+    monkeypatch.setattr(zero_shot, "task_manager", manager)
+    printed = run_command([*options, "--output", tmp_path / "fewer"], capsys)
+    assert printed.count("keeps its scores, which are of more questions.") == 2
+    after = read_results(tmp_path / "absolute")["lm_eval"]
+    assert after["tasks"] == before
+    assert "--limit 2" in after["command"]
+
+
+def test_merge():
+    def content(samples, sha="a", **more):
+        tasks = {name: {"samples": count, "command": f"do {name}"} for name, count in samples.items()}
+        return {"tasks": tasks, "command": "do", "weights_sha256": sha, **more}
+
+    old = content({"piqa": 10, "cbt": 5})
+    merged, kept = zero_shot.merge(old, content({"cbt": 5, "blimp": 3}))
+    assert kept == []
+    assert list(merged["tasks"]) == ["piqa", "cbt", "blimp"]
+    assert merged["command"] == "do piqa\ndo cbt\ndo blimp"
+    merged, kept = zero_shot.merge(old, content({"piqa": 9, "cbt": 6}))
+    assert kept == ["piqa"]
+    assert [task["samples"] for task in merged["tasks"].values()] == [10, 6]
+    # Other weights, or a model without a folder: nothing of the old.
+    for sha in ("b", None):
+        new = content({"piqa": 1}, sha)
+        assert zero_shot.merge({**old, "weights_sha256": sha and "a"}, new) == (new, [])
+
+
+def test_results_of_a_hub_id_go_to_the_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert script.result_folder("you/model", pathlib.Path("out")) == pathlib.Path("out/you__model")
+    (tmp_path / "you/model").mkdir(parents=True)
+    assert script.result_folder("you/model", pathlib.Path("out")) == pathlib.Path("you/model")
+
+
+def test_means_of_the_papers_table():
+    for figures, mean in zero_shot.TABLE_5.values():
+        assert len(figures) == len(zero_shot.TASKS)
+        assert sum(figures) / len(figures) == pytest.approx(mean, abs=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no CHECKPOINT is given"),
+        (["model", "model"], "checkpoint='model' is given twice"),
+        (["model", "--limit", "0"], "limit=0 is not valid: it must be at least 1"),
+        (["model", "--batch-size", "0"], "batch-size='0' is not valid: it must be at least 1, or auto"),
+        (["model", "--tasks", "hella"], "'hella' is not a task"),
+        (["model", "--data-dir", "none"], "data_dir='none' is not a folder"),
+        (["folder"], "checkpoint='folder' is not a model folder: it has no config.json"),
+        (["you/model"], "checkpoint='you/model' cannot be loaded"),
+        (["model"], "is not valid JSON"),
+    ],
+)
+def test_mistakes(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(files.DATA_DIR_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    save_model(tmp_path / "model")
+    (tmp_path / "model/lm_eval.json").write_text("{")
+    with pytest.raises(SystemExit) as stopped:
+        script.main(options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# lm-eval's command line, in a process that fails if anything but the checkpoint's own code defines the model.
+COMMAND = """
+import sys
+from lm_eval.__main__ import cli_evaluate
+
+sys.argv[0] = "lm_eval"
+cli_evaluate()
+assert not any(name.partition(".")[0] == "whatwhere" for name in sys.modules), "the package was imported"
+assert any(name.endswith("modeling_whatwhere_llama") for name in sys.modules), "the checkpoint's code was not"
+"""
+
+
+def test_lm_evals_command_line(tmp_path, local_data, capsys):
+    save_model(tmp_path / "model", max_position_embeddings=512)
+    script.main(["--print-task-folder"])
+    folder = capsys.readouterr().out.strip()
+    options = ["--model", "hf", "--model_args", "pretrained=model,trust_remote_code=True", "--device", "cpu"]
+    options += ["--tasks", "whatwhere_local_cbt,whatwhere_local_piqa", "--include_path", folder]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "run", *options, "--output_path", "scores"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "WHATWHERE_DATA_DIR": str(local_data),
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": str(tmp_path / "modules"),
+            "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    tasks = collect_lm_eval(tmp_path / "scores", command="lm_eval")["tasks"]
+    assert list(tasks) == ["piqa", "whatwhere_local_cbt"]
+    assert tasks["whatwhere_local_cbt"]["samples"] == 16
+    assert len(tasks["whatwhere_local_cbt"]["subtasks"]) == 4
+    assert tasks["piqa"]["version"] == "1.0+local"
+    assert tasks["piqa"]["split"] == "validation"
