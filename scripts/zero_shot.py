@@ -142,6 +142,11 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     for checkpoint in options.checkpoints:
         if options.checkpoints.count(checkpoint) > 1:
             raise ValueError(f"checkpoint={checkpoint!r} is given twice.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']!r}: this command runs in one process; lm-eval's own command line "
+            "takes the same tasks, and accelerate."
+        )
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"limit={options.limit!r} is not valid: it must be at least 1.")
     if options.batch_size != "auto" and not (options.batch_size.isdigit() and int(options.batch_size)):

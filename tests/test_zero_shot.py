@@ -303,6 +303,17 @@ def test_cbt_question():
         files.cbt_question({**row, "answer": "was"})
 
 
+def test_cbt_requests(local_data):
+    """Context and continuation are what `cbt_question` says, nothing between them."""
+    tasks = manager(local_data).load(["whatwhere_local_cbt"])["tasks"]
+    for word_class, rows in cbt_rows().items():
+        asked, answers = requests(tasks[f"whatwhere_cbt_{word_class.lower()}"])
+        questions = [files.cbt_question(row) for row in rows]
+        expected = [(question["context"], choice) for question in questions for choice in question["choices"]]
+        assert [arguments for *_, arguments in asked] == expected
+        assert answers == [4] * len(rows), "the place of every answer in `cbt_rows`"
+
+
 def test_broken_cbt_files():
     good = [f"{place} A sentence ." for place in range(1, 21)] + ["21 A XXXXX .\tdog\t\tdog|cat"]
     assert len(list(files.read_cbt([*good, "", *good], "file"))) == 2
@@ -529,6 +540,13 @@ def test_mistakes(options, message, tmp_path, monkeypatch, capsys):
         script.main(options)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_one_process_only(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        script.main(["model"])
+    assert "WORLD_SIZE='2': this command runs in one process" in capsys.readouterr().err
 
 
 # lm-eval's command line, in a process that fails if anything but the checkpoint's own code defines the model.

@@ -1,0 +1,1 @@
+"""Task files for lm-eval's `--include_path`, and the data that they read."""
