@@ -14,7 +14,7 @@ Some exist in one place only; asking for the other is an error that says so.
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import datasets
 from whatwhere.position_encoding import suggest
 
 from .corpus import DATA_DIR_VARIABLE, SPLITS, read_files, read_hub
+from .music import read_chorales
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 
@@ -74,7 +75,41 @@ def wikitext_articles(text: str) -> Iterator[str]:
         yield text[start:stop]
 
 
+class Chorales(Corpus):
+    """Bach's chorales, all splits in one JSON file; `hub` names its address, which is on GitHub."""
+
+    def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
+        """Returns a chorale a row."""
+        file = one_file(root, split, self.local[split])
+        return _rows(read_chorales(file, _THEIR_SPLITS[split]), streaming)
+
+    def read_hub(self, split: str, *, streaming: bool) -> Any:
+        """Returns a chorale a row."""
+        address, _, theirs = self.hub[split]
+        return _rows(read_chorales(datasets.DownloadManager().download(address), theirs), streaming)
+
+
+def one_file(root: Path, split: str, patterns: tuple[str, ...]) -> Path:
+    """Returns the first file under `root` that matches one of the patterns; raises ValueError if there is none."""
+    for pattern in patterns:
+        for file in sorted(root.glob(pattern)):
+            return file
+    raise ValueError(f"splits[{split!r}]={' or '.join(patterns)!r} matches no file in {str(root)!r}.")
+
+
+def _rows(texts: Iterable[str], streaming: bool) -> Any:
+    rows = datasets.Dataset.from_dict({"text": list(texts)})
+    return rows.to_iterable_dataset() if streaming else rows
+
+
 _WIKITEXT = "EleutherAI/wikitext_document_level"
+
+_CHORALES = "jsb_chorales/Jsb16thSeparated.json"
+_CHORALES_ADDRESS = (
+    "https://raw.githubusercontent.com/czhuang/JSB-Chorales-dataset/9a7f733ddb4ed91f48da64ac7f0f621c34aadd4d/"
+    "Jsb16thSeparated.json"
+)
+_THEIR_SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 
 CORPORA: dict[str, Corpus] = {
     "wikitext103": WikiText(
@@ -118,6 +153,12 @@ CORPORA: dict[str, Corpus] = {
             "validation": ("emozilla/pg19", None, "validation"),
             "test": ("emozilla/pg19-test", None, "test"),
         },
+    ),
+    "jsb_chorales": Chorales(
+        title="JSB Chorales (four voices, 16th notes, split of Boulanger-Lewandowski et al. 2012)",
+        licence="none stated; the music is in the public domain",
+        local=dict.fromkeys(SPLITS, (_CHORALES,)),
+        hub={split: (_CHORALES_ADDRESS, None, theirs) for split, theirs in _THEIR_SPLITS.items()},
     ),
 }
 

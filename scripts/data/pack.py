@@ -1,6 +1,7 @@
-"""Blocks of a fixed length for training, cut from documents that are joined by the end-of-text token."""
+"""Blocks for training: of a fixed length, cut from joined documents, or each of one document and padded."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,11 +19,14 @@ from .tokenize import tokenize_documents
 
 IGNORED = -100
 
+# Widths of padded batches are multiples of this: fewer shapes for kernels to be tuned and compiled for.
+_MULTIPLE = 8
+
 
 def iterate_blocks(
     documents: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields blocks of exactly `sequence_length` tokens; what is left at the end is dropped.
+    """Yields blocks of `sequence_length` tokens.
 
     Args:
         documents: rows with a `text`.
@@ -30,8 +34,15 @@ def iterate_blocks(
         sequence_length: the tokens in a block.
         pack: `concat` gives `input_ids` only: attention crosses documents. `documents` gives `position_ids` too, which
             start at 0 with each document and each block: Transformers derives from them a mask that keeps documents
-            apart.
+            apart. Both join the documents and drop what is left at the end. `separate` cuts each document into blocks
+            of its own, the last of which is shorter (int32 (T), T from 2 to `sequence_length`): nothing is joined,
+            nothing is dropped but a single token at a document's end, which has no other to be predicted from.
     """
+    if pack == "separate":
+        for ids in tokenize_documents(tokenizer, (text_of(row) for row in documents)):
+            for start in range(0, len(ids) - 1, sequence_length):
+                yield {"input_ids": np.array(ids[start : start + sequence_length], dtype=np.int32)}
+        return
     tokens: list[int] = []
     positions: list[int] = []
     for ids in tokenize_documents(tokenizer, (text_of(row) for row in documents)):
@@ -56,7 +67,7 @@ def make_blocks(
     sequence_length: int,
     pack: str = "concat",
     limit: int | None = None,
-) -> datasets.Dataset:
+) -> "datasets.Dataset | SeparateBlocks":
     """Returns the blocks of a split, in memory; `limit` takes only the first ones.
 
     Raises:
@@ -65,8 +76,55 @@ def make_blocks(
     blocks = list(islice(iterate_blocks(documents, tokenizer, sequence_length, pack), limit))
     if not blocks:
         raise ValueError(f"sequence_length={sequence_length!r} is not valid: a split of the corpus holds fewer tokens.")
+    if pack == "separate":
+        return SeparateBlocks([block["input_ids"] for block in blocks], tokenizer.pad_token_id, sequence_length)
     columns = {name: [block[name] for block in blocks] for name in blocks[0]}
     return datasets.Dataset.from_dict(columns).with_format("torch")
+
+
+class SeparateBlocks:
+    """Blocks of different lengths, each of one document; those of a batch are padded on the right to its longest.
+
+    There is no attention mask: a causal model never looks to the right, so that padding changes no logit that is
+    scored.
+    """
+
+    def __init__(self, blocks: Sequence[np.ndarray], pad_token_id: int, sequence_length: int) -> None:
+        self.blocks, self.pad_token_id, self.sequence_length = blocks, pad_token_id, sequence_length
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns `input_ids` and `labels`, int64 (B, T), of the blocks with these indices."""
+        return pad_blocks([self.blocks[index] for index in indices], self.pad_token_id, self.sequence_length)
+
+
+def pad_blocks(blocks: Sequence[np.ndarray], pad_token_id: int, longest: int) -> dict[str, torch.Tensor]:
+    """Returns `input_ids` and `labels`, int64 (B, T), of blocks (T or less): labels of padding are ignored.
+
+    T is the length of the longest block, rounded up to a multiple of 8 but not beyond `longest`.
+    """
+    width = max(len(block) for block in blocks)
+    width = min(width + -width % _MULTIPLE, longest)
+    input_ids = torch.full((len(blocks), width), pad_token_id, dtype=torch.int64)
+    labels = torch.full((len(blocks), width), IGNORED, dtype=torch.int64)
+    for row, block in enumerate(blocks):
+        input_ids[row, : len(block)] = labels[row, : len(block)] = torch.from_numpy(block)
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def blocks_sha256(blocks: "datasets.Dataset | SeparateBlocks") -> str:
+    """Returns a fingerprint of the tokens of blocks, in order."""
+    digest = hashlib.sha256()
+    if isinstance(blocks, SeparateBlocks):
+        for block in blocks.blocks:
+            # Its length too: joined, other blocks could be the same.
+            digest.update(len(block).to_bytes(8, "little") + block.tobytes())
+    else:
+        for part in blocks.with_format("numpy").iter(batch_size=1024):
+            digest.update(part["input_ids"].tobytes())
+    return digest.hexdigest()
 
 
 class ShuffledBatches:
@@ -76,7 +134,7 @@ class ShuffledBatches:
     accumulation, so that any split of the same global batch trains the same model, and a resumed run continues exactly.
     """
 
-    def __init__(self, blocks: datasets.Dataset, batch_size: int, seed: int) -> None:
+    def __init__(self, blocks: datasets.Dataset | SeparateBlocks, batch_size: int, seed: int) -> None:
         self.blocks, self.batch_size, self.seed = blocks, batch_size, seed
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
@@ -111,6 +169,7 @@ class StreamedBatches:
         shuffle_buffer: int,
     ) -> None:
         self.batch_size, self._step = batch_size, 0
+        self._pad = (tokenizer.pad_token_id, sequence_length) if pack == "separate" else None
         shuffled = documents.shuffle(seed=seed, buffer_size=shuffle_buffer) if shuffle_buffer > 1 else documents
         self._blocks = self._iterate(shuffled, tokenizer, sequence_length, pack)
 
@@ -136,6 +195,8 @@ class StreamedBatches:
             pass
         self._step = step + 1
         blocks = list(islice(self._blocks, self.batch_size))
+        if self._pad is not None:
+            return pad_blocks([block["input_ids"] for block in blocks], *self._pad)
         return {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
 
 

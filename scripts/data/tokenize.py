@@ -1,4 +1,4 @@
-"""Tokenizers (bytes, a byte-level BPE trained here, or any existing one), token streams, and bytes per token.
+"""Tokenizers (bytes, a byte-level BPE trained here, words, or any existing one), token streams, and bytes per token.
 
 Bits per byte compare models with different tokenizers only if the bytes are those of the text that was predicted.
 `bytes_per_token` gives them for every entry of the vocabulary, so that they can be summed over any piece of a stream.
@@ -7,7 +7,7 @@ Bits per byte compare models with different tokenizers only if the bytes are tho
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,10 +18,16 @@ try:
 except ImportError as error:
     raise ImportError('the tokenizers need `tokenizers`: pip install "whatwhere[train]"') from error
 
+from .music import CHORALE_WORDS
+
 # One token ends a document and begins the next one, as in GPT-2: a model that is asked to start from nothing gets the
 # token after which every document of its training text started.
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
+
+# Tokenizers of documents that are no text: music and genomes, as words of a small vocabulary. Their tokens stand for no
+# bytes, so that models have a loss and a perplexity but no bits per byte.
+WORD_TOKENIZERS = ("jsb",)
 
 _BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 
@@ -34,11 +40,11 @@ def build_tokenizer(
     model_max_length: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Builds a tokenizer that has an end-of-text and a padding token.
+    """Builds a tokenizer that has a padding token and, except for `jsb`, an end-of-text token.
 
     Args:
-        kind: `bytes` (token b is byte b, plus two special tokens), `bpe` (a byte-level BPE trained on `texts`), or the
-            folder or Hub id of an existing tokenizer.
+        kind: `bytes` (token b is byte b, plus two special tokens), `bpe` (a byte-level BPE trained on `texts`), `jsb`
+            (the 90 words of chorales, see `music.py`), or the folder or Hub id of an existing tokenizer.
         vocab_size: the size of the `bpe` vocabulary, special tokens included; at least 258. Other kinds refuse it.
         texts: the documents on which `bpe` is trained: the training split, never the others.
         model_max_length: the length at which the tokenizer warns; by default never.
@@ -59,6 +65,8 @@ def build_tokenizer(
             clean_up_tokenization_spaces=False,
             padding_side="left",
         )
+    elif kind == "jsb":
+        tokenizer = _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
     else:
         tokenizer = _existing_tokenizer(kind)
         if tokenizer.eos_token is None:
@@ -73,12 +81,19 @@ def build_tokenizer(
 def tokenize_documents(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], batch: int = 64
 ) -> Iterator[list[int]]:
-    """Yields the token ids of each document, followed by the end-of-text token.
+    """Yields the token ids of each document, followed by the end-of-text token if the tokenizer has one.
 
     A document that contains the text of a special token is encoded as that text, not as the token.
+
+    Raises:
+        ValueError: a document holds a word that a tokenizer of words does not know.
     """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(documents: list[str]) -> Iterator[list[int]]:
+        if _is_of_words(tokenizer):
+            for document in documents:
+                _check_words(tokenizer, document)
         encoded = tokenizer(
             documents,
             add_special_tokens=False,
@@ -88,7 +103,7 @@ def tokenize_documents(
             verbose=False,
         )
         for ids in encoded["input_ids"]:
-            yield [*ids, tokenizer.eos_token_id]
+            yield [*ids, *end]
 
     documents: list[str] = []
     for text in texts:
@@ -140,6 +155,32 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         else:
             counts[index] = 1 if _BYTE_FALLBACK.match(token) else len(token.replace("▁", " ").encode())
     return counts
+
+
+def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of words between white space: `words` in order, the special tokens among them."""
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Without a decoder, words are joined by spaces again.
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
+    )
+
+
+def _is_of_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
+
+
+def _check_words(tokenizer: PreTrainedTokenizerBase, document: str) -> None:
+    known = tokenizer.get_vocab()
+    for word in document.split():
+        if word not in known or word in tokenizer.all_special_tokens:
+            words = [word for word in known if word not in tokenizer.all_special_tokens]
+            raise ValueError(
+                f"a document holds the word {word!r}, which the tokenizer does not know. It knows {len(words)} words "
+                f"between spaces, such as {', '.join(map(repr, words[:3]))}."
+            )
 
 
 def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -26,14 +26,15 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_model, save_model
 from tqdm.auto import tqdm
 
 from whatwhere.model_card import weights_fingerprint
 
 from ..data.corpus import DATA_DIR_VARIABLE, load_text
-from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, make_blocks
+from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, blocks_sha256, make_blocks
 from ..data.samples import TaskBatches, TaskSamples
-from ..data.tokenize import build_tokenizer, bytes_per_token
+from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..evaluation.answers import count_errors, summarise
 from ..evaluation.card import write_card
 from ..evaluation.results import check_writable, provenance, write_json
@@ -140,6 +141,9 @@ class Run:
         self.recipe, self.output = recipe, output
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
+        # Of the lowest validation loss so far, if that model is to be kept: the loss, and the step it was seen at.
+        self.best: dict[str, Any] | None = None
+        self._best_at_checkpoint: int | None = None
         training = recipe.training
         self.accelerator = Accelerator(
             mixed_precision=training.mixed_precision,
@@ -165,8 +169,9 @@ class Run:
         self.held_out: dict[str, Any]
         # Says whether a resumed run reads the same text. A stream is not known before it was read.
         self.text_sha256: str | None = None
-        # Of a toy task the answers are scored, of text the bits per byte.
+        # Of a toy task the answers are scored, of text the bits per byte, of words that are no text the loss alone.
         self.is_task = recipe.data.source == "task"
+        self.bytes_per_token: torch.Tensor | None = None
         if self.is_task:
             self._prepare_task()
         else:
@@ -196,7 +201,8 @@ class Run:
         )
         texts = corpus["train"]["text"] if data.tokenizer == "bpe" else None
         self.tokenizer = build_tokenizer(data.tokenizer, vocab_size=data.vocab_size, texts=texts)
-        self.bytes_per_token = bytes_per_token(self.tokenizer)
+        if data.tokenizer not in WORD_TOKENIZERS:
+            self.bytes_per_token = bytes_per_token(self.tokenizer)
         length, pack = data.sequence_length, data.pack
         limit = (
             max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
@@ -219,10 +225,7 @@ class Run:
         else:
             blocks = make_blocks(corpus["train"], self.tokenizer, sequence_length=length, pack=pack)
             self.batches = ShuffledBatches(blocks, training.batch_size, self.recipe.seed)
-            digest = hashlib.sha256()
-            for part in blocks.with_format("numpy").iter(batch_size=1024):
-                digest.update(part["input_ids"].tobytes())
-            self.text_sha256 = digest.hexdigest()
+            self.text_sha256 = blocks_sha256(blocks)
 
     def _prepare_task(self) -> None:
         data, seed = self.recipe.data, self.recipe.seed
@@ -265,9 +268,9 @@ class Run:
             Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
         """
         training, every = self.recipe.training, self.recipe.evaluation.every
-        # Samples of a task differ in length, and most of their tokens are not scored.
-        unit = "samples" if self.is_task else "tokens"
-        per_step = training.batch_size * (1 if self.is_task else self.recipe.data.sequence_length)
+        # Samples of a task differ in length, and most of their tokens are not scored; separate documents are padded.
+        unit = "samples" if self.is_task else "sequences" if self.is_padded else "tokens"
+        per_step = training.batch_size * (self.recipe.data.sequence_length if unit == "tokens" else 1)
         # On a terminal only: a log file gets one line an evaluation.
         hidden = None if self.accelerator.is_main_process else True
         bar = tqdm(total=training.steps, initial=self.step, desc=self.recipe.name, unit="step", disable=hidden)
@@ -296,9 +299,11 @@ class Run:
                 if every and (last or self.step % every == 0):
                     scores = self.evaluate("validation", self.recipe.evaluation.blocks)
                     self.log({f"validation_{name}": value for name, value in scores.items()})
+                    if self.recipe.evaluation.keep == "best":
+                        self._keep_if_best(scores["loss"])
                     if self.accelerator.is_main_process:
-                        shown = ("loss", "token_error") if self.is_task else ("bits_per_byte", "perplexity")
-                        report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown)
+                        shown = ("token_error", "bits_per_byte", "loss", "perplexity")
+                        report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown if name in scores)
                         bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
                     marked, marked_step = time.monotonic(), self.step
                 stop = self._agree(received)
@@ -309,6 +314,39 @@ class Run:
                     self.save_checkpoint()
                 if stop and not last:
                     raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether sequences are documents of different lengths."""
+        return self.recipe.data.pack == "separate"
+
+    def _keep_if_best(self, loss: float) -> None:
+        """Saves the weights if the validation loss is the lowest so far."""
+        if self.best is not None and loss >= self.best["validation_loss"]:
+            return
+        before, self.best = self.best, {"step": self.step, "validation_loss": loss}
+        if self.accelerator.is_main_process:
+            file = self._best_file(self.best)
+            draft = file.with_name(f".{file.name}")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_model(self.accelerator.unwrap_model(self.model), str(draft))
+            draft.replace(file)
+            # A run that is resumed from the newest checkpoint needs the best weights that it knew of.
+            if before is not None and before["step"] != self._best_at_checkpoint:
+                self._best_file(before).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+
+    def _best_file(self, best: dict[str, Any]) -> Path:
+        return self.output / "checkpoints" / f"best-{best['step']:08d}.safetensors"
+
+    def _forget_other_bests(self) -> None:
+        """Deletes the weights of all best models but the present one, which the newest checkpoint knows."""
+        self._best_at_checkpoint = self.best["step"] if self.best is not None else None
+        if self.accelerator.is_main_process:
+            for pattern in ("best-*", ".best-*"):
+                for file in (self.output / "checkpoints").glob(pattern):
+                    if self.best is None or file != self._best_file(self.best):
+                        file.unlink()
 
     def _agree(self, received: list[int]) -> bool:
         """Returns whether any process was asked to stop: all of them must leave the loop at the same step."""
@@ -359,7 +397,8 @@ class Run:
         Returns:
             of a toy task, `loss` (nats per answer token) and what `summarise` returns. Of text, `bits_per_byte`: all
             nats, end-of-text tokens included, over ln 2 times the bytes of the predicted text; `perplexity` per token,
-            `loss` (nats per token) and `tokens`, the number of predictions.
+            `loss` (nats per token) and `tokens`, the number of predictions. Words that are no text have no
+            `bits_per_byte`.
         """
         # Without its data-parallel wrapper, which would wait for processes that have no block left.
         model = self.accelerator.unwrap_model(self.model)
@@ -383,7 +422,8 @@ class Run:
                     continue
                 labels = batch["labels"][:, 1:]
                 labels = labels[labels != IGNORED]
-                sums += torch.tensor([outputs.loss.item(), labels.numel(), self.bytes_per_token[labels].sum().item()])
+                size = 0 if self.bytes_per_token is None else self.bytes_per_token[labels].sum().item()
+                sums += torch.tensor([outputs.loss.item(), labels.numel(), size])
         nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum").tolist()
         tokens = counts[0]
         if not nats / tokens < _HOPELESS:
@@ -393,12 +433,8 @@ class Run:
             )
         if self.is_task:
             return {"loss": nats / tokens, **summarise(counts)}
-        return {
-            "bits_per_byte": nats / (math.log(2) * counts[1]),
-            "perplexity": math.exp(nats / tokens),
-            "loss": nats / tokens,
-            "tokens": int(tokens),
-        }
+        scores = {} if self.bytes_per_token is None else {"bits_per_byte": nats / (math.log(2) * counts[1])}
+        return {**scores, "perplexity": math.exp(nats / tokens), "loss": nats / tokens, "tokens": int(tokens)}
 
     def log(self, values: dict[str, float]) -> None:
         """Appends a line to `metrics.jsonl` and tells the trackers."""
@@ -433,12 +469,14 @@ class Run:
                     "seconds": self.seconds,
                     "processes": self.accelerator.num_processes,
                     "text_sha256": self.text_sha256,
+                    "best": self.best,
                 },
             )
             shutil.rmtree(folder, ignore_errors=True)
             draft.rename(folder)
             for old in self._checkpoints()[: -self.recipe.training.keep_checkpoints]:
                 shutil.rmtree(old)
+        self._forget_other_bests()
         self.accelerator.wait_for_everyone()
 
     def _checkpoints(self) -> list[Path]:
@@ -468,7 +506,8 @@ class Run:
                 )
             self.accelerator.load_state(str(folder))
             self.accelerator.print(f"{self.recipe.name}: resuming after step {state['step']}")
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.best = state["step"], state["seconds"], state.get("best")
+        self._forget_other_bests()
         metrics = self.output / "metrics.jsonl"
         if self.accelerator.is_main_process and metrics.exists():
             # Steps after the checkpoint are made again; the last line may have been cut off.
@@ -487,12 +526,19 @@ class Run:
         about = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
         if data.source == "corpus":
             about["place"] = "local files" if self.data_dir else "the Hub"
+        sequences = self.step * self.recipe.training.batch_size
         return {
-            "metrics": {name: {"value": scores[name]} for name in ("bits_per_byte", "perplexity")},
+            "metrics": {
+                name: {"value": scores[name]} for name in ("bits_per_byte", "perplexity", "loss") if name in scores
+            },
             "data": about,
             "length": data.sequence_length,
             "tokens": scores["tokens"],
-            "tokens_trained": self.step * self.recipe.training.batch_size * data.sequence_length,
+            **(
+                {"samples_trained": sequences}
+                if self.is_padded
+                else {"tokens_trained": sequences * data.sequence_length}
+            ),
         }
 
     def _score_task(self) -> dict[str, Any]:
@@ -514,9 +560,12 @@ class Run:
     def finish(self, arguments: list[str] | None = None, *, end: bool = True) -> dict[str, Any]:
         """Evaluates on the test split (validation, if there is none) and saves the model, the results and the card.
 
-        A toy task's model is evaluated on every test set.
+        A toy task's model is evaluated on every test set. If the best model is to be kept, it is that of the lowest
+        validation loss, and not the last one, that is evaluated and saved.
         """
         recipe = self.recipe
+        if self.best is not None:
+            load_model(self.accelerator.unwrap_model(self.model), str(self._best_file(self.best)))
         scored = self._score_task() if self.is_task else self._score_text()
         results: dict[str, Any] = {}
         if self.accelerator.is_main_process:
@@ -528,6 +577,7 @@ class Run:
                 "recipe": recipe.resolved(),
                 "seed": recipe.seed,
                 "steps": self.step,
+                **({"kept": self.best} if self.best is not None else {}),
                 "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "seconds": self.seconds,
                 "processes": self.accelerator.num_processes,

@@ -44,7 +44,7 @@ class DataRecipe:
     shuffle_buffer: int = _field(1000, minimum=1)
     tokenizer: str = "bytes"
     vocab_size: int | None = _field(None, minimum=258)
-    pack: Literal["concat", "documents"] = "concat"
+    pack: Literal["concat", "documents", "separate"] = "concat"
     # For `source: task` only. Parameters and test sets that are left out are filled in when a recipe is parsed.
     task: str | None = None
     task_parameters: dict | None = None
@@ -79,6 +79,11 @@ class DataRecipe:
             raise RecipeError(
                 f"data.vocab_size={self.vocab_size!r} is not valid with data.tokenizer={self.tokenizer!r}: 'bpe' "
                 "needs it, the others have their own."
+            )
+        if self.tokenizer == "jsb" and self.pack != "separate":
+            raise RecipeError(
+                f"data.pack={self.pack!r} is not valid with data.tokenizer='jsb', which has no token that ends a "
+                "document. Allowed: 'separate'."
             )
         if self.tokenizer == "bpe" and self.streaming:
             raise RecipeError(
@@ -227,11 +232,20 @@ class TrainingRecipe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationRecipe:
-    """When and on how much text the model is evaluated."""
+    """When and on how much text the model is evaluated, and which one is kept: the last, or that of the lowest
+    validation loss."""
 
     every: int | None = _field(None, minimum=1)
     blocks: int | None = _field(None, minimum=1)
     final_blocks: int | None = _field(None, minimum=1)
+    keep: Literal["last", "best"] = "last"
+
+    def validate(self) -> None:
+        """Checks the fields against each other."""
+        if self.keep == "best" and self.every is None:
+            raise RecipeError(
+                "evaluation.keep='best' is not valid with evaluation.every=None: without evaluations none is the best."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,9 +276,12 @@ class Recipe:
     def resolved(self) -> dict[str, Any]:
         """Returns every key with its value: `parse_recipe` makes an equal recipe of it.
 
-        A recipe of text has no keys of toy tasks.
+        A recipe of text has no keys of toy tasks, and none says that the last model is kept: recipes that are older
+        than that key stay equal.
         """
         values = dataclasses.asdict(self)
+        if self.evaluation.keep == "last":
+            del values["evaluation"]["keep"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]
