@@ -2,10 +2,13 @@
 
     python -m whatwhere.scripts.evaluation.card demo/pope
 
-`results.json` (training), `length.json` with `length.png` (length extrapolation) and `lm_eval.json` are used if they
-are there; without them the card says that nothing was measured. No number is typed by hand, and running it again
-without new results writes the same bytes. A README.md that is already there is replaced. The text is in
-`whatwhere.model_card`, which travels with every checkpoint.
+`results.json` (training), `length.json` and `length_*.json` (length extrapolation), each with the PNG file of its name,
+and `lm_eval.json` are used if they are there and about these weights; without them the card says that nothing was
+measured. No number is typed by hand, and running it again without new results writes the same bytes. A README.md that
+is already there is replaced. The text is in `whatwhere.model_card`, which travels with every checkpoint.
+
+`python -m whatwhere.scripts.cards` makes cards in folders of their own, with the curves of training and the papers'
+figures.
 """
 
 import argparse
