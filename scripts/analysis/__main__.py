@@ -30,7 +30,7 @@ import argparse
 import pathlib
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ..evaluation.results import check_writable, provenance, write_json
 from . import common, deltas, frequencies, maps, page
@@ -85,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
                 help="the text to read; default: sonnets of Shakespeare",
             )
             text.add_argument("--prompt", metavar="TEXT", help="the text itself")
-            one.add_argument("--tokens", type=int, default=128, metavar="N", help="of the text (default %(default)s)")
+            one.add_argument(
+                "--tokens", type=int, default=128, metavar="N", help="at most so many (default %(default)s)"
+            )
             one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
             one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
         one.add_argument(
@@ -166,7 +168,8 @@ def run_maps(options: argparse.Namespace, origin: dict[str, Any]) -> str:
         },
     )
     (options.output / "maps.html").write_text(content, encoding="utf-8")
-    save_file({kind: getattr(found, kind).contiguous() for kind in maps.KINDS}, options.output / "maps.safetensors")
+    tensors = save({kind: getattr(found, kind).contiguous() for kind in maps.KINDS})
+    (options.output / "maps.safetensors").write_bytes(tensors)
     for kind in maps.KINDS:
         maps.draw(found, kind, options.output / kind, name=about["name"])
     return maps.table(summary)

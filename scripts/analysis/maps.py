@@ -2,9 +2,9 @@
 
 Axes: L layers, H heads, T tokens; in a map (L, H, T, T) the rows are queries i, the columns keys j <= i.
 
-The gates g_ij and positions p_ij are those of CoPE (2405.18719, Eq. 3 and 4). The position attention is what Figure 4 of
-the paper shows: the softmax of all that the encoding adds to the logits, z_i[p_ij] in plain CoPE, without the content,
-scaled so that its largest weight is 1 for each query. Figure 6 shows the gates of the same heads.
+The gates g_ij and positions p_ij are those of CoPE (2405.18719, Eq. 3 and 4). The position attention is what Figure 4
+of the paper shows: the softmax of all that the encoding adds to the logits, z_i[p_ij] in plain CoPE, without the
+content, scaled so that its largest weight is 1 for each query. Figure 6 shows the gates of the same heads.
 """
 
 import contextlib
@@ -255,15 +255,9 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
             for mark, colour in (("newline", "black"), ("heading", "red")):
                 at = [index for index, one in enumerate(maps.boundaries) if one == mark]
                 # Beside the diagonal, where nothing is drawn.
-                width = 1.2 if alone else 0.6
-                axes.plot(
-                    [i + 1 for i in at],
-                    [i - 1 for i in at],
-                    "+",
-                    color=colour,
-                    markeredgewidth=width,
-                    markersize=4 * width,
-                )
+                away = length / 40
+                x, y = [index + away for index in at], [index - away for index in at]
+                axes.plot(x, y, "+", color=colour, markeredgewidth=0.8, markersize=6 if alone else 4)
             axes.set_xlim(-0.5, length - 0.5)
             axes.set_ylim(length - 0.5, -0.5)
             if alone:

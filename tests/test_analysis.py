@@ -1,0 +1,509 @@
+"""Analyses of checkpoints: against loops over tokens and channels; figures, the page's data and the command line."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from oracles import contextual_positions, rope_rotation
+from tiny import tiny_model
+from whatwhere.scripts.analysis import __main__ as script
+from whatwhere.scripts.analysis import common, deltas, frequencies, maps, page
+from whatwhere.scripts.data.tokenize import build_tokenizer
+
+TEXT = "One, two.\n== Three ==\nfour\n"
+LENGTH = 14
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer("bytes")
+
+
+def model_of(family, encoding, parameters=None, **fields):
+    implementation = fields.pop("implementation", "eager")
+    return tiny_model(
+        family, encoding, implementation, vocab_size=258, position_encoding_parameters=parameters, **fields
+    )
+
+
+@torch.no_grad()
+def projections(model, ids, layer):
+    """Queries (H, T, D), keys and values (G, T, D) before any position encoding, and the layer's input, in float64."""
+    hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[layer]
+    if hasattr(model, "transformer"):
+        block = model.transformer.h[layer]
+        hidden = block.ln_1(hidden)
+        states = block.attn.c_attn(hidden).split(block.attn.split_sizes, dim=2)
+        attention = block.attn
+    else:
+        block = model.model.layers[layer]
+        hidden = block.input_layernorm(hidden)
+        attention = block.self_attn
+        states = [getattr(attention, f"{name}_proj")(hidden) for name in "qkv"]
+    query, key, value = (one[0].unflatten(-1, (-1, attention.head_dim)).transpose(0, 1).double() for one in states)
+    return query, key, value, hidden[0].double(), attention
+
+
+# Frequencies
+
+
+def text_ids(tokenizer, text):
+    return tokenizer(text, return_tensors="pt")["input_ids"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("encoding", "parameters", "fields", "rotated"),
+    [
+        ("rope", None, {}, 8),
+        ("rope", None, {"partial_rotary_factor": 0.5}, 4),
+        ("cope+rope", None, {}, 8),
+        ("pope", None, {}, 8),
+        ("pope", {"partial_rotary_factor": 0.5, "scale": "1/sqrt(2d)"}, {}, 4),
+        ("pope", {"magnitude": "identity"}, {}, 8),
+    ],
+    ids=["rope", "half rope", "cope+rope", "pope", "half pope", "raw pope"],
+)
+def test_norms_equal_loops_over_tokens_and_channels(tokenizer, family, encoding, parameters, fields, rotated):
+    if fields:
+        fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **fields}}
+    model = model_of(family, encoding, parameters, implementation=None, **fields)
+    texts = ["To be", "or not to be"]
+    found = frequencies.measure(model, tokenizer, texts)
+    assert found.layers == [0, 1]
+    assert found.tokens == len("".join(texts))
+    polar = encoding == "pope"
+    count = rotated if polar else rotated // 2
+    expected = [10000.0 ** (-c / count) for c in range(count)]
+    assert found.frequencies.tolist() == pytest.approx(expected, rel=1e-5)
+    for layer in (0, 1):
+        for side, which in ((found.queries, 0), (found.keys, 1)):
+            norms = [0.0] * count
+            for text in texts:
+                states = projections(model, text_ids(tokenizer, text), layer)[which]
+                heads, length, _ = states.shape
+                for head in range(heads):
+                    for token in range(length):
+                        x = states[head, token].tolist()
+                        for c in range(count):
+                            if not polar:
+                                norm = math.hypot(x[c], x[count + c])
+                            elif parameters == {"magnitude": "identity"}:
+                                norm = abs(x[c])
+                            else:
+                                norm = math.log1p(math.exp(x[c]))
+                            norms[c] += norm / (heads * length * len(texts))
+            assert side[layer].tolist() == pytest.approx(norms, rel=1e-4)
+    # Nothing of the measurement stays in the model.
+    assert not any("rotate" in vars(part) for layer in common.attention_layers(model) for part in layer.modules())
+
+
+def stock(name, **fields):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(
+        name, vocab_size=258, pad_token_id=0, bos_token_id=1, eos_token_id=2, **{**sizes, **fields}
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_a_stock_llama_gives_the_same_numbers(tokenizer):
+    ours = model_of("llama", "rope")
+    theirs = stock("llama", num_key_value_heads=2)
+    theirs.load_state_dict(ours.state_dict())
+    texts = ["To be", "or not"]
+    expected, found = (frequencies.measure(model, tokenizer, texts) for model in (ours, theirs))
+    torch.testing.assert_close(found.queries, expected.queries, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.keys, expected.keys, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.frequencies, expected.frequencies)
+    assert not any(module._forward_hooks for module in theirs.modules())
+
+
+def test_norms_of_queries_that_are_normed_are_those_after_it(tokenizer):
+    model = stock("qwen3", num_key_value_heads=2, head_dim=8)
+    found = frequencies.measure(model, tokenizer, ["To be or not"])
+    # RMSNorm without learned scale: the squares of a head's channels sum to their number.
+    states = []
+    handle = model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, i, o: states.append(o))
+    model(input_ids=text_ids(tokenizer, "To be or not"))
+    handle.remove()
+    torch.testing.assert_close(states[0].square().sum(-1), torch.full((1, 12, 4), 8.0), rtol=1e-2, atol=0)
+    expected = torch.hypot(states[0][..., :4], states[0][..., 4:]).double().mean((0, 1, 2))
+    torch.testing.assert_close(found.queries[0], expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "cohere"])
+def test_stock_models_without_llamas_planes_are_refused(tokenizer, name):
+    with pytest.raises(ValueError, match=f"model_type='{name}' is not supported.*Llama"):
+        frequencies.measure(stock(name), tokenizer, ["To be"])
+
+
+def test_an_encoding_without_frequencies_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"position_encoding='cope' has no frequencies.*'rope'.*'pope'"):
+        frequencies.measure(model_of("llama", "cope"), tokenizer, ["To be"])
+
+
+def test_summaries_of_norms():
+    norms = torch.tensor([[4.0, 0, 0, 0, 0, 0, 0, 0], [1.0] * 8], dtype=torch.float64)
+    entry = frequencies.Usage("pope", torch.ones(8), [0, 1], norms, norms.flip(1), 5).as_dict()
+    assert entry["queries_highest_quarter"] == [1.0, 0.25]
+    assert entry["keys_highest_quarter"] == [0.0, 0.25]
+    assert entry["queries_used"] == [1 / 8, 1.0]
+    assert entry["wavelengths"] == pytest.approx([2 * math.pi] * 8)
+
+
+def test_the_sonnets():
+    texts = common.read_texts(common.SONNETS)
+    assert [len(text.split("\n")) for text in texts] == [14] * 10
+    assert texts[0].startswith("From fairest creatures we desire increase,\n")
+    assert texts[9].endswith("That beauty still may live in thine or thee.")
+
+
+# Deltas
+
+
+def test_deltas_are_what_the_model_uses():
+    model = model_of("gpt2", "pope", {"partial_rotary_factor": 0.5})
+    weights = [layer.position_encoding["pope"].delta.weight for layer in common.attention_layers(model)]
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(torch.linspace(-8, 1, weight.numel()).view_as(weight))
+    entry = deltas.read(model)
+    expected = [max(-2 * math.pi, min(0.0, x)) for x in torch.linspace(-8, 1, 16).tolist()]
+    assert np.array(entry["deltas"]).shape == (2, 4, 4)
+    assert np.array(entry["deltas"][1]).flatten().tolist() == pytest.approx(expected)
+    outside = sum(x in (0.0, -2 * math.pi) for x in expected)
+    assert entry["at_bounds"] == outside / 16
+    assert entry["largest"] == 0
+    assert entry["delta_init"] == "zeros"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "parameters", "words"),
+    [("rope", None, "position_encoding='rope' has no learned"), ("pope", {"use_delta": False}, "'use_delta'\\]=False")],
+)
+def test_models_without_deltas_are_refused(encoding, parameters, words):
+    with pytest.raises(ValueError, match=words):
+        deltas.read(model_of("llama", encoding, parameters))
+
+
+# Maps
+
+
+def gate_logits(model, ids, layer, encoding, parameters):
+    """What opens the gates, (H, T, T), and the content logits, both float64, from the layer's weights."""
+    query, key, value, hidden, attention = projections(model, ids, layer)
+    scale = attention.head_dim**-0.5
+    groups = query.shape[0] // key.shape[0]
+    part = attention.position_encoding
+    gate = None
+    if parameters.get("gates") == "separate_key":
+        gate = torch.nn.functional.linear(hidden, part["cope"].gate_key.weight.double())
+        gate = gate.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+    elif parameters.get("gates") == "value":
+        gate = value
+
+    def turned(states):
+        if "rope" not in encoding:
+            return states
+        rows = [[rope_rotation(x, t, 10000.0, attention.head_dim) for t, x in enumerate(head)] for head in states]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    query = turned(query)
+
+    def logits(states):
+        return query @ turned(states).repeat_interleave(groups, 0).transpose(1, 2) * scale
+
+    content = logits(key)
+    return content if gate is None else logits(gate), content, query
+
+
+CASES = [
+    ("cope", {"num_positions": 5}),
+    ("cope", {"gates": "separate_key"}),
+    ("cope", {"gates": "value", "num_positions": 4, "scale_positions": False}),
+    ("cope", {"share_across_layers": True, "every_n_layers": 2}),
+    ("cope+rope", {"cope": {"gates": "separate_key"}}),
+    ("cope+alibi", {}),
+    ("cope+relative", {}),
+    ("cope_alibi", {"slopes": "learned"}),
+    ("cope_mlp", {"num_positions": 6, "layers": "first"}),
+    ("token_gated_cope", {"num_positions": 6}),
+    ("token_gated_cope+rope", {}),
+]
+
+
+@pytest.mark.parametrize(("encoding", "parameters"), CASES, ids=lambda value: str(value).strip("{}"))
+@torch.no_grad()
+def test_maps_equal_loops_over_tokens(tokenizer, encoding, parameters):
+    family = "gpt2" if len(parameters) % 2 else "llama"
+    model = model_of(family, encoding, parameters)
+    ids = text_ids(tokenizer, TEXT)[:, :LENGTH]
+    found = maps.measure(model, tokenizer, ids)
+    one_layer = parameters.get("every_n_layers") == 2 or parameters.get("layers") == "first"
+    assert found.layers == ([0] if one_layer else [0, 1])
+    assert found.heads == [0, 1, 2, 3]
+    own = parameters.get(encoding.split("+")[0], parameters)
+    last = math.inf if found.last is None else found.last
+    assert (last < 6) == ("num_positions" in own)
+    attentions = model(input_ids=ids, output_attentions=True).attentions
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    for row, layer in enumerate(found.layers):
+        opening, content, query = gate_logits(model, ids, layer, encoding, own)
+        attention = common.attention_layers(model)[layer]
+        for head in range(4):
+            gates, positions = found.gates[row, head].double(), found.positions[row, head].double()
+            if encoding.startswith("token_gated"):
+                gate = attention.position_encoding["token_gated_cope"].gate
+                states = projections(model, ids, layer)[3]
+                opened = torch.sigmoid(states @ gate.weight[head].double() + gate.bias[head].double())
+                for i in range(LENGTH):
+                    total = 0.0
+                    for j in range(i + 1):
+                        total += opened[j].item()
+                        assert gates[i, j].item() == pytest.approx(opened[j].item(), abs=1e-5)
+                        assert positions[i, j].item() == pytest.approx(min(total, last), abs=1e-4)
+            else:
+                expected = torch.sigmoid(opening[head]).masked_fill(hidden, 0)
+                torch.testing.assert_close(gates, expected, rtol=0, atol=2e-5)
+                for i in range(LENGTH):
+                    oracle = torch.stack(contextual_positions(list(opening[head, i, : i + 1]), last))
+                    torch.testing.assert_close(positions[i, : i + 1], oracle, rtol=0, atol=1e-4)
+            # What is left of the model's weights without the content is the attention by position alone.
+            alone = attentions[layer][0, head].double() / content[head].exp()
+            alone = (alone / alone.amax(-1, keepdim=True)).masked_fill(hidden, 0)
+            torch.testing.assert_close(found.position_attention[row, head].double(), alone, rtol=1e-3, atol=1e-4)
+            if encoding == "cope":
+                # The positions that are shown are those that the module looks up.
+                part = attention.position_encoding["cope"]
+                table = (model.base_model.position_encoding["cope"] if part.table is None else part).table.weight
+                z = query[head] @ table.double() * (attention.scaling if own.get("scale_positions", True) else 1)
+                floor = positions.long()
+                ceil = (floor + 1).clamp(max=table.shape[1] - 1)
+                z = z.gather(1, floor) + (positions - floor) * (z.gather(1, ceil) - z.gather(1, floor))
+                z = z.masked_fill(hidden, -math.inf)
+                torch.testing.assert_close((z - z.amax(1, keepdim=True)).exp(), alone, rtol=2e-3, atol=1e-4)
+    for kind in maps.KINDS:
+        assert not getattr(found, kind)[..., hidden].any()
+    torch.testing.assert_close(found.attention, torch.stack([attentions[layer][0] for layer in found.layers]))
+    assert not any("bias" in vars(layer.position_encoding) for layer in common.attention_layers(model))
+
+
+def test_layers_and_heads_are_chosen(tokenizer):
+    model = model_of("llama", "cope")
+    ids = text_ids(tokenizer, TEXT)[:, :LENGTH]
+    everything = maps.measure(model, tokenizer, ids)
+    some = maps.measure(model, tokenizer, ids, layers=[1], heads=[3, 0])
+    assert (some.layers, some.heads) == ([1], [0, 3])
+    for kind in maps.KINDS:
+        assert torch.equal(getattr(some, kind)[0], getattr(everything, kind)[1, [0, 3]])
+    with pytest.raises(ValueError, match=r"heads=\[4\] is not valid: 4 is not one of \[0, 1, 2, 3\]"):
+        maps.measure(model, tokenizer, ids, heads=[4])
+    sparse = model_of("llama", "cope", {"every_n_layers": 2})
+    with pytest.raises(ValueError, match=r"layers=\[1\] is not valid: 1 is not one of \[0\]"):
+        maps.measure(sparse, tokenizer, ids, layers=[1])
+
+
+def test_what_counts_nothing_is_refused(tokenizer):
+    ids = text_ids(tokenizer, TEXT)
+    for encoding in ("rope", "fox"):
+        with pytest.raises(ValueError, match=f"position_encoding='{encoding}' counts nothing.*'cope'"):
+            maps.measure(model_of("llama", encoding), tokenizer, ids)
+    with pytest.raises(ValueError, match="attn_implementation='blockwise' has no maps"):
+        maps.measure(model_of("llama", "cope", implementation="blockwise"), tokenizer, ids)
+
+
+def test_boundaries():
+    tokens = ["\n", " =", " Title", " =", " \n", " a", " =", " b", "\n\n", "==", "More", "==", "\n", "= no\n", "x"]
+    expected = ["newline", "heading", "", "", "newline", "", "", "", "newline", "heading", "", "", "newline", "newline"]
+    assert maps.boundaries(tokens) == [*expected, ""]
+
+
+def test_summary_of_maps():
+    gates = torch.tensor([[0.5, 0, 0], [0.25, 1.0, 0], [0.0, 0.5, 0.75]])[None, None]
+    zeros = torch.zeros(1, 1, 3, 3)
+    positions = torch.tensor([[1.0, 0, 0], [2.0, 1, 0], [6.0, 1, 1]])[None, None]
+    found = maps.Maps("cope", list("a\nb"), ["", "newline", ""], [4], [2], 63, gates, positions, zeros, zeros)
+    (entry,) = found.summary()
+    assert entry == {
+        "layer": 4,
+        "head": 2,
+        "gate": 0.5,
+        "gate_newline": 0.75,
+        "gate_heading": None,
+        "gate_other": 0.375,
+        "first_position": 3.0,
+    }
+    assert maps.table([entry]).splitlines()[2] == "| 4 | 2 | 0.500 | 0.750 |  | 0.375 | 3.000 |"
+
+
+def test_text_of_tokens(tokenizer):
+    ids = tokenizer("a é\n").input_ids
+    assert common.token_texts(tokenizer, [*ids, 256]) == ["a", " ", "<C3>", "<A9>", "\n", "<|endoftext|>"]
+
+    class Pieces:
+        """As tokenizers of the SentencePiece kind answer."""
+
+        tokens = ("▁the", "re", "<0x0A>", "<0xE2>")
+
+        def convert_ids_to_tokens(self, ids):
+            return [self.tokens[index] for index in ids]
+
+        def decode(self, ids, **kwargs):
+            return ("the", "re", "\n", "\ufffd")[ids[0]]
+
+    assert common.token_texts(Pieces(), [0, 1, 2, 3]) == [" the", "re", "\n", "<E2>"]
+
+
+# The page
+
+
+def some_maps(length=5, layers=2, heads=3, tokens=None):
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.rand(layers, heads, length, length, generator=generator).tril() for _ in range(4)]
+    values[1] *= 37.5
+    tokens = tokens or [f"t{index}" for index in range(length)]
+    names = ("gates", "positions", "position_attention", "attention")
+    return maps.Maps(
+        encoding="cope",
+        tokens=tokens,
+        boundaries=maps.boundaries(tokens),
+        layers=list(range(layers)),
+        heads=list(range(heads)),
+        last=63,
+        **dict(zip(names, values)),
+    )
+
+
+def test_the_page_holds_the_maps_and_nothing_that_breaks_out():
+    tokens = ["</script><script>alert(1)</script>", "<!--", '"&', "\u2028\n", "{{data}}"]
+    found = some_maps(tokens=tokens)
+    content = page.page(found, name="<b>{{data}}")
+    assert content.count("<script") == content.count("</script>") == 2
+    assert "<title>&lt;b&gt;{{data}}: what it counts</title>" in content
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', content, flags=re.DOTALL)[1]
+    assert "<" not in text
+    data = json.loads(text)
+    assert data["tokens"] == tokens
+    values = np.frombuffer(base64.b64decode(data["values"]), "<u2").reshape(4, 2, 3, 15)
+    rows, columns = np.tril_indices(5)
+    for kind, stored in zip(data["kinds"], values):
+        expected = getattr(found, kind["key"]).numpy()[:, :, rows, columns]
+        np.testing.assert_allclose(stored / data["steps"] * kind["scale"], expected, atol=0.51 * kind["scale"] / 65535)
+    # The policy allows this script, and nothing from elsewhere.
+    code = re.search(r'<script id="code">(.*?)</script>', content, flags=re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{digest}';" in content
+    assert not re.search(r"https?:|//[a-z]+\.", content.replace(text, ""))
+
+
+def test_a_page_that_is_too_large_is_refused():
+    big = torch.zeros(1).expand(12, 12, 512, 512)
+    large = maps.Maps("cope", ["a"] * 512, [""] * 512, list(range(12)), list(range(12)), 63, big, big, big, big)
+    with pytest.raises(ValueError, match=r"512 tokens, 12 layers and 12 heads has 192 MiB; allowed: 24.*--layers"):
+        page.page(large, name="big")
+
+
+# Figures and commands
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, tokenizer):
+    root = tmp_path_factory.mktemp("checkpoints")
+    for encoding in ("rope", "pope", "cope"):
+        model_of("llama", encoding).save_pretrained(root / encoding)
+        tokenizer.save_pretrained(root / encoding)
+    return root
+
+
+def test_figures_of_the_same_numbers_are_the_same_bytes(tmp_path):
+    found = some_maps(layers=1, heads=2, tokens=["a$b", "\n", "<x>", " ", "é"])
+    for turn in ("first", "second"):
+        maps.draw(found, "gates", tmp_path / turn / "gates", name="tiny")
+        one = some_maps(layers=1, heads=1, tokens=found.tokens)
+        maps.draw(one, "attention", tmp_path / turn / "one", name="tiny")
+        usage = frequencies.Usage("rope", torch.logspace(0, -3, 6), [0, 3], torch.rand(2, 6), torch.rand(2, 6), 9)
+        if turn == "first":
+            entry = {"name": "tiny", **usage.as_dict()}
+        frequencies.draw([entry], tmp_path / turn / "frequencies")
+    first, second = (sorted((tmp_path / turn).iterdir()) for turn in ("first", "second"))
+    assert [path.name for path in first] == [
+        f"{name}.{ending}" for name in ("frequencies", "gates", "one") for ending in ("png", "svg")
+    ]
+    for one, other in zip(first, second):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("To be,\nor not\n\n\nto be\n")
+    arguments = ["frequencies", *(str(checkpoints / name) for name in ("rope", "pope")), "--output", str(tmp_path)]
+    script.main([*arguments, "--texts", str(texts)])
+    assert "| pope | keys | 0." in capsys.readouterr().out
+    content = json.loads((tmp_path / "frequencies.json").read_text())
+    assert content["texts"]["count"] == 2
+    assert content["texts"]["source"] == "texts.txt"
+    assert [entry["name"] for entry in content["checkpoints"]] == ["rope", "pope"]
+    assert [entry["tokens"] for entry in content["checkpoints"]] == [len("To be,\nor not") + len("to be")] * 2
+    assert content["command"].startswith("python -m whatwhere.scripts.analysis frequencies ")
+    model = common.load_model(str(checkpoints / "pope"))
+    tokenizer = common.load_tokenizer(str(checkpoints / "pope"))
+    expected = frequencies.measure(model, tokenizer, ["To be,\nor not", "to be"])
+    assert content["checkpoints"][1]["keys"] == expected.keys.tolist()
+    assert {"frequencies.png", "frequencies.svg"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_deltas_from_the_command_line(checkpoints, tmp_path, capsys):
+    script.main(["deltas", str(checkpoints / "pope"), "--output", str(tmp_path)])
+    assert "delta: mean -" in capsys.readouterr().out
+    content = json.loads((tmp_path / "deltas.json").read_text())
+    assert content["deltas"] == deltas.read(common.load_model(str(checkpoints / "pope")))["deltas"]
+    assert {"deltas.png", "deltas.svg"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_maps_from_the_command_line(checkpoints, tmp_path, capsys):
+    chosen = ["--layers", "1", "--heads", "0,2-3"]
+    script.main(
+        ["maps", str(checkpoints / "cope"), "--prompt", TEXT, "--tokens", "9", *chosen, "--output", str(tmp_path)]
+    )
+    assert "| 1 | 3 | 0." in capsys.readouterr().out
+    content = json.loads((tmp_path / "maps.json").read_text())
+    assert "".join(content["tokens"]) == TEXT[:9]
+    assert (content["layers"], content["heads"]) == ([1], [0, 2, 3])
+    assert len(content["summary"]) == 3
+    assert load_file(tmp_path / "maps.safetensors")["positions"].shape == (1, 3, 9, 9)
+    figures = {f"{kind}.{ending}" for kind in maps.KINDS for ending in ("png", "svg")}
+    assert {path.name for path in tmp_path.iterdir()} == figures | {"maps.html", "maps.json", "maps.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["frequencies", "CHECKPOINTS"], "is not a model folder"),
+        (["frequencies", "CHECKPOINTS/cope"], "position_encoding='cope' has no frequencies"),
+        (["frequencies", "CHECKPOINTS/rope", "--texts", "nowhere.txt"], "text='nowhere.txt' cannot be read"),
+        (["deltas", "CHECKPOINTS/rope"], "position_encoding='rope' has no learned phase shifts"),
+        (["maps", "CHECKPOINTS/rope"], "position_encoding='rope' counts nothing"),
+        (["maps", "CHECKPOINTS/cope", "--tokens", "1"], "tokens=1 is not valid"),
+        (["maps", "CHECKPOINTS/cope", "--prompt", ""], "text='' has no tokens"),
+        (["maps", "CHECKPOINTS/cope", "--layers", "0-x"], "'0-x' is not valid: allowed are lists such as 0,3,8-11"),
+        (["maps", "CHECKPOINTS/cope", "--layers", "3-1"], "'3-1' is not valid"),
+        (["maps", "CHECKPOINTS/cope", "--heads", "7"], r"heads=\[7\] is not valid"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value[:24],
+)
+def test_mistakes_are_named(checkpoints, tmp_path, capsys, arguments, words):
+    arguments = [argument.replace("CHECKPOINTS", str(checkpoints)) for argument in arguments]
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*arguments, "--output", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
