@@ -422,8 +422,8 @@ class Run:
                     continue
                 labels = batch["labels"][:, 1:]
                 labels = labels[labels != IGNORED]
-                size = 0 if self.bytes_per_token is None else self.bytes_per_token[labels].sum().item()
-                sums += torch.tensor([outputs.loss.item(), labels.numel(), size])
+                stood_for = 0 if self.bytes_per_token is None else self.bytes_per_token[labels].sum().item()
+                sums += torch.tensor([outputs.loss.item(), labels.numel(), stood_for])
         nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum").tolist()
         tokens = counts[0]
         if not nats / tokens < _HOPELESS:
