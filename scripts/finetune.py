@@ -152,6 +152,28 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
+def model_class(checkpoint: str) -> Any:
+    """Returns the class of ours that loads a checkpoint: one of our own, or a stock GPT-2 or Llama.
+
+    Raises:
+        FinetuneError: there is no such checkpoint, or it is of another kind.
+    """
+    if os.path.exists(checkpoint) and not os.path.exists(os.path.join(checkpoint, "config.json")):
+        raise FinetuneError(f"checkpoint={checkpoint!r} is not valid: it has no config.json.")
+    try:
+        model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    except OSError as error:
+        raise FinetuneError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+    family = str(model_type).removeprefix("whatwhere_")
+    if family not in FAMILIES:
+        allowed = [*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES)]
+        raise FinetuneError(
+            f"checkpoint={checkpoint!r} is not valid: its model_type is {model_type!r}. Allowed: "
+            f"{', '.join(map(repr, allowed))}."
+        )
+    return FAMILIES[family][1]
+
+
 def load_model(
     checkpoint: str,
     position_encoding: str | None = None,
@@ -172,19 +194,7 @@ def load_model(
     Raises:
         FinetuneError: there is no such checkpoint, it is of another kind, or the encoding is not possible.
     """
-    if os.path.exists(checkpoint) and not os.path.exists(os.path.join(checkpoint, "config.json")):
-        raise FinetuneError(f"checkpoint={checkpoint!r} is not valid: it has no config.json.")
-    try:
-        model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
-    except OSError as error:
-        raise FinetuneError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
-    family = str(model_type).removeprefix("whatwhere_")
-    if family not in FAMILIES:
-        allowed = [*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES)]
-        raise FinetuneError(
-            f"checkpoint={checkpoint!r} is not valid: its model_type is {model_type!r}. Allowed: "
-            f"{', '.join(map(repr, allowed))}."
-        )
+    loader = model_class(checkpoint)
     asked = {
         "position_encoding": position_encoding,
         "position_encoding_parameters": position_encoding_parameters,
@@ -192,7 +202,7 @@ def load_model(
     }
     changes = {key: value for key, value in asked.items() if value is not None}
     try:
-        model, report = FAMILIES[family][1].from_pretrained(checkpoint, output_loading_info=True, **changes)
+        model, report = loader.from_pretrained(checkpoint, output_loading_info=True, **changes)
     except (OSError, ValueError, RuntimeError, StrictDataclassError, SafetensorError) as error:
         raise FinetuneError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
     return model, set(report["missing_keys"])
