@@ -22,8 +22,9 @@ import datasets
 
 from whatwhere.position_encoding import suggest
 
-from .corpus import DATA_DIR_VARIABLE, SPLITS, read_files, read_hub
-from .music import read_chorales
+from .corpus import DATA_DIR_VARIABLE, SPLITS, choose, collect, read_files, read_hub
+from .genome import read_genome, read_sequence
+from .music import MAESTRO_TABLE, read_chorales, read_performances
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 
@@ -36,7 +37,8 @@ class Corpus:
         title: what it is, for cards and tables.
         licence: of the data.
         local: our split to the glob patterns of its files under the data folder; splits may be missing.
-        hub: our split to (data set, its configuration, its split); splits may be missing.
+        hub: our split to (data set, its configuration, its split); splits may be missing. A data set may be the
+            address of a file instead.
         text_field: the column of the Hub's data set that holds a document.
     """
 
@@ -89,6 +91,59 @@ class Chorales(Corpus):
         return _rows(read_chorales(datasets.DownloadManager().download(address), theirs), streaming)
 
 
+class Performances(Corpus):
+    """MAESTRO's MIDI files, in a folder as the official archive has it; `hub` names the archive's address."""
+
+    transpose: bool = False
+
+    def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
+        """Returns a performance a row."""
+        table = one_file(root, split, self.local[split])
+        return _rows(read_performances(table.parent, split, transpose=self.transpose), streaming)
+
+    def read_hub(self, split: str, *, streaming: bool) -> Any:
+        """Returns a performance a row."""
+        folder = Path(datasets.DownloadManager().download_and_extract(self.hub[split][0]))
+        return self.read_local(folder, split, streaming=streaming)
+
+
+class TransposedPerformances(Performances):
+    """The same in all transpositions."""
+
+    transpose = True
+
+
+class Genome(Corpus):
+    """The human genome, all chromosomes in one FASTA file; `hub` names its address."""
+
+    def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
+        """Returns a piece a row."""
+        return _rows(read_genome(one_file(root, split, self.local[split]), split), streaming)
+
+    def read_hub(self, split: str, *, streaming: bool) -> Any:
+        """Returns a piece a row."""
+        # Extracted, for a download has no name that would tell that it is gzipped.
+        file = Path(datasets.DownloadManager().download_and_extract(self.hub[split][0]))
+        return _rows(read_genome(file, split), streaming)
+
+
+class GenomeSequence(Corpus):
+    """One sequence, its splits one after the other."""
+
+    def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
+        """Returns a piece a row."""
+        return _rows(read_sequence(one_file(root, split, self.local[split]), split), streaming)
+
+
+class Parquet(Corpus):
+    """A data set of the Hub whose parquet files are named by an address, because its repository holds a script."""
+
+    def read_hub(self, split: str, *, streaming: bool) -> Any:
+        """Returns a document a row."""
+        files, _, theirs = self.hub[split]
+        return read_hub("parquet", None, theirs, text_field=self.text_field, streaming=streaming, data_files=files)
+
+
 def one_file(root: Path, split: str, patterns: tuple[str, ...]) -> Path:
     """Returns the first file under `root` that matches one of the patterns; raises ValueError if there is none."""
     for pattern in patterns:
@@ -104,6 +159,24 @@ def _rows(texts: Iterable[str], streaming: bool) -> Any:
 
 _WIKITEXT = "EleutherAI/wikitext_document_level"
 
+# A commit of a pull request by the data set's author: all of it as parquet. The main branch has the script, which
+# `datasets` does not run any more.
+_OPENWEBTEXT = (
+    "hf://datasets/Skylion007/openwebtext@7577b918bd30b25df0b88bb718dc8a6c80cb619b/data/train-*-of-00080.parquet"
+)
+_MAESTRO = ("maestro-v3.0.0/" + MAESTRO_TABLE,)
+_MAESTRO_ADDRESS = (
+    "https://storage.googleapis.com/magentadata/datasets/maestro/v3.0.0/maestro-v3.0.0-midi.zip",
+    None,
+    "all",
+)
+# The file that `InstaDeepAI/human_reference_genome` reads.
+_GENOME_ADDRESS = (
+    "https://ftp.ncbi.nlm.nih.gov/genomes/all/GCF/000/001/405/GCF_000001405.40_GRCh38.p14/"
+    "GCF_000001405.40_GRCh38.p14_genomic.fna.gz",
+    None,
+    "all",
+)
 _CHORALES = "jsb_chorales/Jsb16thSeparated.json"
 _CHORALES_ADDRESS = (
     "https://raw.githubusercontent.com/czhuang/JSB-Chorales-dataset/9a7f733ddb4ed91f48da64ac7f0f621c34aadd4d/"
@@ -159,6 +232,39 @@ CORPORA: dict[str, Corpus] = {
         licence="none stated; the music is in the public domain",
         local=dict.fromkeys(SPLITS, (_CHORALES,)),
         hub={split: (_CHORALES_ADDRESS, None, theirs) for split, theirs in _THEIR_SPLITS.items()},
+    ),
+    "maestro": Performances(
+        title="MAESTRO v3.0.0 (MIDI, REMI words, our split of 90/5/5 by work)",
+        licence="CC BY-NC-SA 4.0",
+        local=dict.fromkeys(SPLITS, _MAESTRO),
+        hub=dict.fromkeys(SPLITS, _MAESTRO_ADDRESS),
+    ),
+    "maestro_transposed": TransposedPerformances(
+        title="MAESTRO v3.0.0 (MIDI, REMI words), each performance moved by -3 to +3 semitones",
+        licence="CC BY-NC-SA 4.0",
+        local={"train": _MAESTRO},
+        hub={"train": _MAESTRO_ADDRESS},
+    ),
+    "genome": Genome(
+        title="Human reference genome GRCh38 (pieces of 6,000 nucleotides)",
+        licence="no restrictions",
+        local=dict.fromkeys(SPLITS, ("genome/hg38.fa.gz", "genome/GCF_000001405.40_GRCh38.p14_genomic.fna.gz")),
+        hub=dict.fromkeys(SPLITS, _GENOME_ADDRESS),
+    ),
+    "genome_chr2": GenomeSequence(
+        title="Human reference genome GRCh38, the first 2,333,275 bases of chromosome 2",
+        licence="no restrictions",
+        local=dict.fromkeys(SPLITS, ("genome/hg38_chr2_1-2333275.fa.gz",)),
+        hub={},
+    ),
+    "openwebtext": Parquet(
+        title="OpenWebText (validation: the first 4,007 documents, 0.05 %)",
+        licence="CC0-1.0 (of the collection)",
+        local={},
+        hub={
+            "train": (_OPENWEBTEXT, None, "train[4007:]"),
+            "validation": (_OPENWEBTEXT, None, "train[:4007]"),
+        },
     ),
 }
 
@@ -219,11 +325,8 @@ def load_corpus(
         root = Path(data_dir).expanduser()
         if not root.is_dir():
             raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
-        rows = corpus.read_local(root, split, streaming=streaming)
-    else:
-        rows = corpus.read_hub(split, streaming=streaming)
-    if chosen:
-        start, _, stop = chosen.strip("[]").partition(":")
-        rows = rows.skip(int(start)) if start else rows
-        rows = rows.take(int(stop) - int(start or 0)) if stop else rows
-    return rows
+        return choose(corpus.read_local(root, split, streaming=streaming), chosen)
+    # Only what is asked for is downloaded.
+    lazily = not streaming and not chosen.endswith(":]") and chosen != ""
+    rows = choose(corpus.read_hub(split, streaming=streaming or lazily), chosen)
+    return collect(rows) if lazily else rows

@@ -136,7 +136,15 @@ def _load_hub(
     return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
 
 
-def read_hub(dataset: str, config: str | None, split: str, *, text_field: str, streaming: bool) -> Any:
+def read_hub(
+    dataset: str,
+    config: str | None,
+    split: str,
+    *,
+    text_field: str,
+    streaming: bool,
+    data_files: str | None = None,
+) -> Any:
     """Returns the rows of a split of a Hub dataset, their documents in `text`.
 
     Args:
@@ -144,16 +152,33 @@ def read_hub(dataset: str, config: str | None, split: str, *, text_field: str, s
         config: its configuration; None for the default one.
         split: its split, with the documents wanted in brackets if not all: `train[1000:2000]`.
         text_field: the column that holds the document.
-        streaming: read lazily instead of downloading first.
+        streaming: read lazily instead of downloading first. If `split` says where to stop, it is read lazily in any
+            case, so that no more is downloaded than is asked for.
+        data_files: the files, where `dataset` is a kind of file, such as `parquet`.
     """
     match = _SLICE.match(split)
     assert match is not None, "the caller has checked it"
-    rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming)
-    start, stop = int(match["start"] or 0), int(match["stop"]) if match["stop"] else None
-    # `skip` and `take` read the same documents from a stream and from a table.
-    rows = rows.skip(start) if start else rows
-    rows = rows.take(stop - start) if stop is not None else rows
-    return _with_text(rows, text_field, f"dataset {dataset!r}")
+    lazily = not streaming and bool(match["stop"])
+    files = {"data_files": data_files} if data_files else {}
+    rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming or lazily, **files)
+    rows = choose(rows, split.removeprefix(match["split"]))
+    rows = _with_text(rows, text_field, f"dataset {dataset!r}")
+    return collect(rows) if lazily else rows
+
+
+def choose(rows: Any, chosen: str) -> Any:
+    """Returns the documents that a text such as `[10:20]`, `[:20]` or `[10:]` asks for; all for no text.
+
+    `skip` and `take` read the same documents from a stream and from a table.
+    """
+    start, _, stop = chosen.strip("[]").partition(":")
+    rows = rows.skip(int(start)) if start else rows
+    return rows.take(int(stop) - int(start or 0)) if stop else rows
+
+
+def collect(rows: Any) -> datasets.Dataset:
+    """Returns the texts of a stream as a table in memory."""
+    return datasets.Dataset.from_dict({"text": [text_of(row) for row in rows]})
 
 
 def _load_corpora(

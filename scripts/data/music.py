@@ -1,21 +1,38 @@
-"""Music as documents of words: Bach's chorales.
+"""Music as documents of words: Bach's chorales, and the piano performances of MAESTRO.
 
 Chorales (PoPE paper, Appendix B.1): four voices in steps of a 16th note. A document goes through them step by step, and
 in each step through the voices from soprano to bass: `74 70 65 58 74 70 65 58 ...`, MIDI pitches, `-1` for silence.
 Held and repeated notes are not told apart. The vocabulary has 90 words, as in the paper: the 88 keys of a piano,
 silence, and padding.
+
+MAESTRO v3.0.0 (the same appendix): MIDI files, in REMI words (Huang and Yang 2020) made by `miditok`: `Bar_None
+TimeSig_4/4 Position_0 Tempo_121.29 Pitch_60 Velocity_63 Duration_1.0.8 ...`. With 88 pitches, 32 velocities, tempos,
+time signatures and the sustain pedal, and with PAD, BOS, EOS and MASK, the vocabulary has 328 words, the number that
+the paper states; it does not state the settings, and other ones give 328 words too. Each performance begins with BOS
+and ends with EOS.
+
+Its split is ours, for the paper's is not known: 90 % of the works for training, 5 % for validation, 5 % for testing,
+by a hash of composer and title, so that no work is in two splits. (The official split is 75/11/14.) As augmentation,
+each training performance is there seven times, moved by -3 to +3 semitones: an epoch has every one of them once, where
+the paper draws them uniformly.
 """
 
+import csv
+import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # MIDI pitches of a piano's lowest and highest key.
 _LOWEST, _HIGHEST = 21, 108
 _VOICES = 4
 
 SILENCE = -1
+TRANSPOSITIONS = range(-3, 4)
+MAESTRO_TABLE = "maestro-v3.0.0.csv"
+
 CHORALE_WORDS = ["<pad>", str(SILENCE), *map(str, range(_LOWEST, _HIGHEST + 1))]
 
 
@@ -45,3 +62,75 @@ def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
                     f"{_LOWEST} to {_HIGHEST}, or {SILENCE} for silence."
                 )
         yield " ".join(str(int(pitch)) for pitches in chorale for pitch in pitches)
+
+
+def remi_tokenizer() -> Any:
+    """Returns the `miditok.REMI` tokenizer of performances.
+
+    Raises:
+        ImportError: miditok is not installed.
+    """
+    try:
+        from miditok import REMI, TokenizerConfig
+    except ImportError as error:
+        raise ImportError('MIDI files need `miditok`: pip install "whatwhere[music]"') from error
+    return REMI(
+        TokenizerConfig(
+            # Both ends belong to it.
+            pitch_range=(_LOWEST, _HIGHEST),
+            num_velocities=32,
+            special_tokens=["PAD", "BOS", "EOS", "MASK"],
+            use_tempos=True,
+            use_time_signatures=True,
+            use_sustain_pedals=True,
+            use_pitchdrum_tokens=False,
+        )
+    )
+
+
+def remi_words() -> list[str]:
+    """Returns the words of performances, ordered by their ids."""
+    vocabulary = remi_tokenizer().vocab
+    return sorted(vocabulary, key=vocabulary.get)
+
+
+def read_performances(folder: str | os.PathLike[str], split: str, *, transpose: bool = False) -> Iterator[str]:
+    """Yields the performances of a split of MAESTRO as documents of words.
+
+    Args:
+        folder: that of the official archive, with `maestro-v3.0.0.csv` and a folder a year.
+        split: `train`, `validation` or `test`, of our split (see the top of the file).
+        transpose: yield each performance seven times, in all transpositions. A note that leaves the piano is dropped.
+
+    Raises:
+        ValueError: the folder lacks the table or a file, or a performance is not of one instrument.
+        ImportError: miditok is not installed.
+    """
+    tokenizer = remi_tokenizer()
+    from symusic import Score
+
+    table = Path(folder) / MAESTRO_TABLE
+    try:
+        with table.open(encoding="utf-8", newline="") as file:
+            works = list(csv.DictReader(file))
+    except OSError as error:
+        raise ValueError(f"folder {Path(folder).name!r} has no {MAESTRO_TABLE}: {error.strerror}.") from error
+    for work in works:
+        if performance_split(work["canonical_composer"], work["canonical_title"]) != split:
+            continue
+        name = work["midi_filename"]
+        try:
+            score = Score(Path(folder) / name)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"performance {name!r} cannot be read: {error}") from error
+        for semitones in TRANSPOSITIONS if transpose else (0,):
+            tracks = tokenizer(score.shift_pitch(semitones))
+            if len(tracks) != 1:
+                raise ValueError(f"performance {name!r} has {len(tracks)} tracks with notes: it must have 1.")
+            yield " ".join(tracks[0].tokens)
+
+
+def performance_split(composer: str, title: str) -> str:
+    """Returns the split of a work."""
+    percent = int.from_bytes(hashlib.sha256(f"{composer}\n{title}".encode()).digest()[:8], "big") % 100
+    return "train" if percent < 90 else "validation" if percent < 95 else "test"

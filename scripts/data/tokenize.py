@@ -14,11 +14,12 @@ import torch
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 try:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 except ImportError as error:
     raise ImportError('the tokenizers need `tokenizers`: pip install "whatwhere[train]"') from error
 
-from .music import CHORALE_WORDS
+from .genome import GENOME_PATTERN, GENOME_WORDS
+from .music import CHORALE_WORDS, remi_words
 
 # One token ends a document and begins the next one, as in GPT-2: a model that is asked to start from nothing gets the
 # token after which every document of its training text started.
@@ -27,7 +28,7 @@ PADDING = "<|padding|>"
 
 # Tokenizers of documents that are no text: music and genomes, as words of a small vocabulary. Their tokens stand for no
 # bytes, so that models have a loss and a perplexity but no bits per byte.
-WORD_TOKENIZERS = ("jsb",)
+WORD_TOKENIZERS = ("jsb", "remi", "6mer")
 
 _BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 
@@ -40,11 +41,12 @@ def build_tokenizer(
     model_max_length: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Builds a tokenizer that has a padding token and, except for `jsb`, an end-of-text token.
+    """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
     Args:
         kind: `bytes` (token b is byte b, plus two special tokens), `bpe` (a byte-level BPE trained on `texts`), `jsb`
-            (the 90 words of chorales, see `music.py`), or the folder or Hub id of an existing tokenizer.
+            (the 90 words of chorales) and `remi` (the 328 words of piano performances; both: see `music.py`), `6mer`
+            (the 4,107 words of genomes, see `genome.py`), or the folder or Hub id of an existing tokenizer.
         vocab_size: the size of the `bpe` vocabulary, special tokens included; at least 258. Other kinds refuse it.
         texts: the documents on which `bpe` is trained: the training split, never the others.
         model_max_length: the length at which the tokenizer warns; by default never.
@@ -67,6 +69,11 @@ def build_tokenizer(
         )
     elif kind == "jsb":
         tokenizer = _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
+    elif kind == "remi":
+        names = {f"{name}_token": f"{name.upper()}_None" for name in ("pad", "bos", "eos", "mask")}
+        tokenizer = _word_tokenizer(remi_words(), **names)
+    elif kind == "6mer":
+        tokenizer = _genome_tokenizer()
     else:
         tokenizer = _existing_tokenizer(kind)
         if tokenizer.eos_token is None:
@@ -83,17 +90,20 @@ def tokenize_documents(
 ) -> Iterator[list[int]]:
     """Yields the token ids of each document, followed by the end-of-text token if the tokenizer has one.
 
+    A document of words between spaces also begins with the beginning-of-text token, if there is one.
+
     A document that contains the text of a special token is encoded as that text, not as the token.
 
     Raises:
         ValueError: a document holds a word that a tokenizer of words does not know.
     """
+    of_words = _is_of_words(tokenizer)
+    begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(documents: list[str]) -> Iterator[list[int]]:
-        if _is_of_words(tokenizer):
-            for document in documents:
-                _check_words(tokenizer, document)
+        if of_words:
+            _check_words(tokenizer, documents)
         encoded = tokenizer(
             documents,
             add_special_tokens=False,
@@ -103,7 +113,7 @@ def tokenize_documents(
             verbose=False,
         )
         for ids in encoded["input_ids"]:
-            yield [*ids, *end]
+            yield [*begin, *ids, *end]
 
     documents: list[str] = []
     for text in texts:
@@ -172,15 +182,30 @@ def _is_of_words(tokenizer: PreTrainedTokenizerBase) -> bool:
     return backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
 
 
-def _check_words(tokenizer: PreTrainedTokenizerBase, document: str) -> None:
-    known = tokenizer.get_vocab()
-    for word in document.split():
-        if word not in known or word in tokenizer.all_special_tokens:
-            words = [word for word in known if word not in tokenizer.all_special_tokens]
+def _check_words(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> None:
+    known = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    for document in documents:
+        if unknown := set(document.split()) - known:
             raise ValueError(
-                f"a document holds the word {word!r}, which the tokenizer does not know. It knows {len(words)} words "
-                f"between spaces, such as {', '.join(map(repr, words[:3]))}."
+                f"a document holds the word {min(unknown)!r}, which the tokenizer does not know. It knows "
+                f"{len(known)} words between spaces, such as {', '.join(map(repr, sorted(known)[:3]))}."
             )
+
+
+def _genome_tokenizer() -> PreTrainedTokenizerFast:
+    # Letters that are no nucleotides are <unk>, as in the Nucleotide Transformer.
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(GENOME_WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(GENOME_PATTERN), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        mask_token="<mask>",
+        cls_token="<cls>",
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
 
 
 def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:

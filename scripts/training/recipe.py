@@ -80,10 +80,10 @@ class DataRecipe:
                 f"data.vocab_size={self.vocab_size!r} is not valid with data.tokenizer={self.tokenizer!r}: 'bpe' "
                 "needs it, the others have their own."
             )
-        if self.tokenizer == "jsb" and self.pack != "separate":
+        if self.tokenizer in ("jsb", "6mer") and self.pack != "separate":
             raise RecipeError(
-                f"data.pack={self.pack!r} is not valid with data.tokenizer='jsb', which has no token that ends a "
-                "document. Allowed: 'separate'."
+                f"data.pack={self.pack!r} is not valid with data.tokenizer={self.tokenizer!r}, which has no token that "
+                "ends a document. Allowed: 'separate'."
             )
         if self.tokenizer == "bpe" and self.streaming:
             raise RecipeError(
