@@ -17,7 +17,7 @@ from whatwhere.scripts.reproduce.runs import plan, unique
 from whatwhere.scripts.reproduce.tables import TABLES, Figure
 from whatwhere.scripts.training.loop import Run
 from whatwhere.scripts.training.model import build_config, build_model
-from whatwhere.scripts.training.recipe import RECIPES
+from whatwhere.scripts.training.recipe import RECIPES, load_recipe
 
 CARDS = Path(__file__).resolve().parents[1] / "model_cards"
 
@@ -178,6 +178,8 @@ def test_tables_share_runs(tmp_path):
     assert copying < both
     assert both - copying < folders("cope_7")
     assert folders("pope_1") < folders("pope_indexing")
+    assert {folder.name for folder in folders("pope_4") & folders("pope_8")} == {"pope-seed0", "pope-253m-seed0"}
+    assert {folder.name for folder in folders("cope_5") & folders("cope_8")} == {"cope-seed0"}
     assert folders("pope_1", small=True, seeds=2) == {
         tmp_path / "indirect_indexing_small" / f"{row}-seed{seed}" for row in ("rope", "pope") for seed in (0, 1)
     }
@@ -204,9 +206,18 @@ def test_every_run_builds(tmp_path, small):
             if run.recipe.name == "code_cope" and run.row.key in ("cope", "cope-rope"):
                 # What the paper counts there is not known: `choices` says so.
                 assert (printed, count) == (20.8, pytest.approx(19.8, abs=0.05))
+            elif run.column.key == "774m":
+                # GPT-2's, with learnt positions
+                assert (printed, count) == (774, pytest.approx(774 - 1024 * 1280 / 1e6, abs=0.1))
+            elif run.recipe.name == "openwebtext":
+                assert round(count) == printed, run.folder
             else:
                 assert count == pytest.approx(printed, abs=0.1), run.folder
-    assert len(built) == 31 + 3 + 9 + 7 + 6 + 5 + (0 if small else 4)
+    cope, pope = 31 + 3 + 9 + 7 + 5, 6
+    # JSB, genome, OpenWebText: two systems each, and three ablations
+    domains = 2 + 2 + 2 + 3
+    exact = 0 if small else 4 + 2 + 2 * 2 + 3
+    assert len(built) == cope + pope + domains + exact
 
 
 def test_recipes_are_those_of_the_papers(tmp_path):
@@ -230,6 +241,15 @@ def test_recipes_are_those_of_the_papers(tmp_path):
     assert (counting.model["position_encoding"], counting.model["position_encoding_parameters"]) == ("relative", None)
     indexing = recipe("pope_indexing", "alibi-half", "accuracy")
     assert indexing.model["position_encoding_parameters"] == {"head_fraction": 0.5}
+    for size, expected in {"124m": (768, 12, 12), "253m": (1024, 16, 16), "774m": (1280, 36, 20)}.items():
+        model = recipe("pope_4", "pope", size).model
+        assert (model["n_embd"], model["n_layer"], model["n_head"]) == expected
+    ablations = {
+        row: build_config(recipe("pope_8", row, "253m")).position_encoding_parameters
+        for row in ("pope-identity", "pope-relu", "pope-no-delta", "pope")
+    }
+    changes = [{"magnitude": "identity"}, {"magnitude": "relu"}, {"use_delta": False}, {}]
+    assert list(ablations.values()) == [{**ablations["pope"], **change} for change in changes]
     wikitext = recipe("cope_8", "cope-all-positions", "test")
     assert wikitext.model["position_encoding_parameters"] == {"num_positions": 1024, "share_across_layers": True}
 
@@ -309,6 +329,7 @@ def pretend(run, value, **others):
     shares = value if isinstance(value, dict) else dict.fromkeys(run.recipe.data.test_sets or ("none",), value)
     results = {
         "metrics": {"test_sets": {name: {"token_error": share} for name, share in shares.items()}, **others},
+        "data": {"source": run.recipe.data.source},
         "recipe": run.recipe.resolved(),
         "steps": run.recipe.training.steps,
         "parameters": 1000,
@@ -377,7 +398,8 @@ def pretend_text(run, validation, test):
     """Writes the results of a language model that was never made: its perplexities, and 2.5 million parameters."""
     pretend(run, {}, perplexity={"value": test})
     path = run.folder / "results.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "parameters": 2_500_000}))
+    others = {"parameters": 2_500_000, "data": {"source": "corpus", "place": "local files"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | others))
     line = {"step": run.recipe.training.steps, "validation_perplexity": validation}
     (run.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
 
@@ -404,12 +426,26 @@ def test_report_of_text(tmp_path, capsys):
     assert "| Code, Test PPL |" not in text
     splits = planned["cope", "test"][0].recipe.data.splits
     shown = ", ".join(f"{split} `{choice}`" for split, choice in splits.items())
-    assert f"Figures of transfer, from one corpus to another:\n\n- `wikitext103_small`: {shown}\n" in text
+    assert f"figures of transfer, not of a benchmark.\n\n- `wikitext103_small`: {shown}\n" in text
+    assert "- corpora from: local files\n" in text
     folder = tmp_path / "cards" / "cope_5_small"
     readme = (folder / "README.md").read_text()
     assert report.card_from_results(folder / "results.json") == readme
     for name in {choice.partition(":")[0] for choice in splits.values()}:
-        assert f"\n- {CORPORA[name].title}: {CORPORA[name].licence}\n" in readme
+        assert f"\n- {CORPORA[name].title}: {CORPORA[name].licence}\n".replace("<", "&lt;") in readme
+
+
+def test_report_of_music(tmp_path, capsys):
+    """Figures have as many digits as the paper's; MAESTRO has no small version."""
+    planned = plan(TABLES["pope_2"], output=tmp_path, small=True)
+    for (row, _), (run,) in planned.items():
+        pretend(run, {}, loss={"value": {"rope": 0.61234, "pope": 0.60001}[row]})
+    script.main(["pope_2", "--small", "--report-only", "--output", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "| PoPE | JSB | 0.6000 | 1 of 1 | 0.4889 | agrees in order (1 of 1, 0 clear) |" in text
+    assert "are left out:\n\n- MAESTRO (`maestro`)\n" in text
+    assert "| MAESTRO |" not in text
+    assert "transfer" not in text
 
 
 def test_runs_that_cannot_be_the_paper_s_are_not_exact(tmp_path):
@@ -484,6 +520,22 @@ def test_validation_perplexity(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 10, "validation_perplexity": 8.5}) + "\n")
     assert measure({"steps": 10}, tmp_path) == 8.5
+    # of the model that was kept
+    assert measure({"steps": 10, "kept": {"step": 5, "validation_loss": 2.2}}, tmp_path) == 9.0
+
+
+def test_what_the_best_is_chosen_from_matters(tmp_path):
+    def changes(table, *sets):
+        return unique(plan(TABLES[table], output=tmp_path, seeds=1, sets=sets, rows=["pope"]))[0].changes
+
+    assert changes("pope_1", "evaluation.every=7", "evaluation.blocks=8") == ()
+    assert changes("pope_1", "evaluation.every=7", "evaluation.blocks=8", "evaluation.keep=best") == (
+        "evaluation.blocks: 2000 → 8",
+        "evaluation.every: 5000 → 7",
+        "evaluation.keep: None → 'best'",
+    )
+    every = load_recipe("jsb").evaluation.every
+    assert changes("pope_2", "evaluation.every=7") == (f"evaluation.every: {every} → 7",)
 
 
 # --- a real run

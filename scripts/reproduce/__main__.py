@@ -16,6 +16,9 @@ On one or more GPUs, as in the paper:
 | cope_7 | CoPE | flip-flop: architectures and ablations |
 | cope_8 | CoPE | WikiText-103: ablations |
 | pope_1 | PoPE (2509.10534) | indirect indexing |
+| pope_2, pope_3 | PoPE | music (JSB, MAESTRO); the human reference genome |
+| pope_4 | PoPE | OpenWebText, three sizes |
+| pope_8 | PoPE, with the ICML version's | OpenWebText: ablations |
 | pope_indexing | PoPE, ICML version | indirect indexing with more encodings |
 
 Every run is one of `whatwhere.scripts.train` in a folder of its own, `OUTPUT/<recipe>/<row>[-<variant>]-seed<k>`. A

@@ -52,7 +52,7 @@ This folder holds figures, no weights. The command above, without `--report-only
 run is a checkpoint with its tokenizer and its own card, which
 `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
 
-The models are made to compare position encodings, and for nothing else: each knows its one task, or the text above. The
+The models are made to compare position encodings, and for nothing else: each knows its one task, or the data above. The
 figures say how the encodings compare at these sizes, on this data and with so many seeds; they do not say how they
 would at others.
 
@@ -176,6 +176,7 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
                 "value": columns[column].measure(found, run.folder),
                 "folder": "/".join(run.folder.parts[-2:]),
                 "steps": found["steps"],
+                **({"kept": found["kept"]} if "kept" in found else {}),
                 "parameters": found["parameters"],
                 "seconds": found["seconds"],
             }
@@ -227,6 +228,7 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
         "unit": table.unit,
         "margin": table.margin,
         "solved": table.solved,
+        "digits": table.digits,
         "choices": table.choices,
         "cells": entries,
         "scaled_down": scaled_down(planned),
@@ -241,7 +243,11 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
         "systems": systems(planned),
         "runs": [run.command() for run in unique(planned)],
         "origin": {
-            key: distinct(found[key] for found in finished) for key in ("commit", "device", "processes", "versions")
+            **{
+                key: distinct(found[key] for found in finished) for key in ("commit", "device", "processes", "versions")
+            },
+            # Of corpora alone, which may be local files or the Hub's.
+            "corpora from": distinct(found["data"]["place"] for found in finished if "place" in found["data"]),
         },
     }
 
@@ -287,7 +293,7 @@ def texts(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
     for run in unique(planned):
         data = run.recipe.data
         if data.source == "task":
-            lines.append(f"{data.task}: samples of the toy task, generated")
+            lines.append(f"`{data.task}`: samples of the toy task, generated")
         elif data.source == "stdlib":
             lines.append("source code of Python's standard library: PSF License")
         elif data.source == "hub":
@@ -308,22 +314,18 @@ def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[
     return result
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _ours(cell: Mapping[str, Any]) -> str:
+def _ours(cell: Mapping[str, Any], digits: int) -> str:
     ours = cell["ours"]
     if ours["mean"] is None:
         return "-"
-    spread = "" if ours["spread"] is None else f" ± {_number(ours['spread'])}"
-    return _number(ours["mean"]) + spread
+    spread = "" if ours["spread"] is None else f" ± {ours['spread']:.{digits}f}"
+    return f"{ours['mean']:.{digits}f}{spread}"
 
 
 def _millions(cell: Mapping[str, Any]) -> str:
-    """The number of parameters of a cell's models, in millions; all its runs have the same, but for the user's own."""
-    counts = distinct(f"{seed['parameters'] / 1e6:.1f}" for seed in cell["ours"]["seeds"])
-    return " or ".join(counts) or "-"
+    """The number of parameters of a cell's models, which differ in the seed alone, in millions."""
+    seeds = cell["ours"]["seeds"]
+    return f"{seeds[0]['parameters'] / 1e6:.1f}" if seeds else "-"
 
 
 def _verdict(cell: Mapping[str, Any]) -> str:
@@ -351,10 +353,11 @@ def markdown(report: Mapping[str, Any]) -> str:
         for cell in (cell for cell in report["cells"] if cell["column"] == column):
             seeds = f"{len(cell['ours']['seeds'])} of {cell['ours']['wanted']}"
             rate = cell.get("solve_rate")
-            values = [cell["label"], cell["column_label"], _ours(cell), seeds]
+            values = [cell["label"], cell["column_label"], _ours(cell, report["digits"]), seeds]
             values += ["-" if rate is None else f"{rate:.0%}"] if solved else []
             values += [cell["paper"]["text"] or "-", _verdict(cell)]
-            values += [_millions(cell), _number(cell["paper"]["parameters"], 1)] if sizes else []
+            printed = cell["paper"]["parameters"]
+            values += [_millions(cell), "-" if printed is None else f"{printed:g}"] if sizes else []
             lines.append(f"| {' | '.join(values)} |")
     lines += ["", _legend(report), "", "## Runs", "", report["choices"], ""]
     if any(report["scaled_down"].values()):
@@ -371,7 +374,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines += ["", "What even the exact recipes do not have of the paper's runs:", ""]
         lines += [f"- `{recipe}`: {text}" for recipe, text in report["departs"].items()]
     if report["transfer"]:
-        lines += ["", "Figures of transfer, from one corpus to another:", ""]
+        lines += ["", "Trained on one corpus and measured on another: figures of transfer, not of a benchmark.", ""]
         for recipe, splits in report["transfer"].items():
             lines.append(f"- `{recipe}`: {', '.join(f'{split} `{choice}`' for split, choice in splits.items())}")
     if report["left_out"]:
@@ -446,7 +449,8 @@ def write_card(report: Mapping[str, Any], folder: Path) -> Path:
 def card(report: Mapping[str, Any]) -> str:
     """Returns the card of a report, README.md in its folder; it is made of what is in `<table>.json` alone."""
     head = ["---", "license: apache-2.0", "library_name: whatwhere", "tags:", "- position-encoding", "---", ""]
-    texts = "".join(f"\n- {text}" for text in report["texts"])
+    # Or Markdown takes <unk> for HTML.
+    texts = "".join("\n- " + text.replace("<", "&lt;") for text in report["texts"])
     return "\n".join(head) + markdown(report) + CARD + texts + "\n"
 
 

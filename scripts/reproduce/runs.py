@@ -28,6 +28,7 @@ IMMATERIAL = {
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.trackers",
+    # If the last model is kept.
     "evaluation.every",
 }
 
@@ -145,8 +146,13 @@ def build_run(
     recipe = load_recipe(name, overrides)
     exact = load_recipe(column.recipe, resolve_overrides(load_recipe(column.recipe), row, column, seed)[1])
     changes = differences(exact.resolved(), recipe.resolved())
-    # Of a toy task nothing is reported that validation samples decide.
-    immaterial = IMMATERIAL | ({"evaluation.blocks"} if recipe.data.source == "task" else set())
+    immaterial = set(IMMATERIAL)
+    if recipe.evaluation.keep == "best":
+        # Which models the best is chosen from.
+        immaterial.remove("evaluation.every")
+    elif recipe.data.source == "task":
+        # Of a toy task nothing is reported that validation samples decide.
+        immaterial.add("evaluation.blocks")
     return Run(
         row=row,
         column=column,
