@@ -446,6 +446,11 @@ def test_report_of_music(tmp_path, capsys):
     assert "are left out:\n\n- MAESTRO (`maestro`)\n" in text
     assert "| MAESTRO |" not in text
     assert "transfer" not in text
+    # whose training split is made of the same performances, transposed
+    exact = plan(TABLES["pope_2"], output=tmp_path)
+    splits = exact["rope", "maestro"][0].recipe.data.splits
+    assert splits["train"].partition(":")[0] != splits["test"].partition(":")[0]
+    assert report.transfer(exact) == {}
 
 
 def test_runs_that_cannot_be_the_paper_s_are_not_exact(tmp_path):

@@ -276,12 +276,23 @@ def left_out(table: Table) -> dict[str, str]:
 
 
 def transfer(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict[str, str]]:
-    """Returns, for each recipe that is measured on another corpus than it trains on, what its splits are."""
+    """Returns, for each recipe that is measured on another corpus than it trains on, what its splits are.
+
+    Corpora that are made of the same files are the same: MAESTRO, and its transposed performances.
+    """
+    from ..data.corpora import CORPORA
+
+    def files(choice: str) -> set[Any]:
+        corpus = CORPORA[choice.partition(":")[0]]
+        hub = {(dataset, config) for dataset, config, _ in corpus.hub.values()}
+        return hub.union(*corpus.local.values())
+
     result = {}
     for run in unique(planned):
         data = run.recipe.data
-        if data.source == "corpus" and len({choice.partition(":")[0] for choice in (data.splits or {}).values()}) > 1:
-            result[run.recipe.name] = dict(data.splits or {})
+        splits = dict(data.splits or {}) if data.source == "corpus" else {}
+        if any(files(splits["train"]).isdisjoint(files(choice)) for choice in splits.values()):
+            result[run.recipe.name] = splits
     return result
 
 
