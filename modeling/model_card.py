@@ -42,6 +42,8 @@ class Corpus(NamedTuple):
     is_text: bool = True
 
 
+# What data are called that are no corpus known by name.
+SOURCES = {"stdlib": "source code of Python's standard library", "local": "local files"}
 # Cards are written where `whatwhere.scripts` is not installed, too: a test compares this with the list there.
 CORPORA = {
     "wikitext103": Corpus(
@@ -72,6 +74,40 @@ CORPORA = {
         None,
         "74 70 65 58",
         is_text=False,
+    ),
+    "maestro": Corpus(
+        "MAESTRO v3.0.0 (MIDI, REMI words, our split of 90/5/5 by work)",
+        "CC BY-NC-SA 4.0",
+        None,
+        "Bar_None Position_0",
+        is_text=False,
+    ),
+    "maestro_transposed": Corpus(
+        "MAESTRO v3.0.0 (MIDI, REMI words), each performance moved by -3 to +3 semitones",
+        "CC BY-NC-SA 4.0",
+        None,
+        "Bar_None Position_0",
+        is_text=False,
+    ),
+    "genome": Corpus(
+        "Human reference genome GRCh38 (pieces of 6,000 nucleotides)",
+        "no restrictions",
+        None,
+        "TTAGGGTTAGGGTTAGGG",
+        is_text=False,
+    ),
+    "genome_chr2": Corpus(
+        "Human reference genome GRCh38, the first 2,333,275 bases of chromosome 2",
+        "no restrictions",
+        None,
+        "TTAGGGTTAGGGTTAGGG",
+        is_text=False,
+    ),
+    "openwebtext": Corpus(
+        "OpenWebText (validation: the first 4,007 documents, 0.05 %)",
+        "CC0-1.0 (of the collection)",
+        "Skylion007/openwebtext",
+        "In the past year",
     ),
 }
 
@@ -118,7 +154,10 @@ def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> d
             raise ValueError(f"{path.name} in {str(folder)!r} is not valid JSON: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path.name} in {str(folder)!r} must hold a JSON object.")
-        stated = content.get("weights_sha256")
+        checkpoints = content.get("checkpoints", [])
+        # A file in which checkpoints were measured may state the weights of each.
+        alone = checkpoints[0].get("weights") if len(checkpoints) == 1 else None
+        stated = content.get("weights_sha256", alone)
         if (weights is None and stated is None) or (
             stated is not None and stated == (weights or weights_fingerprint(folder))
         ):
@@ -326,11 +365,11 @@ def _test_sets(training: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _corpus_of(data: dict[str, Any], split: str) -> str | None:
     """Returns the name of the corpus that a split was taken from; None if the data are no named corpora."""
-    if data.get("source") in CORPORA:
-        return str(data["source"])
-    if data.get("source") != "corpus":
-        return None
-    return str((data.get("splits") or {}).get(split, data.get("corpus"))).partition(":")[0]
+    if data.get("corpus"):
+        return str(data["corpus"])
+    if data.get("source") == "corpus":
+        return str(data["splits"][split]).partition(":")[0]
+    return str(data["source"]) if data.get("source") in CORPORA else None
 
 
 def _corpora(data: dict[str, Any]) -> dict[str, str]:
@@ -361,10 +400,8 @@ def _data_name(data: dict[str, Any], split: str | None = None) -> str:
     if data.get("task"):
         return f"toy task {data['task'].replace('_', ' ')}"
     if corpus := _corpus_of(data, split or data["split"]):
-        return CORPORA[corpus].title if corpus in CORPORA else corpus
-    return {"stdlib": "source code of Python's standard library", "local": "local files"}.get(
-        data["source"], str(data["source"])
-    )
+        return CORPORA[corpus].title if corpus in CORPORA else SOURCES.get(corpus, corpus)
+    return SOURCES.get(data["source"], str(data["source"]))
 
 
 def _lengths(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -378,7 +415,12 @@ def _own(length: dict[str, Any]) -> list[dict[str, Any]]:
     weights = length.get("weights_sha256")
     if weights is None:
         return checkpoints if len(checkpoints) == 1 else []
-    return [entry for entry in checkpoints if entry.get("weights_sha256", weights) == weights]
+    return [entry for entry in checkpoints if entry.get("weights", weights) == weights]
+
+
+def _plain(text: str) -> str:
+    """Returns text in which Markdown sees no tag, such as `<unk>`."""
+    return text.replace("<", "\\<")
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -472,7 +514,7 @@ def _training_section(results: dict[str, Any], figures: Mapping[str, str]) -> st
         return "## Training\n\nNo training run is recorded for these weights."
     data = training.get("data", {})
     facts = {
-        "data": _data_name(data, "train") if data.get("source") else None,
+        "data": _plain(_data_name(data, "train")) if data.get("source") else None,
         "optimiser steps": training.get("steps"),
         "tokens seen": training.get("tokens_trained"),
         "samples seen": training.get("samples_trained"),
@@ -496,7 +538,7 @@ def _training_section(results: dict[str, Any], figures: Mapping[str, str]) -> st
         rows = [["split", "taken from", "which is", "licence"]]
         for split, choice in corpora.items():
             corpus = CORPORA.get(choice.partition(":")[0])
-            rows.append([split, f"`{choice}`", *((corpus.title, corpus.licence) if corpus else ("", ""))])
+            rows.append([split, f"`{choice}`", *((_plain(corpus.title), corpus.licence) if corpus else ("", ""))])
         parts += [f"The data, from {data['place']} (in brackets: which documents):", _table(rows)]
     if curves := results.get("curves"):
         parts += [text] if (text := _curves_text(curves)) else []
@@ -558,7 +600,7 @@ def _training_results(training: dict[str, Any]) -> list[str]:
             error = f" ± {score['standard_error']:.4f}" if score.get("standard_error") is not None else ""
             unit = ", nats per token" if metric == "loss" else ""
             rows.append([metric.replace("_", " ") + unit, f"{score['value']:.4f}{error}"])
-        where = f"Held-out loss on {_data_name(data)}, {data['split']} split"
+        where = f"Held-out loss on {_plain(_data_name(data))}, {data['split']} split"
         where += f", sequences of {training['length']} tokens" if training.get("length") else ""
         where += f", {training['tokens']:,} tokens scored" if training.get("tokens") else ""
         parts += [where + ":", _table(rows)]
@@ -578,24 +620,33 @@ def _length_results(length: dict[str, Any]) -> list[str]:
 
 
 def _window_results(length: dict[str, Any]) -> list[str]:
-    rows = [
-        ["", "window", "times trained length", "perplexity", "standard error", "bits per byte", "tokens", "documents"]
-    ]
+    rows = [["window", "times trained length", "perplexity", "bits per byte", "tokens", "documents"]]
+    variants = any(entry.get("variant") for entry in _own(length))
+    clusters = set()
     for entry in _own(length):
         for cell in entry["cells"]:
-            numbers = ["cannot reach", "", "", "", ""]
+            numbers = ["cannot reach", "", "", ""]
             if cell["reached"]:
-                numbers = [
-                    f"{cell['perplexity']:.2f}",
-                    "" if cell["standard_error"] is None else f"{cell['standard_error']:.2f}",
-                ]
-                numbers += [f"{cell['bits_per_byte']:.4f}", f"{cell['tokens']:,}", f"{cell['documents']:,}"]
-            rows.append(
-                [entry.get("variant") or "as trained", f"{cell['length']:,}", f"{cell['multiple']:g}", *numbers]
-            )
+                # That of the file is of the loss.
+                error = cell["standard_error"]
+                text = f"{cell['perplexity']:,.2f}" + ("" if error is None else f" ± {cell['perplexity'] * error:,.2f}")
+                counts = [f"{cell[count]:,}" for count in ("tokens", "documents")]
+                numbers = [text, _error(cell["bits_per_byte"]), *counts]
+                clusters |= {cell["clusters"]} if error is not None else set()
+            rows.append([f"{cell['length']:,}", f"{cell['multiple']:g}", *numbers])
+            if variants:
+                rows[-1].insert(0, entry.get("variant") or "as trained")
+    if len(rows) == 1:
+        return []
+    if variants:
+        rows[0].insert(0, "at test time")
     data = length["data"]
-    text = f"Perplexity per token on {_data_name(data)}, {data['split']} split, in disjoint windows"
-    return [text + " of each length:", _table(rows)] if len(rows) > 1 else []
+    text = f"Perplexity on {_plain(_data_name(data))}, {data['split']} split: {data['documents']:,} documents"
+    text += f", the first {data['document_tokens']:,} tokens of each" if data.get("document_tokens") else ""
+    text += ", joined to one text" if data["joined"] else ", each by itself"
+    text += ", cut into disjoint windows of each length"
+    text += f" (± one standard error over {' or '.join(sorted(clusters))})" if clusters else ""
+    return [text + ":", _table(rows)]
 
 
 def _task_results(lm_eval: dict[str, Any]) -> list[str]:
@@ -674,7 +725,7 @@ def _licence_section(training: dict[str, Any]) -> str:
     names = [choice.partition(":")[0] for choice in _corpora(data).values()] or [_corpus_of(data, "train") or ""]
     corpora = [CORPORA[name] for name in dict.fromkeys(names) if name in CORPORA]
     if corpora:
-        lines = [f"- {corpus.title}: {corpus.licence}" for corpus in corpora]
+        lines = [f"- {_plain(corpus.title)}: {corpus.licence}" for corpus in corpora]
         return text + " The data have licences of their own:\n\n" + "\n".join(lines)
     if data.get("source") == "task":
         return text + " The training data are generated by the code."

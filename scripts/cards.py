@@ -15,7 +15,8 @@ files in which several checkpoints were measured together, such as `length/lengt
 that have an entry of its weights. Absolute paths in recorded commands lose their folders.
 
 Published weights are loaded from their Hub id (`--published`); for others the card gives the command that makes them.
-NAME is `{recipe}_{encoding}`, or what `--name` says, in which also `{seed}` and `{folder}` are replaced.
+NAME is `{recipe}_{encoding}`, or what `--name` says, in which also `{data}` (the training corpus or the task), `{seed}`
+and `{folder}` are replaced.
 
 The text of the cards is in `whatwhere.model_card`; a card in the folder of weights comes from
 `whatwhere.scripts.evaluation.card`. Cards of the papers' tables are written by `whatwhere.scripts.reproduce --cards`;
@@ -36,6 +37,7 @@ import transformers
 
 from ..model_card import Weights, figures_of, model_card, read_results, result_files, weights_fingerprint
 from .evaluation import length as length_evaluation
+from .evaluation import windows
 from .evaluation.results import check_writable, write_json
 from .evaluation.zero_shot import TABLE_5, TASKS
 
@@ -148,10 +150,15 @@ def draw(folder: pathlib.Path, results: Mapping[str, Any]) -> None:
     if "curves" in results:
         draw_curves(results["curves"], folder / "curves.png")
     for name in (name for name in results if name == "length" or name.startswith("length_")):
+        checkpoints = results[name]["checkpoints"]
         with tempfile.TemporaryDirectory() as drafts:
-            # It draws every format; a card shows one.
-            length_evaluation.draw(results[name]["checkpoints"], pathlib.Path(drafts) / name)
-            (folder / f"{name}.png").write_bytes((pathlib.Path(drafts) / f"{name}.png").read_bytes())
+            # Every format is drawn; a card shows one.
+            stem = pathlib.Path(drafts) / name
+            if name == "length":
+                length_evaluation.draw(checkpoints, stem)
+            else:
+                windows.draw(checkpoints, stem, title="{corpus}, {split}".format_map(results[name]["data"]))
+            (folder / f"{name}.png").write_bytes(stem.with_suffix(".png").read_bytes())
 
 
 def place_of(command: str) -> str:
@@ -167,16 +174,18 @@ def card_name(run: pathlib.Path, template: str, results: Mapping[str, Any], enco
 
     Args:
         run: the folder of the run.
-        template: with `{recipe}`, `{encoding}`, `{seed}` or `{folder}` in it.
+        template: with `{recipe}`, `{data}`, `{encoding}`, `{seed}` or `{folder}` in it.
         results: the contents of its `results.json`.
         encoding: the name of its position encoding.
 
     Raises:
         CardError: the template is not valid, or what it gives is no name of a folder.
     """
-    folder = run.resolve().name
+    folder, data = run.resolve().name, results["data"]
+    corpus = (data.get("splits") or {}).get("train", "") if data["source"] == "corpus" else ""
     fields = {
         "recipe": results.get("recipe", {}).get("name") or folder,
+        "data": corpus.partition(":")[0] or data.get("task") or data["source"],
         "encoding": encoding.replace("+", "_"),
         "seed": results.get("seed"),
         "folder": folder,
@@ -249,7 +258,7 @@ def collect(
         if path.stem not in found
     ]
     for name, content in (shared or {}).items():
-        if weights in [entry.get("weights_sha256") for entry in content["checkpoints"]]:
+        if weights in [entry.get("weights") for entry in content["checkpoints"]]:
             found[name] = {**content, "weights_sha256": weights}
     if (run / "metrics.jsonl").is_file():
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -162,6 +162,30 @@ def test_measured_card(measured):
         assert f"| `{name}` | `{value!r}` |" in card.text
 
 
+def test_windows_of_a_corpus(measured):
+    cell = {
+        **{"length": 64, "multiple": 2.0, "reached": True, "perplexity": 123.456, "standard_error": 0.5},
+        **{"bits_per_byte": None, "tokens": 640, "documents": 3, "clusters": "windows"},
+    }
+    content = {
+        "data": {"corpus": "pg19", "split": "test", "documents": 3, "document_tokens": None, "joined": True},
+        "checkpoints": [{"name": "tiny", "variant": None, "weights": weights_fingerprint(measured), "cells": [cell]}],
+        **{key: LENGTH[key] for key in ("command", "date", "versions")},
+    }
+    # What says that it is about other weights is not used.
+    other = {**content["checkpoints"][0], "weights": "0" * 64}
+    write_json(measured / "length_pg19.json", {**content, "checkpoints": [other]})
+    assert "PG-19" not in script.write_card(measured).read_text(encoding="utf-8")
+    write_json(measured / "length_pg19.json", content)
+    (measured / "length_pg19.png").write_bytes(b"figure")
+    card = ModelCard.load(script.write_card(measured))
+    assert "| 64 | 2 | 123.46 ± 61.73 |  | 640 | 3 |" in card.text
+    assert "![perplexity against length](length_pg19.png)" in card.text
+    assert "Not measured" not in card.text
+    (found,) = (result for result in card.data.eval_results if result.dataset_type == "pg19")
+    assert (found.metric_name, found.metric_value) == ("perplexity, at 64 tokens", 123.456)
+
+
 def test_every_measured_number_comes_from_the_files(measured):
     path = script.write_card(measured)
     before = path.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.results import write_json
 from whatwhere.scripts.evaluation.zero_shot import TABLE_5, TASKS
+from whatwhere.scripts.reproduce.report import card_from_results
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
 ORIGIN = {"command": "python -m whatwhere.scripts.length x", "date": "2031-02-03T04:05:06+00:00", "versions": {}}
@@ -82,27 +83,36 @@ ZERO_SHOT = {
 
 
 def cell(length, perplexity, *, reached=True):
-    return {
-        "length": length,
-        "multiple": length / 32,
-        "reached": reached,
-        "reason": None,
+    """A measurement as in `length_pg19.json`."""
+    found = {"length": length, "multiple": length / 32, "reached": reached, "reason": None if reached else "too long"}
+    numbers = {
         "perplexity": perplexity,
         "loss": 3.0,
-        "standard_error": 1.25,
-        "bits_per_byte": 1.5,
+        "standard_error": 0.01,
+        "bits_per_byte": 1.2345,
         "tokens": 960,
         "bytes": 2000,
         "windows": 30,
+        "clusters": "documents",
         "documents": 4,
+        "short_documents": 1,
+        "dropped_tokens": 5,
     }
+    return {**found, **(numbers if reached else dict.fromkeys(numbers))}
 
 
-def run_folder(folder, *, encoding="pope", results=None, seed=0):
+def entry(name, weights, cells, *, variant=None):
+    by_position = [{"length": 64, "edges": [0, 16, 64], "loss": [4.0, 3.0], "tokens": [240, 720]}]
+    about = {"name": name, "variant": variant, "weights": weights, "trained_length": 32, "position_encoding": "pope"}
+    return {**about, "cells": cells, "by_position": by_position}
+
+
+def run_folder(folder, *, encoding="pope", tokenizer="bytes", **results):
     """A finished run of a model with random weights."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(tokenizer)
     config = WhatWhereLlamaConfig(
-        vocab_size=258,
+        vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -111,9 +121,9 @@ def run_folder(folder, *, encoding="pope", results=None, seed=0):
         position_encoding=encoding,
     )
     WhatWhereLlamaForCausalLM(config).save_pretrained(folder)
-    build_tokenizer("bytes").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     stated = {"weights_sha256": weights_fingerprint(folder)}
-    write_json(folder / "results.json", {**TRAINING, **(results or {}), **stated})
+    write_json(folder / "results.json", {**TRAINING, **results, **stated})
     write_json(folder / "lm_eval.json", {**ZERO_SHOT, **stated})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS), encoding="utf-8")
     return folder
@@ -172,7 +182,7 @@ def test_what_a_card_is_made_of(place):
         "trained on `wikipedia_en` and is measured on `wikitext103_v1`",
         "Not measured: length extrapolation.",
         "can repeat what its training text holds",
-        "- WikiText-103 (word level, with <unk>): CC BY-SA 3.0, GFDL",
+        "- WikiText-103 (word level, with \\<unk>): CC BY-SA 3.0, GFDL",
         "compare with nothing but the same ones: lambada_openai.",
         "7 requests were longer than 32 tokens",
         "| **this model** | **12.34** | **56.78** |",
@@ -211,6 +221,19 @@ def test_a_new_card_of_a_run_replaces_the_old_one(place):
     assert "lm-eval:" not in (card_of(place) / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{recipe}_{encoding}", "tiny_small_cope_rope"),
+        ("{data}-{encoding}.{seed}", "wikipedia_en-cope_rope.3"),
+        ("{folder}", "tiny"),
+        ("mine", "mine"),
+    ],
+)
+def test_names(template, expected):
+    assert cards.card_name(pathlib.Path("runs/tiny"), template, TRAINING, "cope+rope") == expected
+
+
 def snippet_of(card):
     (snippet,) = re.findall(r"```python\n(.*?)```", (card / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     return snippet
@@ -224,6 +247,33 @@ def test_the_snippet_runs_where_the_command_was_run(place, monkeypatch, capsys):
     assert namespace["name"] == "runs/tiny"
     assert namespace["model"].config.position_encoding == "pope"
     assert capsys.readouterr().out.startswith("The history of")
+
+
+def test_a_model_of_music(tmp_path, monkeypatch, capsys):
+    data = {
+        "source": "corpus",
+        "splits": {split: f"jsb_chorales:{split}" for split in ("train", "validation", "test")},
+        "split": "test",
+        "place": "the Hub",
+    }
+    metrics = {"perplexity": {"value": 1.5913}, "loss": {"value": 0.46454}}
+    kept = {"step": 20, "validation_loss": 4.5}
+    run = run_folder(tmp_path / "runs" / "tiny", tokenizer="jsb", data=data, metrics=metrics, kept=kept)
+    cards.make([run], tmp_path / "model_cards", template="{data}_{encoding}")
+    card = tmp_path / "model_cards" / "jsb_chorales_pope"
+    text = (card / "README.md").read_text(encoding="utf-8")
+    assert "| weights kept from step, of the lowest validation loss | 20 |" in text
+    assert "| loss, nats per token | 0.4645 |" in text
+    assert "bits per byte" not in text
+    assert "datasets:" not in text
+    check_model_index(text)
+    assert "loss 0.4645, `jsb_chorales:test`" in cards.index(tmp_path / "model_cards")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    exec(snippet_of(card), {})
+    words = capsys.readouterr().out.split()
+    assert words[:4] == ["74", "70", "65", "58"]
+    assert len(words) == 44
 
 
 def test_published_weights(place):
@@ -286,9 +336,30 @@ def test_corpora_are_those_that_the_scripts_know():
     for name, corpus in corpora.CORPORA.items():
         stated = CORPORA[name]
         assert (stated.title, stated.licence) == (corpus.title, corpus.licence)
-        hub = corpus.hub["train"][0] if "train" in corpus.hub else None
-        # An address is no id of a data set.
+        # Addresses of files elsewhere are no data sets of the Hub.
+        hub = corpus.hub.get("train", ("",))[0].removeprefix("hf://datasets/").partition("@")[0]
         assert stated.dataset == (hub if hub and "://" not in hub else None)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "kind"),
+    [
+        ("jsb_chorales", "jsb"),
+        ("maestro", "remi"),
+        ("maestro_transposed", "remi"),
+        ("genome", "6mer"),
+        ("genome_chr2", "6mer"),
+    ],
+)
+def test_prompts_are_words_of_their_tokenizers(corpus, kind):
+    if kind == "remi":
+        pytest.importorskip("miditok")
+    tokenizer = build_tokenizer(kind)
+    ids = tokenizer(CORPORA[corpus].prompt)["input_ids"]
+    assert ids
+    assert not {*ids} & {*tokenizer.all_special_ids}
+    assert None not in ids
+    assert not CORPORA[corpus].is_text
 
 
 @pytest.mark.parametrize(
@@ -372,9 +443,8 @@ def test_rows_of_the_papers_tables(place):
     assert sum(row.startswith("| **CoPE** | **3 var** |") for row in rows) == 1
     assert "1 var" not in text
     # The table's card is written anew, too.
-    assert (place / "model_cards" / "cope_3_small" / "README.md").read_bytes() == (
-        SHIPPED / "cope_3_small" / "README.md"
-    ).read_bytes()
+    card = place / "model_cards" / "cope_3_small"
+    assert (card / "README.md").read_text(encoding="utf-8") == card_from_results(card / "results.json")
 
 
 def test_table_5_has_the_papers_figures():
@@ -385,6 +455,49 @@ def test_table_5_has_the_papers_figures():
     for name, (figures, _) in TABLE_5.items():
         assert f"| paper: {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} |" in text
     assert cards.beside_table_5({}) == cards.beside_table_5({"tasks": {"other": {}}}) == ""
+
+
+def test_results_of_several_checkpoints_measured_together(place):
+    weights = weights_fingerprint(place / "runs" / "tiny")
+    data = {"protocol": "windows", "corpus": "pg19", "split": "test", "place": "local", "joined": False}
+    data |= {"document_limit": 5, "document_tokens": 2000, "documents": 5}
+    entries = [
+        entry("tiny", weights, [cell(32, 51.25), cell(64, 1234.5)]),
+        entry("tiny", weights, [cell(64, 60.75), cell(128, None, reached=False)], variant="yarn"),
+        # Other weights of the same name, as fine-tuning makes them.
+        entry("tiny", "0" * 64, [cell(64, 41.5)], variant="fine-tuned"),
+        entry("other", "1" * 64, [cell(64, 42.5)]),
+    ]
+    write_json(place / "length_pg19.json", {"data": data, "checkpoints": entries, **ORIGIN})
+    arguments = [str(place / "runs" / "tiny"), "--output", str(place / "model_cards")]
+    cards.main([*arguments, "--results", str(place / "length_pg19.json")])
+    text = (card_of(place) / "README.md").read_text(encoding="utf-8")
+    for row in (
+        "| as trained | 32 | 1 | 51.25 ± 0.51 | 1.2345 | 960 | 4 |",
+        "| as trained | 64 | 2 | 1,234.50 ± 12.35 | 1.2345 | 960 | 4 |",
+        "| yarn | 64 | 2 | 60.75 ± 0.61 | 1.2345 | 960 | 4 |",
+        "| yarn | 128 | 4 | cannot reach |  |  |  |",
+        "Perplexity on PG-19 (books of Project Gutenberg from before 1919), test split: 5 documents, the first 2,000 "
+        "tokens of each, each by itself, cut into disjoint windows of each length",
+        "one standard error over documents",
+        "](length_pg19.png)",
+    ):
+        assert row in text
+    assert "41.50" not in text
+    assert "42.50" not in text
+    found = {one.metric_name: one.metric_value for one in check_model_index(text) if one.dataset_type == "pg19"}
+    assert found == {
+        "perplexity, at 32 tokens": 51.25,
+        "perplexity, at 64 tokens": 1234.5,
+        "perplexity, at 64 tokens, yarn": 60.75,
+    }
+    # The figure shows all that was measured together, so that the file keeps it.
+    kept = json.loads((card_of(place) / "length_pg19.json").read_text(encoding="utf-8"))
+    assert kept == {"data": data, "checkpoints": entries, **ORIGIN, "weights_sha256": weights}
+    assert (card_of(place) / "length_pg19.png").read_bytes().startswith(b"\x89PNG")
+    before = files_of(card_of(place))
+    cards.make([], place / "model_cards")
+    assert files_of(card_of(place)) == before
 
 
 def test_the_list_of_cards(place):
@@ -408,7 +521,7 @@ def test_the_list_of_cards(place):
         ("trained further", [], "other weights than its results.json is about"),
         ("no fingerprint", [], "state no weights_sha256"),
         ("broken", [], "is not valid JSON"),
-        (None, ["--name", "{family}"], "It can have in it: {recipe}, {encoding}, {seed}, {folder}"),
+        (None, ["--name", "{family}"], "It can have in it: {recipe}, {data}, {encoding}, {seed}, {folder}"),
         (None, ["--name", "a/b"], "must be letters, digits"),
         (None, ["--name", "cope_2_small"], "holds something else than a model's card"),
         (None, ["--published", "me/x"], "is of one RUN, and there are 2"),
@@ -432,7 +545,7 @@ def test_errors_of_the_command_line(place, monkeypatch, capsys, change, argument
         write_json(run / "results.json", results)
     elif change == "broken":
         (run / "results.json").write_text("{", encoding="utf-8")
-    write_json("length_other.json", {"checkpoints": [{"name": "tiny", "weights_sha256": "0" * 64, "cells": []}]})
+    write_json("length_other.json", {"checkpoints": [{"name": "tiny", "weights": "0" * 64, "cells": []}]})
     write_json("lm_eval.json", {"tasks": {}})
     runs = ["runs/tiny"] if "cope_2_small" in arguments else ["runs/tiny", "runs/again"]
     with pytest.raises(SystemExit) as stop:
