@@ -120,7 +120,7 @@ def read_performances(folder: str | os.PathLike[str], split: str, *, transpose: 
             continue
         name = work["midi_filename"]
         try:
-            score = Score(Path(folder) / name)
+            score: Any = Score(Path(folder) / name)
         except (OSError, RuntimeError, ValueError) as error:
             raise ValueError(f"performance {name!r} cannot be read: {error}") from error
         for semitones in TRANSPOSITIONS if transpose else (0,):

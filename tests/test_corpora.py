@@ -1,0 +1,175 @@
+"""Corpora by name: where they are looked for, what is read, and what is refused."""
+
+import datasets
+import pytest
+
+from whatwhere.scripts.data.corpora import CORPORA, Corpus, load_corpus, parse_choice, wikitext_articles
+from whatwhere.scripts.data.corpus import SPLITS, load_text
+
+
+@pytest.fixture(autouse=True)
+def _no_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, count in (("train-00", 3), ("train-01", 2), ("valid", 1)):
+        lines = [f'{{"id": "{i}", "text": "{name} {i}"}}\n' for i in range(count)]
+        path = tmp_path / "wikinews_en" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A corpus in both places, plain files."""
+    found = Corpus(
+        title="Small",
+        licence="none",
+        local={"train": ("wikinews_en/train-*.jsonl",), "validation": ("wikinews_en/valid.jsonl",)},
+        hub={"train": ("me/small", "all", "train[2:]"), "test": ("me/small", "all", "train[:2]")},
+        text_field="body",
+    )
+    monkeypatch.setitem(CORPORA, "small", found)
+    return found
+
+
+def test_names_and_places():
+    for name, found in CORPORA.items():
+        assert parse_choice(f"{name}:train[:3]") == (name, "train", "[:3]")
+        assert found.title
+        assert found.licence
+        assert found.local or found.hub
+        assert set(found.local) | set(found.hub) <= set(SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("pg19", "corpus='pg19' is not valid: it must be like 'pg19:test'"),
+        (3, "corpus=3 is not valid"),
+        ("pg19:test[1]", "not valid: it must be like"),
+        ("pg18:test", "corpus='pg18' is not valid. Did you mean 'pg19'"),
+        ("pg19:tests", "split='tests' is not valid. Did you mean 'test'"),
+    ],
+)
+def test_bad_choices(choice, message):
+    with pytest.raises(ValueError, match=message.replace("[", "\\[")):
+        parse_choice(choice)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+def test_local_files(folder, small, streaming):
+    rows = load_corpus("small", "train", data_dir=folder, streaming=streaming)
+    assert [row["text"] for row in rows] == ["train-00 0", "train-00 1", "train-00 2", "train-01 0", "train-01 1"]
+    for chosen, expected in (
+        ("[:1]", ["train-00 0"]),
+        ("[3:]", ["train-01 0", "train-01 1"]),
+        ("[1:2]", ["train-00 1"]),
+    ):
+        rows = load_corpus("small", f"train{chosen}", data_dir=folder, streaming=streaming)
+        assert [row["text"] for row in rows] == expected
+
+
+def test_variable_names_the_folder(folder, small, monkeypatch):
+    monkeypatch.setenv("WHATWHERE_DATA_DIR", str(folder))
+    assert load_corpus("small", "validation")["text"] == ["valid 0"]
+
+
+def test_places_that_lack_a_split(folder, small):
+    with pytest.raises(
+        ValueError, match=r"split='test' of corpus 'small' is not known in the data folder .*The Hub has"
+    ):
+        load_corpus("small", "test", data_dir=folder)
+    with pytest.raises(ValueError, match=r"split='validation' .* not known in the Hub.*'train', 'test'.*Local files"):
+        load_corpus("small", "validation")
+    with pytest.raises(ValueError, match=r"split='test' of corpus 'wikinews_en'.*has no split there"):
+        load_corpus("wikinews_en", "test")
+    with pytest.raises(ValueError, match="must be an existing folder"):
+        load_corpus("small", "train", data_dir=folder / "nothing")
+    with pytest.raises(ValueError, match="matches no file"):
+        load_corpus("jsb_chorales", "train", data_dir=folder)
+
+
+class Counted:
+    """Stands in for the Hub: ten documents, and how many of them were read."""
+
+    def __init__(self, monkeypatch, column="body"):
+        self.column, self.read, self.calls = column, 0, []
+        monkeypatch.setattr(datasets, "load_dataset", self.load)
+
+    def rows(self):
+        for i in range(10):
+            self.read += 1
+            yield {self.column: str(i)}
+
+    def load(self, dataset, config, split, streaming, **files):
+        self.calls.append((dataset, config, split, streaming, files))
+        features = datasets.Features({self.column: datasets.Value("string")})
+        if streaming:
+            return datasets.IterableDataset.from_generator(self.rows, features=features)
+        return datasets.Dataset.from_list(list(self.rows()))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+def test_hub(small, monkeypatch, streaming):
+    hub = Counted(monkeypatch)
+    rows = load_corpus("small", "train", streaming=streaming)
+    assert [row["text"] for row in rows] == [str(i) for i in range(2, 10)]
+    assert hub.calls == [("me/small", "all", "train", streaming, {})]
+    # of a slice, the slice
+    rows = load_corpus("small", "train[1:3]", streaming=streaming)
+    assert [row["text"] for row in rows] == ["3", "4"]
+    rows = load_corpus("small", "train[6:]", streaming=streaming)
+    assert [row["text"] for row in rows] == ["8", "9"]
+
+
+def test_a_slice_of_the_hub_reads_no_more_than_itself(small, monkeypatch):
+    hub = Counted(monkeypatch)
+    rows = load_corpus("small", "test")
+    assert isinstance(rows, datasets.Dataset)
+    assert rows["text"] == ["0", "1"]
+    assert hub.read <= 3
+    hub.read = 0
+    # the corpus' own slice has no end, that of the caller has one
+    assert load_corpus("small", "train[:2]")["text"] == ["2", "3"]
+    assert hub.read <= 5
+    assert all(streaming for *_, streaming, files in hub.calls)
+
+
+def test_openwebtext_is_read_as_parquet(monkeypatch):
+    """The Hub's repository holds a script, which `datasets` refuses: its files are named instead."""
+    hub = Counted(monkeypatch, "text")
+    assert len(load_corpus("openwebtext", "validation")) == 10
+    (call,) = hub.calls
+    assert call[:4] == ("parquet", None, "train", True)
+    assert call[4]["data_files"].startswith("hf://datasets/Skylion007/openwebtext@")
+
+
+def test_splits_of_a_recipe(folder, small):
+    loaded = load_text("corpus", data_dir=folder, splits={"train": "small:train[:2]", "validation": "small:validation"})
+    assert {split: rows["text"] for split, rows in loaded.items()} == {
+        "train": ["train-00 0", "train-00 1"],
+        "validation": ["valid 0"],
+    }
+    with pytest.raises(ValueError, match=r"splits\['train'\]='small:test' is not valid: split='test'"):
+        load_text("corpus", data_dir=folder, splits={"train": "small:test", "validation": "small:validation"})
+
+
+def test_wikitext_is_cut_before_titles():
+    text = " \n = One = \n \n A b . \n \n = = Part = = \n \n c = d \n \n = Two = \n \n e \n = no title = \n"
+    assert list(wikitext_articles(text)) == [
+        " = One = \n \n A b . \n \n = = Part = = \n \n c = d \n \n",
+        " = Two = \n \n e \n = no title = \n",
+    ]
+
+
+def test_real_corpora(data_dir):
+    rows = load_corpus("wikitext103", "test", data_dir=data_dir)
+    assert len(rows) == 60
+    assert rows[0]["text"].startswith(" = Robert Boulter = \n")
+    assert len(list(load_corpus("pg19", "test[:2]", data_dir=data_dir, streaming=True))) == 2
+    assert len(load_corpus("wikinews_en", "validation", data_dir=data_dir)) == 192
