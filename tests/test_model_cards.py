@@ -10,6 +10,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import CORPORA, model_card, read_results, weights_fingerprint
@@ -587,3 +588,21 @@ def test_shipped_cards_say_nothing_of_the_machine_and_are_valid():
         check_model_index((path.parent / "README.md").read_text(encoding="utf-8"))
         weights = json.loads((path.parent / "results.json").read_text(encoding="utf-8"))["weights_sha256"]
         assert set(read_results(path.parent, weights=weights)) >= {"results", "curves"}
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SHIPPED.glob("*/card.json")))
+def test_shipped_snippets_run(name, tmp_path, monkeypatch, capsys):
+    """With weights as the command makes them, but random ones of a single layer, where it makes them."""
+    config = AutoConfig.from_pretrained(SHIPPED / name)
+    config.num_hidden_layers = 1
+    run = tmp_path / json.loads((SHIPPED / name / "card.json").read_text(encoding="utf-8"))["weights"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(run)
+    training = json.loads((SHIPPED / name / "results.json").read_text(encoding="utf-8"))
+    kind = training["recipe"]["data"]["tokenizer"]
+    build_tokenizer("bytes" if kind == "bpe" else kind).save_pretrained(run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    snippet = snippet_of(SHIPPED / name)
+    exec(snippet, {})
+    prompt = json.loads(re.search(r'tokenizer\((".*"), return', snippet)[1])
+    assert capsys.readouterr().out.startswith(prompt)
