@@ -12,14 +12,18 @@ import torch
 
 pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 
+import whatwhere
+from tiny import tiny_model
 from whatwhere.scripts.data import corpus
 from whatwhere.scripts.data.pack import (
     IGNORED,
     ShuffledBatches,
     StreamedBatches,
     add_labels,
+    blocks_sha256,
     iterate_blocks,
     make_blocks,
+    pad_blocks,
 )
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, evaluation_stream, tokenize_documents
 
@@ -178,7 +182,8 @@ def test_hub_slices(monkeypatch):
         assert [row["text"] for row in loaded["train"]] == ["4", "5", "6", "7", "8", "9"]
         assert [row["text"] for row in loaded["validation"]] == ["0", "1"]
         assert [row["text"] for row in loaded["test"]] == ["2", "3"]
-    assert calls[0] == ("me/text", None, "train", False)
+    # What has an end is streamed, so that no more than it is downloaded.
+    assert calls[:3] == [("me/text", None, "train", streaming) for streaming in (False, True, True)]
     with pytest.raises(ValueError, match="has the splits 'train'"):
         corpus.load_text("hub", dataset="me/text", text_field="content")
 
@@ -325,6 +330,72 @@ def test_concat_joins_documents_by_end_of_text():
     assert blocks[:]["input_ids"].tolist() == [[97, 98, 99, end], [end, 100, 101, 102]]
     assert blocks.column_names == ["input_ids"]
     assert torch.equal(add_labels(blocks[:])["labels"], blocks[:]["input_ids"])
+
+
+WORDS = [{"text": " ".join(str(60 + i) for i in range(length))} for length in (3, 12, 1, 10, 9, 0)]
+
+
+def test_separate_documents_are_padded():
+    tokenizer = build_tokenizer("jsb")
+    blocks = make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate")
+    # 12 is 9 and 3, 10 is 9 and 1; of a single token nothing can be predicted
+    assert [len(block) for block in blocks.blocks] == [3, 9, 3, 9, 9]
+    batch = blocks[[0, 2]]
+    first = tokenizer("60 61 62")["input_ids"], tokenizer("69 70 71")["input_ids"]
+    # to a multiple of 8
+    assert batch["input_ids"].tolist() == [[*ids, *[tokenizer.pad_token_id] * 5] for ids in first]
+    assert batch["labels"].tolist() == [[*ids, *[IGNORED] * 5] for ids in first]
+    assert add_labels(batch) is batch
+    # but not beyond the sequence length
+    assert blocks[[0, 1]]["input_ids"].shape == (2, 9)
+    assert blocks[[1]]["labels"].tolist() == [tokenizer(WORDS[1]["text"])["input_ids"][:9]]
+    assert len(make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate", limit=2)) == 2
+    with pytest.raises(ValueError, match="holds fewer tokens"):
+        make_blocks(WORDS[2:3], tokenizer, sequence_length=9, pack="separate")
+
+
+def test_end_of_text_belongs_to_a_separate_document():
+    tokenizer = build_tokenizer("bytes")
+    blocks = make_blocks([{"text": "ab"}, {"text": "c"}], tokenizer, sequence_length=9, pack="separate")
+    assert [block.tolist() for block in blocks.blocks] == [[97, 98, 256], [99, 256]]
+
+
+def test_fingerprint_of_blocks():
+    tokenizer = build_tokenizer("jsb")
+    prints = {
+        blocks_sha256(make_blocks(rows, tokenizer, sequence_length=length, pack="separate"))
+        for rows, length in ((WORDS, 9), (WORDS, 10), (WORDS[1:], 9), (WORDS[::-1], 9))
+    }
+    assert len(prints) == 4
+
+
+def test_batches_of_separate_documents():
+    import datasets
+
+    tokenizer = build_tokenizer("jsb")
+    blocks = make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate")
+    shuffled = ShuffledBatches(blocks, 5, seed=1)
+    assert sorted((shuffled(0)["labels"] != IGNORED).sum(1).tolist()) == [3, 3, 9, 9, 9]
+    stream = datasets.Dataset.from_list(WORDS).to_iterable_dataset()
+    options = {"sequence_length": 9, "pack": "separate", "batch_size": 5, "seed": 0, "shuffle_buffer": 1}
+    streamed = StreamedBatches(stream, tokenizer, **options)
+    for name, rows in blocks[range(5)].items():
+        assert torch.equal(streamed(0)[name] if name == "input_ids" else streamed(1)[name], rows)
+
+
+@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
+def test_padding_changes_no_loss(encoding):
+    """The loss of a padded batch is that of its documents by themselves: nothing looks to the right."""
+    model = tiny_model("llama", encoding)
+    blocks = [torch.randint(3, 61, (length,)) for length in (5, 11)]
+    batch = pad_blocks([block.numpy() for block in blocks], 0, 16)
+    assert batch["input_ids"].shape == (2, 16)
+    with torch.no_grad():
+        together = model(**batch, num_items_in_batch=1, use_cache=False).loss
+        apart = sum(
+            model(block[None], labels=block[None], num_items_in_batch=1, use_cache=False).loss for block in blocks
+        )
+    assert together.item() == pytest.approx(apart.item(), rel=1e-5)
 
 
 def test_documents_restart_positions_and_lose_their_first_label():
