@@ -507,3 +507,14 @@ def test_mistakes_are_named(checkpoints, tmp_path, capsys, arguments, words):
     assert stopped.value.code == 2
     assert re.search(words, capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+def test_help_names_the_options_of_every_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert {"--texts", "--text", "--prompt", "--tokens", "--layers", "--heads", "--output"} <= set(
+        re.findall(r"--[a-z]+", text)
+    )
+    assert set(script.COMMANDS) == set(re.findall(r"^usage: \S+ -m \S+ (\w+)", text, flags=re.MULTILINE))
