@@ -721,6 +721,8 @@ def _limits_section(config: Any, results: dict[str, Any]) -> str:
 
 def _licence_section(training: dict[str, Any]) -> str:
     text = "## Licence\n\nCode, weights and this card: Apache-2.0."
+    if base := training.get("base_model"):
+        text += f" The licence of `{base}` applies to the weights, too."
     data = training.get("data", {})
     names = [choice.partition(":")[0] for choice in _corpora(data).values()] or [_corpus_of(data, "train") or ""]
     corpora = [CORPORA[name] for name in dict.fromkeys(names) if name in CORPORA]

@@ -216,10 +216,46 @@ def test_every_measured_number_comes_from_the_files(place):
 
 
 def test_a_new_card_of_a_run_replaces_the_old_one(place):
-    (place / "runs" / "tiny" / "lm_eval.json").unlink()
-    cards.make([place / "runs" / "tiny"], place / "model_cards")
+    run = place / "runs" / "tiny"
+    (run / "lm_eval.json").unlink()
+    cells = [cell(32, 51.25), cell(64, None, reached=False)]
+    checkpoint = {"name": "tiny", "position_encoding": "pope", "trained_length": 32, "cells": cells}
+    stated = {"weights_sha256": weights_fingerprint(run)}
+    data = {"source": "stdlib", "dataset": None, "files": None, "split": "test"}
+    write_json(run / "length.json", {"data": data, "checkpoints": [checkpoint], **stated, **ORIGIN})
+    cards.make([run], place / "model_cards")
     assert not (card_of(place) / "lm_eval.json").exists()
-    assert "lm-eval:" not in (card_of(place) / "README.md").read_text(encoding="utf-8")
+    assert (card_of(place) / "length.png").read_bytes().startswith(b"\x89PNG")
+    text = (card_of(place) / "README.md").read_text(encoding="utf-8")
+    assert "lm-eval:" not in text
+    assert "Not measured: zero-shot tasks." in text
+    assert "| 32 | 1 | 1.2345 | 0.0100 | 960 |\n| 64 | 2 | cannot reach |  |  |" in text
+    assert "![bits per byte against length](length.png)" in text
+
+
+def test_a_fine_tuned_model(tmp_path):
+    """Its results say less: no parameters, seconds, tokens or name of a recipe."""
+    keep = ("metrics", "length", "tokens", "seed", "steps", "date", "versions")
+    results = {
+        **{key: TRAINING[key] for key in keep},
+        "data": {"source": "pg19", "dataset": None, "splits": None, "split": "test"},
+        "base_model": "openai-community/gpt2",
+        "recipe": {"checkpoint": "openai-community/gpt2", "steps": 77},
+        "command": "python -m whatwhere.scripts.finetune openai-community/gpt2 --output runs/tuned",
+    }
+    run = run_folder(tmp_path / "runs" / "tuned")
+    stated = json.loads((run / "results.json").read_text(encoding="utf-8"))["weights_sha256"]
+    write_json(run / "results.json", {**results, "weights_sha256": stated})
+    (run / "metrics.jsonl").unlink()
+    cards.make([run], tmp_path / "model_cards")
+    text = (tmp_path / "model_cards" / "tuned_pope" / "README.md").read_text(encoding="utf-8")
+    assert ModelCard(text).data.base_model == "openai-community/gpt2"
+    assert 'name = "runs/tuned"' in text
+    assert 'tokenizer("It was a dark and"' in text
+    assert "The licence of `openai-community/gpt2` applies to the weights, too." in text
+    assert "The data have licences of their own:\n\n- PG-19" in text
+    assert "minutes" not in text
+    assert "curves.png" not in text
 
 
 @pytest.mark.parametrize(
