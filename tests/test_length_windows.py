@@ -380,6 +380,8 @@ def test_the_same_command_goes_on(run, root, monkeypatch, tmp_path):
     assert lengths == [16, 32, 64]
     assert [cell["length"] for cell in more["checkpoints"][0]["cells"]] == [16, 32, 64]
     assert more["checkpoints"][1] == first["checkpoints"][1]
+    # Every run that added to it is named: the one that was stopped, its second part, this one.
+    assert ["16,32" in run["command"] for run in (*more["earlier"], more)] == [True, True, False]
     # What was measured with another precision is measured again.
     run(["pope"], "--windows", "16", "--dtype", "bfloat16")
     assert lengths[3:] == [16]

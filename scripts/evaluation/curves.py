@@ -2,8 +2,9 @@
 
     {"data": {...}, "checkpoints": [{"name", "variant", "trained_length", "cells": [...], "by_position": [...]}]}
 
-and where they come from. `cells` are those of `windows.WindowCell`, one for each length. The file grows:
-`evaluate_windows` writes each cell when it is measured, and measures what is not there.
+and the command, date and versions of the last run that added to it, with those of the runs before in `earlier`.
+`cells` are those of `windows.WindowCell`, one for each length. The file grows: `evaluate_windows` writes each cell when
+it is measured, and measures what is not there.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ class WindowResults:
         path: the file.
         data: what is scored, and how.
         checkpoints: its entries, one for each checkpoint and variant.
+        earlier: `provenance` of the runs before this one.
     """
 
     def __init__(self, folder: pathlib.Path, data: dict[str, Any], *, origin: dict[str, Any]) -> None:
@@ -49,11 +51,13 @@ class WindowResults:
         name = f"length_{data['corpus']}" + ("" if split == "test" else f"_{split}")
         self.path, self.data, self.origin = folder / f"{name}.json", data, origin
         self.checkpoints: list[dict[str, Any]] = []
+        self.earlier: list[dict[str, Any]] = []
         if not self.path.is_file():
             return
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             before, self.checkpoints = content["data"], content["checkpoints"]
+            self.earlier = [*content["earlier"], {key: content[key] for key in origin}]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{str(self.path)!r} is no results file of this command: {error!r}. Remove it.") from error
         changed = [f"{key}: {before.get(key)!r} → {value!r}" for key, value in data.items() if before.get(key) != value]
@@ -88,7 +92,8 @@ class WindowResults:
             entry["by_position"] = sorted([*entry["by_position"], by_position], key=lambda one: one["length"])
         folder = self.path.parent
         mine = {"weights_sha256": weights_fingerprint(folder)} if (folder / "config.json").is_file() else {}
-        write_json(self.path, {**mine, "data": self.data, "checkpoints": self.checkpoints, **self.origin})
+        content = {"data": self.data, "checkpoints": self.checkpoints, "earlier": self.earlier, **self.origin}
+        write_json(self.path, {**mine, **content})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
