@@ -124,7 +124,23 @@ BAD = {
     "trackers": (changed(training__trackers=[1]), "training.trackers=\\[1\\]"),
     "length 1": (changed(data__sequence_length=1), "data.sequence_length=1.*at least 2"),
     "source": (changed(data__source="web"), "data.source='web'.*'stdlib', 'hub', 'local', 'corpus', 'task'"),
-    "pack": (changed(data__pack="docs"), "data.pack='docs'.*'concat', 'documents'"),
+    "pack": (changed(data__pack="docs"), "data.pack='docs'.*'concat', 'documents', 'separate'"),
+    "words without an end, joined": (
+        changed(data__tokenizer="6mer"), "data.pack='concat' is not valid with data.tokenizer='6mer'.*'separate'"
+    ),
+    "keep": (changed(evaluation__keep="first"), "evaluation.keep='first' is not valid.*'last', 'best'"),
+    "best of none": (
+        changed(evaluation__keep="best"), "evaluation.keep='best' is not valid with evaluation.every=None"
+    ),
+    "corpus without splits": (changed(data__source="corpus"), "data.splits=None.*such as 'pg19:train'"),
+    "corpus": (
+        changed(data__source="corpus", data__splits={"train": "pg18:train"}),
+        "data.splits\\['train'\\]='pg18:train' is not valid: corpus='pg18'.*Did you mean 'pg19'",
+    ),
+    "dataset of a corpus": (
+        changed(data__source="corpus", data__splits={"train": "pg19:train"}, data__dataset="a/b"),
+        "data.dataset='a/b' has no effect with data.source='corpus'",
+    ),
     "hub without dataset": (changed(data__source="hub"), "data.dataset=None"),
     "local without patterns": (changed(data__source="local"), "data.splits=None"),
     "dataset unused": (changed(data__dataset="me/x"), "data.dataset='me/x' has no effect"),
@@ -217,6 +233,46 @@ def test_valid_recipe_is_valid():
     build_config(parse_recipe(VALID))
     reaching = changed(model__position_encoding="alibi", model__max_position_embeddings=8)
     assert build_config(parse_recipe(reaching)).max_position_embeddings == 8
+
+
+def test_resolved_recipe_says_which_model_is_kept_unless_it_is_the_last():
+    """Recipes that are older than the key stay equal to what they were resolved to."""
+    assert set(parse_recipe(VALID).resolved()["evaluation"]) == {"every", "blocks", "final_blocks"}
+    best = parse_recipe(changed(evaluation__keep="best", evaluation__every=2))
+    assert best.resolved()["evaluation"]["keep"] == "best"
+    assert parse_recipe(best.resolved()) == best
+
+
+def test_sizes_of_openwebtext():
+    """The sizes of Table 4 of the PoPE paper."""
+    for width, layers, heads, millions in ((768, 12, 12, 124), (1024, 16, 16, 253), (1280, 36, 20, 773)):
+        sizes = [f"model.n_embd={width}", f"model.n_layer={layers}", f"model.n_head={heads}"]
+        rope = ["model.position_encoding=rope", "model.position_encoding_parameters=null", "model.vocab_size=50257"]
+        recipe = load_recipe("openwebtext", [*sizes, *rope])
+        with torch.device("meta"):
+            model = build_model(recipe, build_config(recipe))
+        assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6) == millions
+
+
+def test_recipes_of_the_pope_paper():
+    """Tables 6 and 7 of its Appendix B."""
+    table = {
+        "openwebtext": (768, 12, 12, 0.0, 64, 1024, 6e-4, 6e-5, 0.95, 100_000, 1000, "zeros"),
+        "jsb": (256, 8, 6, 0.2, 4, 2048, 6e-4, 6e-5, 0.99, 3000, 10, "uniform"),
+        "maestro": (384, 8, 6, 0.1, 16, 2048, 6e-4, 6e-5, 0.99, 60_000, 500, "uniform"),
+        "genome": (1024, 16, 16, 0.1, 64, 1000, 2.5e-4, 2.5e-5, 0.999, 100_000, 4000, "uniform"),
+    }
+    for name, values in table.items():
+        recipe = load_recipe(name)
+        model, training = recipe.model, recipe.training
+        assert {model[f"{part}_pdrop"] for part in ("embd", "attn", "resid")} == {values[3]}
+        assert (model["norm_type"], model["position_encoding_parameters"]["theta"]) == ("rmsnorm", 10_000)
+        assert (training.weight_decay, training.clip_norm, training.schedule) == (0.01, 1.0, "cosine")
+        assert values == (
+            *(model["n_embd"], model["n_head"], model["n_layer"], model["resid_pdrop"], training.batch_size),
+            *(recipe.data.sequence_length, training.learning_rate, training.minimum_learning_rate, training.beta2),
+            *(training.steps, training.warmup_steps, model["position_encoding_parameters"]["delta_init"]),
+        )
 
 
 def test_task_recipe_is_filled_in():

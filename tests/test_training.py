@@ -22,7 +22,7 @@ from whatwhere.scripts.training.loop import Interrupted, Run, TrainingError, tra
 from whatwhere.scripts.training.recipe import parse_recipe
 
 # What differs between two runs that are otherwise equal.
-CLOCK = {"tokens_per_second", "samples_per_second"}
+CLOCK = {"tokens_per_second", "samples_per_second", "sequences_per_second"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -155,6 +155,7 @@ def test_scores_by_hand(finished, data_dir):
     assert results["tokens"] == count
     assert results["metrics"]["bits_per_byte"]["value"] == pytest.approx(bits / size, rel=1e-5)
     assert results["metrics"]["perplexity"]["value"] == pytest.approx(2.718281828459045 ** (nats / count), rel=1e-5)
+    assert results["metrics"]["loss"]["value"] == pytest.approx(nats / count, rel=1e-5)
 
 
 def test_seed_decides_the_run(finished, data_dir, tmp_path):
@@ -283,6 +284,114 @@ def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match="other text"):
         train(recipe(), output, resume=True, data_dir=other)
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+# --- words that are no text, and the best model
+
+
+@pytest.fixture(scope="session")
+def chorales(tmp_path_factory):
+    """Documents of chorales' words, of different lengths."""
+    folder = tmp_path_factory.mktemp("chorales")
+    for split, count in (("train", 9), ("validation", 5), ("test", 5)):
+        rows = [{"text": " ".join(str(60 + i * j % 7) for j in range(6 + 5 * i))} for i in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def of_words(**changes):
+    """A run that gets worse again, because its learning rate is far too high."""
+    values = {"data__tokenizer": "jsb", "data__pack": "separate", "evaluation__every": 1, "evaluation__blocks": None}
+    values |= {"evaluation__keep": "best", "training__schedule": "constant", "training__learning_rate": 0.5}
+    return recipe(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished_words(tmp_path_factory, chorales):
+    output = tmp_path_factory.mktemp("words") / "run"
+    return output, train(of_words(), output, data_dir=chorales)
+
+
+def mean_loss(folder, chorales, split):
+    """Nats a word of the saved model, document by document, each cut into sequences of 24; and the number of words."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    nats, count = 0.0, 0
+    rows = [json.loads(line) for line in (chorales / f"{split}.jsonl").read_text().splitlines()]
+    for row in rows:
+        ids = torch.tensor(tokenizer(row["text"])["input_ids"])
+        for piece in ids.split(24):
+            with torch.no_grad():
+                chances = model(piece[None]).logits[0].double().log_softmax(-1)
+            nats -= chances[:-1].gather(1, piece[1:, None]).sum().item()
+            count += len(piece) - 1
+    return nats / count, count
+
+
+def test_run_of_words(finished_words, chorales):
+    output, results = finished_words
+    loss, count = mean_loss(output, chorales, "test")
+    assert results["metrics"].keys() == {"perplexity", "loss"}
+    assert results["metrics"]["loss"]["value"] == pytest.approx(loss, rel=1e-5)
+    assert results["tokens"] == count
+    assert results["samples_trained"] == 6 * 4
+    assert "tokens_trained" not in results
+    lines = metrics(output)
+    assert [line["sequences"] for line in lines if "loss" in line] == [4 * i for i in range(1, 7)]
+    assert "bits per byte" not in (output / "README.md").read_text(encoding="utf-8")
+    # There is no token that ends a text: as many are made as are asked for.
+    tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForCausalLM.from_pretrained(output)
+    made = model.generate(**tokenizer("60 61 62", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    assert len(tokenizer.decode(made[0]).split()) == 8
+
+
+def test_best_model_is_kept(finished_words, chorales):
+    output, results = finished_words
+    losses = {line["step"]: line["validation_loss"] for line in metrics(output) if "validation_loss" in line}
+    best = min(losses, key=losses.get)
+    assert best < 6, "the last model is the best: nothing is tested"
+    assert results["kept"] == {"step": best, "validation_loss": losses[best]}
+    assert results["steps"] == 6
+    assert mean_loss(output, chorales, "validation")[0] == pytest.approx(losses[best], rel=1e-5)
+    names = [path.name for path in (output / "checkpoints").iterdir()]
+    assert sorted(names) == [f"best-{best:08d}.safetensors", "step-00000006"]
+
+
+def test_last_model_is_kept_by_default(finished_words, chorales, tmp_path):
+    results = train(of_words(evaluation__keep="last"), tmp_path / "run", data_dir=chorales)
+    assert "kept" not in results
+    assert "keep" not in results["recipe"]["evaluation"]
+    assert metrics(tmp_path / "run") == metrics(finished_words[0])
+    assert results["weights_sha256"] != finished_words[1]["weights_sha256"]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*best*"))
+
+
+@pytest.mark.parametrize("killed_after", [1, 3, 4, 5])
+def test_best_model_survives_a_kill(finished_words, chorales, tmp_path, monkeypatch, killed_after):
+    """Wherever a run is killed, before or after the best step: the resumed one keeps the same model."""
+    output = tmp_path / "run"
+    changed = of_words(training__checkpoint_every=2)
+
+    class Killed(BaseException):
+        pass
+
+    train_step = Run.train_step
+
+    def killed(self, batch):
+        if self.step == killed_after:
+            raise Killed
+        return train_step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "train_step", killed)
+        with pytest.raises(Killed):
+            train(changed, output, data_dir=chorales)
+    (output / "checkpoints").mkdir(exist_ok=True)
+    (output / "checkpoints" / ".best-00000001.safetensors").write_bytes(b"half")
+    results = train(changed, output, resume=True, data_dir=chorales)
+    assert_same_run(output, finished_words[0])
+    assert results["kept"] == finished_words[1]["kept"]
+    names = [path.name for path in (output / "checkpoints").glob("*best*")]
+    assert names == [f"best-{results['kept']['step']:08d}.safetensors"]
 
 
 # --- toy tasks
