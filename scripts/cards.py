@@ -336,12 +336,13 @@ def beside_tables(folder: pathlib.Path, training: Mapping[str, Any]) -> str:
     """
     parts = []
     for name, table in tables(folder.parent).items():
-        mine = {(cell["row"], cell["column"]) for cell in table["cells"] if _has_run(cell, training)}
+        mine = [(cell["row"], cell["column"]) for cell in table["cells"] if _has_run(cell, training)]
         if not mine:
             continue
         rows = [["", "column", "ours", "seeds", "paper", "verdict"]]
-        for cell in table["cells"]:
-            if cell["column"] in {column for _, column in mine}:
+        # The order is one of rows: those of a column stand together.
+        for column in dict.fromkeys(column for _, column in mine):
+            for cell in (cell for cell in table["cells"] if cell["column"] == column):
                 ours, mark = cell["ours"], "**" if (cell["row"], cell["column"]) in mine else ""
                 value = "-" if ours["mean"] is None else f"{ours['mean']:.2f}"
                 value += "" if ours["spread"] is None else f" ± {ours['spread']:.2f}"
@@ -351,7 +352,7 @@ def beside_tables(folder: pathlib.Path, training: Mapping[str, Any]) -> str:
         title = table["title"] + (", small version" if table["small"] else "")
         parts.append(
             f"Beside the paper: [{title}](../{name}/README.md), which says what differs from the paper's runs and how "
-            f"to read the verdicts. Figures: {table['unit']}; this model is one of those in bold."
+            f"to read the verdicts. Figures: {table['unit']}; in bold: this model, or the mean of it and other seeds."
         )
         parts.append(_markdown(rows))
     return "\n\n".join(parts)
