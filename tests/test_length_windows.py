@@ -144,6 +144,15 @@ def test_what_holds_all_pairs_is_said():
     assert "sliding window of 64: 4.00 GiB" in windows.quadratic_memory(mistral, 65536)
 
 
+def test_a_tokenizer_without_an_end_of_text():
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="it has no end-of-text token"):
+        curves.tokenise(tokenizer, ["text"], documents=None, document_tokens=None, joined=True)
+    with pytest.raises(ValueError, match="it holds no document"):
+        curves.tokenise(build_tokenizer("bytes"), [], documents=None, document_tokens=None, joined=True)
+
+
 # --- variants
 
 
@@ -478,7 +487,7 @@ def test_finetune(root, run, tmp_path, monkeypatch, capsys):
         (["--windows", "16", "--documents", "0"], "documents=0 is not valid: it must be at least 1"),
         (["--windows", "16", "--variants", "yarm"], "variants='yarm' is not valid. Did you mean 'yarn'"),
         (["--windows", "16", "--variants", "relative-capped"], "it serves no checkpoint (rope: no relative-capped"),
-        (["--windows", "999"], "the longest of 3 documents has 200 tokens to score"),
+        (["--windows", "16,999"], "the longest of 3 documents has 200 tokens to score"),
         (["--windows", "16", "--data", "pg20"], "data='pg20' is not valid"),
         (["--windows", "16", "--data", "pg19:tset"], "Did you mean 'test'"),
         (["--windows", "16", "--finetune", "--finetune-batch-size", "9"], "it must divide finetune-batch-size=9"),

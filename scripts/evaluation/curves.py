@@ -179,9 +179,16 @@ def tokenise(
         documents: take only the first so many.
         document_tokens: score only the first so many tokens of each.
         joined: as one text.
+
+    Raises:
+        ValueError: there is no document, or no end-of-text token.
     """
     from ..data.tokenize import tokenize_documents
 
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer={tokenizer.name_or_path!r} is not valid: it has no end-of-text token (`eos_token`)."
+        )
     stop = None if document_tokens is None else document_tokens + 1
     ids = tokenize_documents(tokenizer, itertools.islice(texts, documents), batch=1)
     parts = [torch.tensor(document[:stop], dtype=torch.int32) for document in ids]
@@ -239,6 +246,8 @@ def evaluate_windows(
             parts, data["documents"] = tokenise(tokenizer, texts(), joined=data["joined"], **options)
             written_by = key, parts
         parts = written_by[1]
+        # Mistakes should not wait for the shorter windows.
+        windows.check_lengths(parts, lengths)
         config = load_config(curve.checkpoint, trust_remote_code=trust_remote_code)
         folder = pathlib.Path(curve.checkpoint)
         local = weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
@@ -313,7 +322,7 @@ def _tokenizer_key(tokenizer: Any, checkpoint: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finetuning:
-    """The short training at a longer length; the defaults are those of PoPE's ICML version (and of YaRN's paper).
+    """The short training at a longer length; the defaults are those of PoPE's ICML version.
 
     Attributes:
         data: a corpus, see `whatwhere.scripts.finetune`.

@@ -63,6 +63,16 @@ def windows_in(texts: Sequence[torch.Tensor], length: int) -> list[int]:
     return [max(0, len(ids) - 1) // length for ids in texts]
 
 
+def check_lengths(texts: Sequence[torch.Tensor], lengths: Sequence[int]) -> None:
+    """Raises ValueError if there is a length of which no text holds a window."""
+    longest = max(len(ids) - 1 for ids in texts)
+    if max(lengths) > longest:
+        raise ValueError(
+            f"windows={max(lengths)!r} is not valid: the longest of {len(texts)} documents has {longest} tokens to "
+            "score. Use shorter windows, or more of each document (--document-tokens), or join documents (--join)."
+        )
+
+
 def quadratic_memory(model: Any, length: int) -> str | None:
     """Returns what holds an entry for every pair of tokens in a window, in words with its size, or None if nothing."""
     config = model.config
@@ -110,13 +120,8 @@ def measure_windows(
     Raises:
         ValueError: no text holds a window.
     """
+    check_lengths(texts, [length])
     counts = windows_in(texts, length)
-    if not any(counts):
-        longest = max((len(ids) - 1 for ids in texts), default=0)
-        raise ValueError(
-            f"windows={length!r} is not valid: the longest of {len(texts)} documents has {longest} tokens to score. "
-            "Use shorter windows, or more of each document (--document-tokens), or join documents (--join)."
-        )
     model.eval()
     plain_head = has_plain_head(model, texts[0][None, : min(16, length)].to(model.device, torch.int64))
     by_position = torch.zeros(length, dtype=torch.float64)
