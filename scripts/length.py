@@ -252,7 +252,7 @@ def save(output: pathlib.Path, checkpoints: list[dict[str, Any]], *, data: dict[
     Args:
         output: the folder; made if it does not exist.
         checkpoints: from `evaluate`.
-        data: what was scored: `name`, `split` and how it was chosen.
+        data: what was scored: `source`, `split` and how it was chosen.
         origin: from `provenance`.
     """
     if (output / "config.json").is_file():
@@ -349,7 +349,7 @@ def _check_options(options: argparse.Namespace, in_windows: bool) -> None:
         raise ValueError("--windows and --lengths are two protocols: take one of them.")
     other = "--lengths" if in_windows else "--windows"
     for name in _OF_LENGTHS if in_windows else _OF_WINDOWS:
-        if getattr(options, name) not in (None, False):
+        if getattr(options, name) is not (False if name == "finetune" else None):
             raise ValueError(f"--{name.replace('_', '-')} has no effect without {other}.")
     for field in dataclasses.fields(Finetuning):
         if getattr(options, f"finetune_{field.name}") is not None and not options.finetune:

@@ -482,6 +482,8 @@ def test_finetune(root, run, tmp_path, monkeypatch, capsys):
         (["--windows", "16", "--lengths", "1"], "--windows and --lengths are two protocols"),
         (["--windows", "16", "--tokens", "16"], "--tokens has no effect without --lengths"),
         (["--lengths", "1", "--variants", "yarn"], "--variants has no effect without --windows"),
+        (["--lengths", "1", "--no-join"], "--join has no effect without --windows"),
+        (["--lengths", "1", "--finetune"], "--finetune has no effect without --windows"),
         (["--windows", "16", "--finetune-steps", "3"], "--finetune-steps has no effect without --finetune"),
         (["--windows", "16", "--dataset", "x"], "--dataset has no effect with --data pg19"),
         (["--windows", "16", "--documents", "0"], "documents=0 is not valid: it must be at least 1"),
