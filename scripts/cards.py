@@ -323,8 +323,8 @@ def _needs(training: Mapping[str, Any]) -> str:
     if training["data"].get("place") == "local files":
         text += (
             "The corpora were local files, in the folder that `WHATWHERE_DATA_DIR` names "
-            "(`whatwhere.scripts.data.corpora` says how they lie there); without that variable they are downloaded, and "
-            "versions can differ. "
+            "(`whatwhere.scripts.data.corpora` says how they lie there); without that variable they are downloaded, "
+            "and versions can differ. "
         )
     return text + "Other machines and versions give other weights, and figures that differ a little."
 
