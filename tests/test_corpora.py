@@ -1,5 +1,7 @@
 """Corpora by name: where they are looked for, what is read, and what is refused."""
 
+import dataclasses
+
 import datasets
 import pytest
 
@@ -147,6 +149,18 @@ def test_openwebtext_is_read_as_parquet(monkeypatch):
     (call,) = hub.calls
     assert call[:4] == ("parquet", None, "train", True)
     assert call[4]["data_files"].startswith("hf://datasets/Skylion007/openwebtext@")
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+def test_splits_of_parquet_files(monkeypatch, tmp_path, streaming):
+    """The same reading, of real files; only the address is replaced."""
+    datasets.Dataset.from_dict({"text": [str(i) for i in range(6)]}).to_parquet(str(tmp_path / "train-0.parquet"))
+    found = CORPORA["openwebtext"]
+    hub = {"train": "train[4:]", "validation": "train[:4]"}
+    hub = {split: (str(tmp_path / "train-*.parquet"), None, theirs) for split, theirs in hub.items()}
+    monkeypatch.setitem(CORPORA, "openwebtext", dataclasses.replace(found, hub=hub))
+    assert [row["text"] for row in load_corpus("openwebtext", "train", streaming=streaming)] == ["4", "5"]
+    assert [row["text"] for row in load_corpus("openwebtext", "validation", streaming=streaming)] == list("0123")
 
 
 def test_splits_of_a_recipe(folder, small):

@@ -327,6 +327,6 @@ def load_corpus(
             raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
         return choose(corpus.read_local(root, split, streaming=streaming), chosen)
     # Only what is asked for is downloaded.
-    lazily = not streaming and not chosen.endswith(":]") and chosen != ""
+    lazily = not streaming and bool(chosen) and not chosen.endswith(":]")
     rows = choose(corpus.read_hub(split, streaming=streaming or lazily), chosen)
     return collect(rows) if lazily else rows
