@@ -414,8 +414,18 @@ def test_prompts_are_words_of_their_tokenizers(corpus, kind):
             "zero-shot",
         ),
         ({"source": "stdlib", "split": "test"}, "can repeat what its training text holds", "another source"),
+        (
+            {
+                "source": "corpus",
+                "splits": {"train": "maestro_transposed:train", "test": "maestro:test"},
+                "split": "test",
+                "place": "the Hub",
+            },
+            "words of its own tokenizer",
+            "another source",
+        ),
     ],
-    ids=["toy", "music", "code"],
+    ids=["toy", "music", "code", "one corpus"],
 )
 def test_limits_fit_the_data(data, has, lacks):
     training = {**TRAINING, "data": data, "metrics": {"loss": {"value": 0.5}}}
