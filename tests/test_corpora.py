@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
-datasets = pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
+pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
+
+import datasets
 
 from whatwhere.scripts.data.corpora import CORPORA, Corpus, load_corpus, parse_choice, wikitext_articles
 from whatwhere.scripts.data.corpus import SPLITS, load_text
