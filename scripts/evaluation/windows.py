@@ -258,7 +258,13 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, tit
         right.axvline(trained, color="0.6", linestyle=":", linewidth=1)
     left.set_xscale("log", base=2)
     left.set_yscale("log")
-    left.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=60 if len(lengths) > 6 else 0)
+    labelled: list[int] = []
+    for length in reversed(lengths):
+        # Closer ones would be written over each other.
+        if not labelled or labelled[-1] >= 1.25 * length:
+            labelled.append(length)
+    texts = [f"{length:,}" if length in labelled else "" for length in lengths]
+    left.set_xticks(lengths, texts, rotation=60 if len(labelled) > 5 else 0)
     left.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     left.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     left.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.7)))
