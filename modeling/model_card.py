@@ -641,9 +641,12 @@ def _window_results(length: dict[str, Any]) -> list[str]:
     if variants:
         rows[0].insert(0, "at test time")
     data = length["data"]
-    text = f"Perplexity on {_plain(_data_name(data))}, {data['split']} split: {data['documents']:,} documents"
-    text += f", the first {data['document_tokens']:,} tokens of each" if data.get("document_tokens") else ""
-    text += ", joined to one text" if data["joined"] else ", each by itself"
+    count = data["documents"]
+    text = f"Perplexity on {_plain(_data_name(data))}, {data['split']} split: "
+    text += f"{count:,} documents" if count > 1 else "1 document"
+    if data.get("document_tokens"):
+        text += f", the first {data['document_tokens']:,} tokens of {'each' if count > 1 else 'it'}"
+    text += "" if count == 1 else ", joined to one text" if data["joined"] else ", each by itself"
     text += ", cut into disjoint windows of each length"
     text += f" (± one standard error over {' or '.join(sorted(clusters))})" if clusters else ""
     return [text + ":", _table(rows)]

@@ -12,7 +12,8 @@ RUN is the folder of a finished run of `whatwhere.scripts.train` or `...finetune
 copies of its results files (`results.json`, `length.json`, `length_*.json`, `lm_eval.json`: those about its weights),
 `curves.json` (its `metrics.jsonl`, thinned), the figures that are drawn from them, and `README.md`. `--results` adds
 files in which several checkpoints were measured together, such as `length/length_pg19.json`: every card takes those
-that have an entry of its weights. Absolute paths in recorded commands lose their folders.
+that have an entry of its weights (a second file of the same name as `length_FOLDER.json`). Absolute paths in recorded
+commands lose their folders.
 
 Published weights are loaded from their Hub id (`--published`); for others the card gives the command that makes them.
 NAME is `{recipe}_{encoding}`, or what `--name` says, in which also `{data}` (the training corpus or the task), `{seed}`
@@ -267,6 +268,8 @@ def collect(
     ]
     for name, content in (shared or {}).items():
         if weights in [entry.get("weights") for entry in content["checkpoints"]]:
+            if name in found:
+                notes.append(f"{run}: {name}.json is left out, the file of --results takes its place.")
             found[name] = {**content, "weights_sha256": weights}
     if (run / "metrics.jsonl").is_file():
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -518,12 +521,15 @@ def make(
         return paths
     if published and len(runs) > 1:
         raise CardError(f"--published {published!r} is not valid: it is of one RUN, and there are {len(runs)}.")
-    shared = {}
+    shared: dict[str, dict[str, Any]] = {}
     for path in files:
-        shared[path.stem] = read_json(path)
-        entries = shared[path.stem].get("checkpoints")
-        if not path.stem.startswith("length") or not isinstance(entries, list):
+        content = read_json(path)
+        if not path.stem.startswith("length") or not isinstance(content.get("checkpoints"), list):
             raise CardError(f"results={str(path)!r} is not valid: it must be a length*.json with `checkpoints`.")
+        name = path.stem if path.stem not in shared else f"length_{path.resolve().parent.name}"
+        if name in shared:
+            raise CardError(f"results={str(path)!r} is not valid: another file would have the name {name!r}, too.")
+        shared[name] = content
     folders: dict[pathlib.Path, pathlib.Path] = {}
     for run in runs:
         folder = card_folder(run, output, template)
@@ -536,8 +542,8 @@ def make(
     for folder, run in folders.items():
         for note in collect(run, folder, published=published, shared=shared):
             print(note)
-    for path in files:
-        if not any((folder / path.name).is_file() for folder in folders):
+    for path, name in zip(files, shared):
+        if not any((folder / f"{name}.json").is_file() for folder in folders):
             raise CardError(f"results={str(path)!r} is not valid: none of its checkpoints has the weights of a RUN.")
     return [*(write(folder) for folder in folders), *write_index(output)]
 

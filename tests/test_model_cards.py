@@ -545,6 +545,18 @@ def test_results_of_several_checkpoints_measured_together(place):
     before = files_of(card_of(place))
     cards.make([], place / "model_cards")
     assert files_of(card_of(place)) == before
+    # Another file of the same name, about less text, stands beside it.
+    less = {"data": {**data, "documents": 1}, "checkpoints": [entry("tiny", weights, [cell(64, 77.25)])], **ORIGIN}
+    write_json(place / "one_book" / "length_pg19.json", less)
+    files = [place / "length_pg19.json", place / "one_book" / "length_pg19.json"]
+    cards.make([place / "runs" / "tiny"], place / "model_cards", files=files)
+    text = (card_of(place) / "README.md").read_text(encoding="utf-8")
+    assert "| as trained | 32 | 1 | 51.25 ± 0.51 |" in text
+    assert "test split: 1 document, the first 2,000 tokens of it, cut into" in text
+    assert "| 64 | 2 | 77.25 ± 0.77 | 1.2345 | 960 | 4 |" in text
+    assert "](length_one_book.png)" in text
+    with pytest.raises(cards.CardError, match="another file would have the name 'length_one_book', too"):
+        cards.make([place / "runs" / "tiny"], place / "model_cards", files=[*files, files[1]])
 
 
 def test_the_list_of_cards(place):
