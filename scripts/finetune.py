@@ -36,6 +36,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -46,9 +47,9 @@ from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_encodings import reach
 
 from .data.corpora import CORPORA, load_corpus
-from .data.corpus import DATA_DIR_VARIABLE, SOURCES, load_text
-from .data.pack import StreamedBatches, add_labels, make_blocks
-from .data.tokenize import build_tokenizer, bytes_per_token
+from .data.corpus import DATA_DIR_VARIABLE, SOURCES, load_text, text_of
+from .data.pack import add_labels, make_blocks
+from .data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 from .evaluation.card import write_card
 from .evaluation.results import provenance, write_json
 from .training.loop import Interrupted, TrainingError, check_folder, stop_signals
@@ -108,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--shuffle-buffer",
         type=int,
-        default=1024,
+        default=256,
         metavar="N",
         help="sequences, with --streaming: each step's are drawn from so many; default %(default)s",
     )
@@ -373,11 +374,20 @@ def _load_corpus(options: argparse.Namespace) -> dict[str, Any]:
 
 def _endless_blocks(documents: Any, tokenizer: Any, length: int) -> Iterator[dict[str, Any]]:
     """Yields blocks of documents in their order, from the beginning again when they end."""
-    batches = StreamedBatches(
-        documents, tokenizer, sequence_length=length, pack="concat", batch_size=1, seed=0, shuffle_buffer=1
-    )
-    for step in itertools.count():
-        yield {name: rows[0].numpy() for name, rows in batches(step).items()}
+    for epoch in itertools.count():
+        documents.set_epoch(epoch)
+        tokens: list[int] = []
+        found = False
+        # One at a time: a batch of books would take minutes before the first step.
+        for ids in tokenize_documents(tokenizer, map(text_of, documents), batch=1):
+            tokens += ids
+            whole = len(tokens) - len(tokens) % length
+            for start in range(0, whole, length):
+                found = True
+                yield {"input_ids": np.array(tokens[start : start + length])}
+            del tokens[:whole]
+        if not found:
+            raise FinetuneError(f"--sequence-length={length!r} is not valid: the text holds fewer tokens.")
 
 
 def _add_adapter(model: Any, options: argparse.Namespace, *, base: str, fresh: set[str]) -> Any:

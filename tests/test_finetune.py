@@ -232,8 +232,8 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
     sizes = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "2"]
     options = script.parser().parse_args([stock["llama"], *fixed, *sizes, "--output", str(tmp_path / "run")])
     results = script.finetune(options, arguments=[])
-    # 6 blocks of 16 tokens are trained on; the buffer, and the tokenizer's batch of 64 documents, are read ahead.
-    assert 0 < len(read) <= 128
+    # 6 blocks of 16 tokens are trained on; 8 are read ahead. A document makes 6.
+    assert 0 < len(read) <= 6
     assert results["data"]["source"] == "pg19"
     assert results["data"]["split"] == "test"
     assert len(results["base_weights_sha256"]) == 64
@@ -248,6 +248,8 @@ def test_an_endless_stream_begins_again(stock):
     found = [next(blocks)["input_ids"].tolist() for _ in range(4)]
     first, second = [*b"abc", 256, ord("d")], [*b"efgh", 256]
     assert found == [first, second, first, second]
+    with pytest.raises(ValueError, match="--sequence-length=11 is not valid: the text holds fewer tokens"):
+        next(script._endless_blocks(documents, tokenizer, 11))
 
 
 @pytest.mark.parametrize(
