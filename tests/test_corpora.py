@@ -9,7 +9,7 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 import datasets
 
 from whatwhere.scripts.data.corpora import CORPORA, Corpus, load_corpus, parse_choice, wikitext_articles
-from whatwhere.scripts.data.corpus import SPLITS, load_text
+from whatwhere.scripts.data.corpus import SPLITS, collect, in_memory, load_text
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +174,15 @@ def test_splits_of_a_recipe(folder, small):
     }
     with pytest.raises(ValueError, match=r"splits\['train'\]='small:test' is not valid: split='test'"):
         load_text("corpus", data_dir=folder, splits={"train": "small:test", "validation": "small:validation"})
+
+
+@pytest.mark.parametrize("made", [in_memory, lambda texts: collect({"text": text} for text in texts)])
+def test_tables_hold_more_than_2_gib(made):
+    """The human genome and MAESTRO in seven keys do not fit into a column of Arrow's `string`."""
+    rows = made(iter(["a", "\u00e9"]))
+    assert rows.features["text"].dtype == "large_string"
+    assert rows["text"] == ["a", "\u00e9"] == [row["text"] for row in rows.to_iterable_dataset()]
+    assert list(made(iter([]))) == []
 
 
 def test_wikitext_is_cut_before_titles():

@@ -22,7 +22,7 @@ import datasets
 
 from whatwhere.position_encoding import suggest
 
-from .corpus import DATA_DIR_VARIABLE, SPLITS, choose, collect, read_files, read_hub
+from .corpus import DATA_DIR_VARIABLE, SPLITS, choose, collect, in_memory, read_files, read_hub
 from .genome import read_genome, read_sequence
 from .music import MAESTRO_TABLE, read_chorales, read_performances
 
@@ -153,7 +153,7 @@ def one_file(root: Path, split: str, patterns: tuple[str, ...]) -> Path:
 
 
 def _rows(texts: Iterable[str], streaming: bool) -> Any:
-    rows = datasets.Dataset.from_dict({"text": list(texts)})
+    rows = in_memory(texts)
     return rows.to_iterable_dataset() if streaming else rows
 
 

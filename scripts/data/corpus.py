@@ -15,12 +15,13 @@ import os
 import re
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 try:
     import datasets
+    import pyarrow
 except ImportError as error:
     raise ImportError('the corpora need `datasets`: pip install "whatwhere[train]"') from error
 
@@ -178,7 +179,12 @@ def choose(rows: Any, chosen: str) -> Any:
 
 def collect(rows: Any) -> datasets.Dataset:
     """Returns the texts of a stream as a table in memory."""
-    return datasets.Dataset.from_dict({"text": [text_of(row) for row in rows]})
+    return in_memory(text_of(row) for row in rows)
+
+
+def in_memory(texts: Iterable[str]) -> datasets.Dataset:
+    """Returns a table of texts, however long they are together: a column of type `string` would hold 2 GiB."""
+    return datasets.Dataset(pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string())}))
 
 
 def _load_corpora(
