@@ -13,7 +13,7 @@ A checkpoint is a folder or a Hub id that AutoModelForCausalLM and AutoTokenizer
 (`whatwhere.scripts.evaluation.tasks.zero_shot_files` says which), through the same task definitions of lm-eval. CBT,
 which lm-eval lacks, is ours. lm-eval's own command line takes the same tasks:
 
-    lm_eval --model hf --model_args pretrained=demo/pope,trust_remote_code=True --tasks lambada_openai,whatwhere_cbt \
+    lm_eval --model hf --model_args pretrained=demo/pope,trust_remote_code=True --tasks lambada_openai,whatwhere_cbt \\
         --include_path "$(python -m whatwhere.scripts.zero_shot --print-task-folder)"
 
 and those of local files: `whatwhere_local_lambada_openai`, `whatwhere_local_blimp`, `whatwhere_local_cbt`,
@@ -96,7 +96,9 @@ def save(folder: pathlib.Path, content: dict[str, Any], report: dict[str, Any]) 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.zero_shot", description=(__doc__ or "").split("\n")[0]
+        prog="python -m whatwhere.scripts.zero_shot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="a folder or a Hub id")
     parser.add_argument("--tasks", help=f"some of {','.join(zero_shot.TASKS)} (default: all for which there is data)")
@@ -170,18 +172,24 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     manager = zero_shot.task_manager(data_dir)
     contents = {}
     for checkpoint in options.checkpoints:
-        report = zero_shot.run(
-            checkpoint,
-            tasks,
-            manager,
-            local=local,
-            limit=options.limit,
-            batch_size=options.batch_size if options.batch_size == "auto" else int(options.batch_size),
-            device=device,
-            dtype=options.dtype,
-            attn_implementation=options.attn_implementation,
-            trust_remote_code=options.trust_remote_code,
-        )
+        try:
+            report = zero_shot.run(
+                checkpoint,
+                tasks,
+                manager,
+                local=local,
+                limit=options.limit,
+                batch_size=options.batch_size if options.batch_size == "auto" else int(options.batch_size),
+                device=device,
+                dtype=options.dtype,
+                attn_implementation=options.attn_implementation,
+                trust_remote_code=options.trust_remote_code,
+            )
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"the questions come from the Hub, which did not answer: {error}. With --data-dir or "
+                f"{DATA_DIR_VARIABLE} they come from local files."
+            ) from error
         data = "local files" if local else "Hub"
         contents[checkpoint] = zero_shot.content(report, origin, data=data, device=device, dtype=options.dtype)
         folder = result_folder(checkpoint, options.output)

@@ -542,6 +542,22 @@ def test_mistakes(options, message, tmp_path, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_without_a_network_local_files_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(files.DATA_DIR_VARIABLE, raising=False)
+    save_model(tmp_path / "model")
+
+    def no_network(*_, **__):
+        raise ConnectionError("Couldn't reach 'nyu-mll/blimp' on the Hub")
+
+    monkeypatch.setattr(zero_shot, "run", no_network)
+    with pytest.raises(SystemExit) as stopped:
+        script.main([str(tmp_path / "model"), "--tasks", "blimp", "--output", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "error: the questions come from the Hub, which did not answer: Couldn't reach 'nyu-mll/blimp'" in message
+    assert "--data-dir or WHATWHERE_DATA_DIR" in message
+
+
 def test_one_process_only(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
