@@ -6,7 +6,7 @@ On a laptop (folders that `python -m whatwhere.scripts.train` made, of one recip
 
 On a GPU, on other test sets than those of the recipe (JSON: the parameters that differ from those of training):
 
-    python -m whatwhere.scripts.evaluate_task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 \
+    python -m whatwhere.scripts.evaluate_task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 \\
         --device cuda --json flip_flop.json
 
 A checkpoint is a folder or a Hub id. The task, its parameters and its test sets are those of the recipe that a folder

@@ -7,7 +7,7 @@ length, on one text. On a laptop (two minutes; the checkpoints are those of `mak
 
 On a GPU:
 
-    python -m whatwhere.scripts.length runs/rope runs/pope --lengths 1,2,4,8,10 --tokens 1000000 --device cuda \
+    python -m whatwhere.scripts.length runs/rope runs/pope --lengths 1,2,4,8,10 --tokens 1000000 --device cuda \\
         --dtype bfloat16 --output runs/length
 
 The test split of `--data` is tokenised once per checkpoint and cut into windows of each length; the number of tokens is
@@ -18,14 +18,14 @@ a multiple of every window length, so exactly the same tokens are scored at ever
 so many tokens, and loss by position within the window (see `whatwhere.scripts.evaluation.windows`). PoPE's Figure 2,
 the test books of PG-19, which are read one by one; on a laptop with less of them, on a GPU all, to 65,536 tokens:
 
-    python -m whatwhere.scripts.length runs/rope runs/pope --data pg19 --windows 512,1024,2048,4096 --documents 4 \
+    python -m whatwhere.scripts.length runs/rope runs/pope --data pg19 --windows 512,1024,2048,4096 --documents 4 \\
         --document-tokens 20480 --output runs/length
-    python -m whatwhere.scripts.length runs/rope runs/pope --data pg19 --variants yarn,interpolation --finetune \
+    python -m whatwhere.scripts.length runs/rope runs/pope --data pg19 --variants yarn,interpolation --finetune \\
         --dtype bfloat16 --output runs/length
 
 CoPE's Figure 3, WikiText-103, whose articles are joined by the end-of-text token as in training:
 
-    python -m whatwhere.scripts.length runs/relative runs/cope --data wikitext103_v1:validation \
+    python -m whatwhere.scripts.length runs/relative runs/cope --data wikitext103_v1:validation \\
         --variants relative-capped,relative-none --output runs/length
 
 `--variants` are further curves, of changes at test time (see `whatwhere.scripts.evaluation.variants`). `--finetune`

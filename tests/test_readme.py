@@ -59,6 +59,8 @@ def test_commands_exist_and_take_these_options(command, capsys):
     text = capsys.readouterr().out
     for option in (word for word in command[command.index(module) :] if word.startswith("--")):
         assert option in text
+    # A backslash that is lost at the end of a line leaves the next line's indentation inside a command.
+    assert not re.search(r"\S {6,}--", text)
 
 
 def test_the_table_is_the_list():
