@@ -19,6 +19,7 @@ query" are then ordinary cumulative sums, and what lies far in the past is at th
 import ast
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -107,7 +108,9 @@ class Term:
     def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: "_Attention") -> None:
         self.tensors = tensors
         self.parameters = parameters
-        self.attention = attention
+        # The attention owns its terms. With a cycle, its copies of keys and its buffers would stay until Python happens
+        # to collect garbage: gigabytes, in training.
+        self.attention = weakref.proxy(attention)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         """Adds the contribution to `logits` (C, n, R, W) in place; keeps what `backward` needs if `keep`."""

@@ -1,5 +1,7 @@
 """What every encoding promises, in both families: the shared contract."""
 
+import gc
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -483,3 +485,27 @@ def test_classification(family, encoding):
     assert outputs.logits.shape == (2, 3)
     assert outputs.loss.isfinite()
     close(model(padded, attention_mask=(padded != 0).long()).logits, outputs.logits)
+
+
+@every_model
+def test_memory_is_freed_without_the_garbage_collector(family, encoding):
+    # A cycle that holds tensors grows by gigabytes in training before Python happens to collect it.
+    model, ids = build(family, encoding), tokens(2, 24)
+    # What is made once and kept.
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    # Only what comes now is looked at.
+    gc.freeze()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        with torch.no_grad():
+            model(ids)
+        gc.collect()
+        held = [type(item) for item in gc.garbage if issubclass(type(item), torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        gc.unfreeze()
+    assert not held
