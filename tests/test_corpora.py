@@ -145,6 +145,15 @@ def test_a_slice_of_the_hub_reads_no_more_than_itself(small, monkeypatch):
     assert all(streaming for *_, streaming, files in hub.calls)
 
 
+def test_without_a_network_local_files_are_named(small, monkeypatch):
+    def no_network(*_, **__):
+        raise ConnectionError("Couldn't reach 'me/small' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", no_network)
+    with pytest.raises(ConnectionError, match=r"corpus 'small' .* Couldn't reach 'me/small' .*give --data-dir"):
+        load_corpus("small", "train")
+
+
 def test_openwebtext_is_read_as_parquet(monkeypatch):
     """The Hub's repository holds a script, which `datasets` refuses: its files are named instead."""
     hub = Counted(monkeypatch, "text")

@@ -305,6 +305,7 @@ def load_corpus(
 
     Raises:
         ValueError: there is no such corpus or split, or not where it is looked for.
+        ConnectionError: the Hub does not answer.
     """
     name, split, chosen = parse_choice(f"{name}:{split}")
     corpus = CORPORA[name]
@@ -328,5 +329,9 @@ def load_corpus(
         return choose(corpus.read_local(root, split, streaming=streaming), chosen)
     # Only what is asked for is downloaded.
     lazily = not streaming and bool(chosen) and not chosen.endswith(":]")
-    rows = choose(corpus.read_hub(split, streaming=streaming or lazily), chosen)
-    return collect(rows) if lazily else rows
+    try:
+        rows = choose(corpus.read_hub(split, streaming=streaming or lazily), chosen)
+        return collect(rows) if lazily else rows
+    except ConnectionError as error:
+        local = f" Local files can hold it: give --data-dir, or set {DATA_DIR_VARIABLE}." if split in there else ""
+        raise ConnectionError(f"corpus {name!r} comes from the Hub, which did not answer: {error}.{local}") from error
