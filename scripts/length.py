@@ -60,7 +60,7 @@ import transformers
 from ..model_card import weights_fingerprint
 from .evaluation import length as length_evaluation
 from .evaluation import windows
-from .evaluation.checkpoints import load_config, load_model, trained_length_of
+from .evaluation.checkpoints import load_config, load_model, names_of, trained_length_of
 from .evaluation.curves import Curve, Finetuning, WindowResults, curves_of, evaluate_windows
 from .evaluation.results import check_writable, provenance, write_json
 from .evaluation.variants import VARIANTS
@@ -190,7 +190,7 @@ def evaluate(
             raise ValueError(f"{name}={value!r} is not valid: it must be at least 1.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Every configuration is read before the first model runs: mistakes should not wait for minutes.
-    trained = {}
+    names, trained = dict(zip(checkpoints, names_of(checkpoints))), {}
     for checkpoint in checkpoints:
         config = load_config(checkpoint, trust_remote_code=trust_remote_code)
         trained[checkpoint] = trained_length or trained_length_of(checkpoint, config)
@@ -223,7 +223,7 @@ def evaluate(
         )
         entries.append(
             {
-                "name": pathlib.PurePath(checkpoint).name,
+                "name": names[checkpoint],
                 "model_type": model.config.model_type,
                 "position_encoding": getattr(model.config, "position_encoding", None),
                 "trained_length": trained[checkpoint],
@@ -354,8 +354,12 @@ def _check_options(options: argparse.Namespace, in_windows: bool) -> None:
     for field in dataclasses.fields(Finetuning):
         if getattr(options, f"finetune_{field.name}") is not None and not options.finetune:
             raise ValueError(f"--finetune-{field.name.replace('_', '-')} has no effect without --finetune.")
-    for name, sources in (("dataset", ("hub",)), ("test_files", ("hub", "local"))):
-        if getattr(options, name) is not None and options.source not in sources:
+    for name, useless in (
+        ("dataset", options.source != "hub"),
+        ("test_files", options.source not in ("hub", "local")),
+        ("data_dir", options.source in ("stdlib", "hub")),
+    ):
+        if getattr(options, name) is not None and useless:
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --data {options.data}.")
     for name in ("trained_length", "tokens", "batch_tokens", "documents", "document_tokens"):
         value = getattr(options, name)
@@ -420,7 +424,7 @@ def _compare_in_windows(options: argparse.Namespace, origin: dict[str, Any]) -> 
     results = WindowResults(options.output, data, origin=origin)
     curves = curves_of(
         options.checkpoints,
-        options.variants.split(",") if options.variants else [],
+        options.variants.split(",") if options.variants is not None else [],
         trained_length=options.trained_length,
         trust_remote_code=options.trust_remote_code,
         report=_report,

@@ -486,6 +486,8 @@ def test_finetune(root, run, tmp_path, monkeypatch, capsys):
         (["--lengths", "1", "--finetune"], "--finetune has no effect without --windows"),
         (["--windows", "16", "--finetune-steps", "3"], "--finetune-steps has no effect without --finetune"),
         (["--windows", "16", "--dataset", "x"], "--dataset has no effect with --data pg19"),
+        (["--windows", "16", "--data", "stdlib"], "--data-dir has no effect with --data stdlib"),
+        (["--windows", "16", "--variants", ""], "variants='' is not valid"),
         (["--windows", "16", "--documents", "0"], "documents=0 is not valid: it must be at least 1"),
         (["--windows", "16", "--variants", "yarm"], "variants='yarm' is not valid. Did you mean 'yarn'"),
         (["--windows", "16", "--variants", "relative-capped"], "it serves no checkpoint (rope: no relative-capped"),
@@ -509,6 +511,23 @@ def test_names_of_folders_that_end_alike(root, tmp_path):
     paths = [str(root / "rope"), str(tmp_path / "rope")]
     found = curves.curves_of(paths, [], trained_length=None, trust_remote_code=False, report=print)
     assert [curve.name for curve in found] == paths
+    with pytest.raises(ValueError, match="is given twice"):
+        curves.curves_of(paths[:1] * 2, [], trained_length=None, trust_remote_code=False, report=print)
+
+
+def test_another_checkpoint_of_the_same_name_takes_no_place(tmp_path):
+    """Its numbers would replace those of the first one."""
+    data = {"corpus": "pg19", "split": "test"}
+    results = curves.WindowResults(tmp_path, data, origin={})
+    first = {"name": "model", "variant": None, "weights": "1"}
+    results.entry(first, {"checkpoint": "a/model"})
+    with pytest.raises(
+        ValueError, match=r"checkpoint='b/model' is not valid.*results of 'a/model', which is called 'mo"
+    ):
+        results.entry({**first, "weights": "2"}, {"checkpoint": "b/model"})
+    # The same weights by another path, and other weights in the same place.
+    assert results.entry(first, {"checkpoint": "c/model"})["checkpoint"] == "a/model"
+    assert results.entry({**first, "weights": "2"}, {"checkpoint": "a/model"})["weights"] == "2"
 
 
 def test_real_books(root, data_dir, tmp_path):

@@ -2,11 +2,25 @@
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
+
+
+def names_of(checkpoints: Sequence[str]) -> list[str]:
+    """Returns what checkpoints are called in results: the last part of each path, or the whole ones if two end alike.
+
+    Raises:
+        ValueError: one is given twice.
+    """
+    for checkpoint in checkpoints:
+        if checkpoints.count(checkpoint) > 1:
+            raise ValueError(f"checkpoint={checkpoint!r} is given twice.")
+    short = [pathlib.PurePath(checkpoint).name for checkpoint in checkpoints]
+    return short if len(set(short)) == len(short) else list(checkpoints)
 
 
 def load_config(checkpoint: str, *, trust_remote_code: bool = False, **changes: Any) -> Any:

@@ -22,7 +22,7 @@ import transformers
 from ...model_card import weights_fingerprint
 from . import length as length_evaluation
 from . import variants, windows
-from .checkpoints import load_config, load_model, trained_length_of
+from .checkpoints import load_config, load_model, names_of, trained_length_of
 from .results import write_json
 
 
@@ -72,7 +72,10 @@ class WindowResults:
 
         Args:
             identity: `name` and `variant`, and what the numbers depend on.
-            details: what else the entry says.
+            details: what else the entry says; `checkpoint` is its folder or Hub id.
+
+        Raises:
+            ValueError: the file holds another checkpoint of that name, whose numbers would be lost.
         """
         entry = {**identity, **details, "cells": [], "by_position": []}
         for index, old in enumerate(self.checkpoints):
@@ -80,6 +83,12 @@ class WindowResults:
                 known = identity["weights"] is not None
                 if known and all(old.get(key) == value for key, value in identity.items()):
                     return old
+                before, now = old.get("checkpoint"), details.get("checkpoint")
+                if before != now and None not in (before, now) and old["weights"] != identity["weights"]:
+                    raise ValueError(
+                        f"checkpoint={now!r} is not valid: {str(self.path)!r} holds results of {before!r}, which is "
+                        f"called {old['name']!r}, too. Take another --output."
+                    )
                 self.checkpoints[index] = entry
                 return entry
         self.checkpoints.append(entry)
@@ -144,12 +153,9 @@ def curves_of(
     Raises:
         ValueError: a checkpoint cannot be read, or a variant does not exist or means nothing for all checkpoints.
     """
-    short = [pathlib.PurePath(checkpoint).name for checkpoint in checkpoints]
-    # Folders that end alike are called by their whole path.
-    titles = short if len(set(short)) == len(short) else list(checkpoints)
     curves, served = [], set()
     reasons: dict[str, str] = {}
-    for checkpoint, title in zip(checkpoints, titles):
+    for checkpoint, title in zip(checkpoints, names_of(checkpoints)):
         config = load_config(checkpoint, trust_remote_code=trust_remote_code)
         trained = trained_length or trained_length_of(checkpoint, config)
         curves.append(Curve(checkpoint=checkpoint, name=title, variant=None, trained_length=trained))
@@ -263,6 +269,7 @@ def evaluate_windows(
                 "tokens_sha256": digest.hexdigest(),
             },
             {
+                "checkpoint": curve.checkpoint,
                 "model_type": config.model_type,
                 "position_encoding": getattr(config, "position_encoding", None),
                 "device": device,
