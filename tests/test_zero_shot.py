@@ -336,6 +336,16 @@ def test_errors_of_local_data(tmp_path, monkeypatch, local_data):
         files.blimp("islands")
     with pytest.raises(ValueError, match=r"word_class='X' is not valid. It must be one of: CN, NE, P, V"):
         files.cbt("X")
+    blimp = (local_data / "blimp/blimp.jsonl.gz").read_bytes()
+    for content in (b"{}", blimp[:-9], blimp[:20] + b"x" * 20 + blimp[40:]):
+        files._blimp_rows.cache_clear()
+        (local_data / "blimp/blimp.jsonl.gz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"blimp.jsonl.gz is broken: "):
+            files.blimp("adjunct_island")
+    for content, message in (("", "holds no rows"), ("{", "is broken: ")):
+        (local_data / "lambada/lambada_test.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=rf"lambada_test.jsonl {message}"):
+            files.lambada()
     (local_data / "piqa/valid-labels.lst").write_text("0\n")
     with pytest.raises(ValueError, match=r"valid.jsonl holds 2 questions and valid-labels.lst 1 labels"):
         files.piqa()

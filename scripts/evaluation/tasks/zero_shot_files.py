@@ -27,6 +27,7 @@ import json
 import os
 import pathlib
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -171,8 +172,14 @@ def _files(task: str, data_dir: str | os.PathLike[str] | None) -> list[pathlib.P
 
 
 def _read(path: pathlib.Path) -> list[dict[str, Any]]:
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return [json.loads(line) for line in content.splitlines()]
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        rows = [json.loads(line) for line in content.splitlines()]
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
+        raise ValueError(f"{path.name} is broken: {error}") from error
+    if not rows:
+        raise ValueError(f"{path.name} holds no rows.")
+    return rows
 
 
 def _split(name: str, rows: list[dict[str, Any]]) -> datasets.DatasetDict:
