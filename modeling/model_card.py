@@ -314,8 +314,11 @@ def _eval_results(results: dict[str, Any]) -> list[EvalResult]:
                 found.append(_language_modelling(data, metric, scores[metric], where))
     for key, length in _lengths(results).items():
         metric = "bits_per_byte" if key == "length" else "perplexity"
+        some = length["data"].get("document_limit") or length["data"].get("document_tokens")
         for entry in _own(length):
             about = f", {entry['variant']}" if entry.get("variant") else ""
+            # Without it, figures of several parts of a corpus would have one name.
+            about += f" ({_documents(length['data'])})" if some else ""
             for cell in entry["cells"]:
                 if cell["reached"]:
                     where = f"at {cell['length']} tokens{about}"
@@ -431,7 +434,9 @@ def _table(rows: list[list[str]]) -> str:
 def _command(origin: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in origin.get("versions", {}).items())
     when = " on ".join(filter(None, [origin.get("date", ""), versions]))
-    return f"```bash\n{origin['command']}\n```" + (f"\n\n{when}." if when else "")
+    # A file that grew has the commands of the runs before, too.
+    commands = dict.fromkeys(one["command"] for one in (*origin.get("earlier", []), origin))
+    return "```bash\n" + "\n".join(commands) + "\n```" + (f"\n\n{when}." if when else "")
 
 
 def _description(config: Any, training: dict[str, Any], elsewhere: Weights | None) -> str:
@@ -620,17 +625,20 @@ def _length_results(length: dict[str, Any]) -> list[str]:
 
 
 def _window_results(length: dict[str, Any]) -> list[str]:
-    rows = [["window", "times trained length", "perplexity", "bits per byte", "tokens", "documents"]]
+    data = length["data"]
+    # Joined, they are one text.
+    counted = ["tokens"] if data["joined"] else ["tokens", "documents"]
+    rows = [["window", "times trained length", "perplexity", "bits per byte", *counted]]
     variants = any(entry.get("variant") for entry in _own(length))
     clusters = set()
     for entry in _own(length):
         for cell in entry["cells"]:
-            numbers = ["cannot reach", "", "", ""]
+            numbers = ["cannot reach", "", *("" for _ in counted)]
             if cell["reached"]:
                 # That of the file is of the loss.
                 error = cell["standard_error"]
                 text = f"{cell['perplexity']:,.2f}" + ("" if error is None else f" ± {cell['perplexity'] * error:,.2f}")
-                counts = [f"{cell[count]:,}" for count in ("tokens", "documents")]
+                counts = [f"{cell[count]:,}" for count in counted]
                 numbers = [text, _error(cell["bits_per_byte"]), *counts]
                 clusters |= {cell["clusters"]} if error is not None else set()
             rows.append([f"{cell['length']:,}", f"{cell['multiple']:g}", *numbers])
@@ -640,16 +648,18 @@ def _window_results(length: dict[str, Any]) -> list[str]:
         return []
     if variants:
         rows[0].insert(0, "at test time")
-    data = length["data"]
-    count = data["documents"]
-    text = f"Perplexity on {_plain(_data_name(data))}, {data['split']} split: "
-    text += f"{count:,} documents" if count > 1 else "1 document"
-    if data.get("document_tokens"):
-        text += f", the first {data['document_tokens']:,} tokens of {'each' if count > 1 else 'it'}"
-    text += "" if count == 1 else ", joined to one text" if data["joined"] else ", each by itself"
+    text = f"Perplexity on {_plain(_data_name(data))}, {data['split']} split: {_documents(data)}"
+    text += "" if data["documents"] == 1 else ", joined to one text" if data["joined"] else ", each by itself"
     text += ", cut into disjoint windows of each length"
     text += f" (± one standard error over {' or '.join(sorted(clusters))})" if clusters else ""
     return [text + ":", _table(rows)]
+
+
+def _documents(data: dict[str, Any]) -> str:
+    """Says how many documents windows were cut from, and how much of each."""
+    count, tokens = data["documents"], data.get("document_tokens")
+    text = f"{count:,} documents" if count > 1 else "1 document"
+    return text + (f", the first {tokens:,} tokens of {'each' if count > 1 else 'it'}" if tokens else "")
 
 
 def _task_results(lm_eval: dict[str, Any]) -> list[str]:

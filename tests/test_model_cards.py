@@ -534,9 +534,9 @@ def test_results_of_several_checkpoints_measured_together(place):
     assert "42.50" not in text
     found = {one.metric_name: one.metric_value for one in check_model_index(text) if one.dataset_type == "pg19"}
     assert found == {
-        "perplexity, at 32 tokens": 51.25,
-        "perplexity, at 64 tokens": 1234.5,
-        "perplexity, at 64 tokens, yarn": 60.75,
+        "perplexity, at 32 tokens (5 documents, the first 2,000 tokens of each)": 51.25,
+        "perplexity, at 64 tokens (5 documents, the first 2,000 tokens of each)": 1234.5,
+        "perplexity, at 64 tokens, yarn (5 documents, the first 2,000 tokens of each)": 60.75,
     }
     # The figure shows all that was measured together, so that the file keeps it.
     kept = json.loads((card_of(place) / "length_pg19.json").read_text(encoding="utf-8"))
@@ -547,6 +547,7 @@ def test_results_of_several_checkpoints_measured_together(place):
     assert files_of(card_of(place)) == before
     # Another file of the same name, about less text, stands beside it.
     less = {"data": {**data, "documents": 1}, "checkpoints": [entry("tiny", weights, [cell(64, 77.25)])], **ORIGIN}
+    less["earlier"] = [{**ORIGIN, "command": "the one before"}]
     write_json(place / "one_book" / "length_pg19.json", less)
     files = [place / "length_pg19.json", place / "one_book" / "length_pg19.json"]
     cards.make([place / "runs" / "tiny"], place / "model_cards", files=files)
@@ -555,6 +556,14 @@ def test_results_of_several_checkpoints_measured_together(place):
     assert "test split: 1 document, the first 2,000 tokens of it, cut into" in text
     assert "| 64 | 2 | 77.25 ± 0.77 | 1.2345 | 960 | 4 |" in text
     assert "](length_one_book.png)" in text
+    assert f"\nthe one before\n{ORIGIN['command']}\n```" in text
+    names = [one.metric_name for one in check_model_index(text) if one.dataset_type == "pg19"]
+    assert "perplexity, at 64 tokens (1 document, the first 2,000 tokens of it)" in names
+    assert len(names) == len(set(names)) == 4
+    # Joined, documents are one text.
+    write_json(place / "one_book" / "length_pg19.json", {**less, "data": {**data, "joined": True}})
+    cards.make([place / "runs" / "tiny"], place / "model_cards", files=files[1:])
+    assert "| 64 | 2 | 77.25 ± 0.77 | 1.2345 | 960 |\n" in (card_of(place) / "README.md").read_text(encoding="utf-8")
     with pytest.raises(cards.CardError, match="another file would have the name 'length_one_book', too"):
         cards.make([place / "runs" / "tiny"], place / "model_cards", files=[*files, files[1]])
 
@@ -587,6 +596,7 @@ def test_the_list_of_cards(place):
         (None, [], "would both be 'tiny_small_pope'. Give --name, with {seed} or {folder}"),
         (None, ["--name", "{folder}", "--results", "length_other.json"], "none of its checkpoints has the weights"),
         (None, ["--name", "{folder}", "--results", "lm_eval.json"], "must be a length*.json with `checkpoints`"),
+        (None, ["--name", "{folder}", "--results", "nothing.json"], "results='nothing.json' is not a file"),
     ],
 )
 def test_errors_of_the_command_line(place, monkeypatch, capsys, change, arguments, message):
