@@ -41,7 +41,8 @@ Output (`--output`, by default the checkpoint's own folder if there is one check
 `length.json` with every number, its standard error, tokens, windows, date, versions and command; `length.png` and
 `length.svg`. With `--windows` the same in `length_CORPUS` (`length_CORPUS_SPLIT` if it is not the test split). That
 file grows: each number is written when it is measured, the same command goes on where it was stopped, other windows,
-checkpoints and variants are added, and what was measured with other weights or settings is measured again.
+checkpoints and variants are added, and what was measured with other weights or settings is measured again. Another
+checkpoint of the same name needs another `--output`.
 """
 
 import argparse
