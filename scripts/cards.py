@@ -523,6 +523,8 @@ def make(
         raise CardError(f"--published {published!r} is not valid: it is of one RUN, and there are {len(runs)}.")
     shared: dict[str, dict[str, Any]] = {}
     for path in files:
+        if not path.is_file():
+            raise CardError(f"results={str(path)!r} is not a file.")
         content = read_json(path)
         if not path.stem.startswith("length") or not isinstance(content.get("checkpoints"), list):
             raise CardError(f"results={str(path)!r} is not valid: it must be a length*.json with `checkpoints`.")
