@@ -151,7 +151,10 @@ def data_folder(data_dir: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """
     name = data_dir or os.environ.get(DATA_DIR_VARIABLE)
     if not name:
-        raise ValueError(f"data_dir={data_dir!r} and {DATA_DIR_VARIABLE} is not set: one must name a folder.")
+        raise ValueError(
+            f"data_dir={data_dir!r} and {DATA_DIR_VARIABLE} is not set: one must name a folder (data_dir by lm-eval's "
+            """--metadata '{"data_dir": "data"}')."""
+        )
     folder = pathlib.Path(name)
     if not folder.is_dir():
         raise FileNotFoundError(f"data_dir={str(folder)!r} is not a folder.")
