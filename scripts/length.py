@@ -56,12 +56,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 from ..model_card import weights_fingerprint
 from .evaluation import length as length_evaluation
 from .evaluation import windows
-from .evaluation.checkpoints import load_config, load_model, names_of, trained_length_of
+from .evaluation.checkpoints import load_config, load_model, load_tokenizer, names_of, trained_length_of
 from .evaluation.curves import Curve, Finetuning, WindowResults, curves_of, evaluate_windows
 from .evaluation.results import check_writable, provenance, write_json
 from .evaluation.variants import VARIANTS
@@ -191,9 +190,10 @@ def evaluate(
             raise ValueError(f"{name}={value!r} is not valid: it must be at least 1.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # Every configuration is read before the first model runs: mistakes should not wait for minutes.
-    names, trained = dict(zip(checkpoints, names_of(checkpoints))), {}
+    names, trained, tokenizers = dict(zip(checkpoints, names_of(checkpoints))), {}, {}
     for checkpoint in checkpoints:
         config = load_config(checkpoint, trust_remote_code=trust_remote_code)
+        tokenizers[checkpoint] = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
         trained[checkpoint] = trained_length or trained_length_of(checkpoint, config)
     lengths = {
         checkpoint: [_whole(multiple, trained[checkpoint]) for multiple in multiples] for checkpoint in checkpoints
@@ -209,8 +209,7 @@ def evaluate(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        token_ids, byte_counts = evaluation_stream(tokenizer, texts)
+        token_ids, byte_counts = evaluation_stream(tokenizers[checkpoint], texts)
         count = length_evaluation.usable_tokens(tokens, len(token_ids), every)
         token_ids, byte_counts = token_ids[: count + 1], byte_counts[: count + 1]
         cells = length_evaluation.measure(

@@ -121,6 +121,8 @@ def main(arguments: list[str] | None = None) -> None:
         table = evaluate(options, provenance("whatwhere.scripts.zero_shot", arguments))
     except (ValueError, OSError, ImportError) as error:
         parser.exit(2, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted. Checkpoints that were done have their lm_eval.json.\n")
     print(table)
     print(
         f"In {options.output}: zero_shot.md, zero_shot.json. Cards: python -m whatwhere.scripts.evaluation.card FOLDER"

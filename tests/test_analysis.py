@@ -17,6 +17,7 @@ from tiny import tiny_model
 from whatwhere.scripts.analysis import __main__ as script
 from whatwhere.scripts.analysis import common, deltas, frequencies, maps, page
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation.checkpoints import load_tokenizer
 
 TEXT = "One, two.\n== Three ==\nfour\n"
 LENGTH = 14
@@ -455,7 +456,7 @@ def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
     assert [entry["tokens"] for entry in content["checkpoints"]] == [len("To be,\nor not") + len("to be")] * 2
     assert content["command"].startswith("python -m whatwhere.scripts.analysis frequencies ")
     model = common.load_model(str(checkpoints / "pope"))
-    tokenizer = common.load_tokenizer(str(checkpoints / "pope"))
+    tokenizer = load_tokenizer(str(checkpoints / "pope"))
     expected = frequencies.measure(model, tokenizer, ["To be,\nor not", "to be"])
     assert content["checkpoints"][1]["keys"] == expected.keys.tolist()
     assert {"frequencies.png", "frequencies.svg"} <= {path.name for path in tmp_path.iterdir()}

@@ -57,6 +57,7 @@ def test_names_and_places():
         ("pg19", "corpus='pg19' is not valid: it must be like 'pg19:test'"),
         (3, "corpus=3 is not valid"),
         ("pg19:test[1]", "not valid: it must be like"),
+        ("pg19:test[5:2]", "slice='[5:2]' is not valid: it holds no document"),
         ("pg18:test", "corpus='pg18' is not valid. Did you mean 'pg19'"),
         ("pg19:tests", "split='tests' is not valid. Did you mean 'test'"),
     ],

@@ -1,6 +1,7 @@
 """Genomes: FASTA files, pieces, splits and 6-mers."""
 
 import gzip
+import random
 
 import pytest
 
@@ -72,6 +73,13 @@ def test_fasta(tmp_path, name):
         ("empty", ""),
     ]
     assert list(genome.read_fasta(file, lambda header: header == "two")) == [("two", "TTTT")]
+
+
+def test_fasta_cut_short(tmp_path):
+    whole = gzip.compress(b">one\n" + bytes(random.Random(0).choices(b"ACGT", k=50_000)))
+    (tmp_path / "a.fa.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"file 'a.fa.gz' cannot be read: .*end"):
+        list(genome.read_fasta(tmp_path / "a.fa.gz"))
 
 
 @pytest.mark.parametrize(("text", "message"), [("ACGT\n", "begins with 'ACGT'"), ("", "is empty")])

@@ -326,7 +326,7 @@ def test_broken_cbt_files():
 
 
 def test_errors_of_local_data(tmp_path, monkeypatch, local_data):
-    with pytest.raises(ValueError, match="data_dir=None and WHATWHERE_DATA_DIR is not set.*--metadata"):
+    with pytest.raises(ValueError, match=r"data_dir=None and WHATWHERE_DATA_DIR is not set.*--metadata"):
         files.lambada()
     monkeypatch.setenv("WHATWHERE_DATA_DIR", str(local_data))
     assert len(files.lambada()["test"]) == 2

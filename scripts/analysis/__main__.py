@@ -32,6 +32,7 @@ from typing import Any
 
 from safetensors.torch import save
 
+from ..evaluation.checkpoints import load_tokenizer
 from ..evaluation.results import check_writable, provenance, write_json
 from . import common, deltas, frequencies, maps, page
 
@@ -110,7 +111,7 @@ def run_frequencies(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     entries = []
     for checkpoint in options.checkpoint:
         model = common.load_model(checkpoint, device=options.device, trust_remote_code=options.trust_remote_code)
-        tokenizer = common.load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
         usage = frequencies.measure(model, tokenizer, texts)
         entries.append({**common.describe(checkpoint, model.config), **usage.as_dict()})
     content = {"texts": common.describe_texts(options.texts, texts), "checkpoints": entries, **origin}
@@ -144,7 +145,7 @@ def run_maps(options: argparse.Namespace, origin: dict[str, Any]) -> str:
         trust_remote_code=options.trust_remote_code,
         attn_implementation="eager",
     )
-    tokenizer = common.load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
     ids = common.encode(tokenizer, text, model.device)[:, : options.tokens]
     found = maps.measure(model, tokenizer, ids, layers=options.layers, heads=options.heads)
     about = common.describe(checkpoint, model.config)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError
 
 from ..data.tokenize import _byte_characters
+from ..evaluation import checkpoints
 
 SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
 
@@ -19,36 +18,33 @@ SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
 _BYTE_FALLBACK = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
-def load_model(checkpoint: str, *, device: str | None = None, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+def load_model(
+    checkpoint: str,
+    *,
+    device: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
     """Returns a causal language model in float32, in eval mode.
 
     Args:
         checkpoint: a folder or a Hub id.
         device: None for the GPU if there is one.
+        attn_implementation: None for the model's default.
         trust_remote_code: run the code in the checkpoint's folder.
-        kwargs: for `from_pretrained`.
 
     Raises:
         ValueError: it cannot be loaded, with the reason.
     """
-    folder = pathlib.Path(checkpoint)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"checkpoint={checkpoint!r} is not a model folder: it has no config.json.")
-    try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint, trust_remote_code=trust_remote_code, dtype=torch.float32, **kwargs
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+    config = checkpoints.load_config(checkpoint, trust_remote_code=trust_remote_code)
+    model = checkpoints.load_model(
+        checkpoint,
+        config,
+        dtype="float32",
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-
-
-def load_tokenizer(checkpoint: str, *, trust_remote_code: bool = False) -> Any:
-    """Returns the tokenizer of a folder or Hub id; raises ValueError with the reason if it cannot be loaded."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer of checkpoint={checkpoint!r} cannot be loaded: {error}") from error
 
 
 def describe(checkpoint: str, config: Any) -> dict[str, Any]:

@@ -278,6 +278,7 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     title = TITLES[kind] + (" (of each row's largest)" if kind == "attention" else "")
     figure.suptitle(f"{name}: {title}", fontsize="medium")
     figure.colorbar(image, ax=grid, shrink=0.8, aspect=30)
+    figure.supxlabel("rows: queries, columns: keys; + newline (black), section title (red)", fontsize="small")
     return save_figure(figure, stem)
 
 

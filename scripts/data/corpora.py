@@ -283,6 +283,9 @@ def parse_choice(choice: str) -> tuple[str, str, str]:
         )
     if match["corpus"] not in CORPORA:
         raise ValueError(f"corpus={match['corpus']!r} is not valid. {suggest(match['corpus'], CORPORA)}")
+    start, _, stop = (match["slice"] or "").strip("[]").partition(":")
+    if start and stop and int(start) >= int(stop):
+        raise ValueError(f"slice={match['slice']!r} is not valid: it holds no document.")
     if match["split"] not in SPLITS:
         raise ValueError(f"split={match['split']!r} is not valid. {suggest(match['split'], SPLITS)}")
     return match["corpus"], match["split"], match["slice"] or ""

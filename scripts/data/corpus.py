@@ -21,7 +21,7 @@ from typing import Any
 
 try:
     import datasets
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
 except ImportError as error:
     raise ImportError('the corpora need `datasets`: pip install "whatwhere[train]"') from error
 

@@ -13,7 +13,8 @@ nucleotides longer, and training starts at a random one of them); pieces that ar
 import gzip
 import os
 import re
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def read_fasta(
     header: str | None = None
     lines: list[str] = []
     with gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii") as text:
-        for line in text:
+        for line in _whole(text, path):
             line = line.strip()
             if line.startswith(">"):
                 if header is not None and wanted(header):
@@ -105,6 +106,13 @@ def read_fasta(
         raise ValueError(f"file {path.name!r} is no FASTA file: it is empty.")
     if wanted(header):
         yield header, "".join(lines).translate(_LETTERS)
+
+
+def _whole(lines: Iterable[str], path: Path) -> Iterator[str]:
+    try:
+        yield from lines
+    except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"file {path.name!r} cannot be read: {error}") from error
 
 
 def _chromosome(header: str) -> str | None:

@@ -35,7 +35,8 @@ def load_config(checkpoint: str, *, trust_remote_code: bool = False, **changes: 
     try:
         return transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code, **changes)
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+        where = "" if folder.exists() else "it is no folder here, and as a Hub id: "
+        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {where}{error}") from error
 
 
 def load_model(
@@ -52,6 +53,14 @@ def load_model(
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+
+
+def load_tokenizer(checkpoint: str, *, trust_remote_code: bool = False) -> Any:
+    """Returns the tokenizer of a folder or Hub id; raises ValueError with the reason if it cannot be loaded."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer of checkpoint={checkpoint!r} cannot be loaded: {error}") from error
 
 
 def trained_length_of(checkpoint: str, config: Any) -> int:

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 from ...model_card import weights_fingerprint
 from . import length as length_evaluation
 from . import variants, windows
-from .checkpoints import load_config, load_model, names_of, trained_length_of
+from .checkpoints import load_config, load_model, load_tokenizer, names_of, trained_length_of
 from .results import write_json
 
 
@@ -239,7 +238,7 @@ def evaluate_windows(
     data = results.data
     written_by: tuple[str, list[torch.Tensor]] | None = None
     for curve in curves:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(curve.checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(curve.checkpoint, trust_remote_code=trust_remote_code)
         try:
             byte_counts = bytes_per_token(tokenizer)
         except ValueError as error:
