@@ -223,7 +223,9 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, tit
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.0, 4.6), layout="constrained")
+    columns = 3
+    # One legend for both panels, below them: a row of it for three curves.
+    figure = Figure(figsize=(11.0, 4.5 + 0.2 * math.ceil(len(checkpoints) / columns)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     figure.suptitle(title, fontsize="medium")
@@ -251,8 +253,7 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, tit
             edges = longest["edges"]
             # Buckets are drawn at the middle of their positions on the axis.
             middles = [math.sqrt(max(1, start) * stop) for start, stop in itertools.pairwise(edges)]
-            text = f"{label(checkpoint)}, {longest['length']:,}"
-            right.plot(middles, longest["loss"], label=text, **{**line, "marker": None})
+            right.plot(middles, longest["loss"], **{**line, "marker": None})
     for trained in sorted({checkpoint["trained_length"] for checkpoint in checkpoints}):
         left.axvline(trained, color="0.6", linestyle=":", linewidth=1)
         right.axvline(trained, color="0.6", linestyle=":", linewidth=1)
@@ -272,11 +273,11 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, tit
     left.set_ylabel("perplexity")
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
-    right.set_xlabel("position in the longest window (tokens)")
+    right.set_xlabel("position in the longest window that was reached (tokens)")
     right.set_ylabel("loss (nats per token)")
     for axes in (left, right):
-        axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize="small")
     paths = [pathlib.Path(f"{stem}.{ending}") for ending in ("png", "svg")]
     # No date and no random ids: the same numbers give the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "whatwhere"}):
