@@ -39,6 +39,7 @@ import transformers
 from ..model_card import Weights, figures_of, model_card, read_results, result_files, weights_fingerprint
 from .evaluation import length as length_evaluation
 from .evaluation import windows
+from .evaluation.figures import new_figure
 from .evaluation.results import check_writable, write_json
 from .evaluation.zero_shot import TABLE_5, TASKS
 
@@ -125,14 +126,7 @@ def draw_curves(curves: Mapping[str, Any], path: pathlib.Path) -> None:
         curves: from `thin_curves`.
         path: of the PNG file.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('the figures need matplotlib: pip install "whatwhere[eval]"') from error
-
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.4, 3.6)
     axes = figure.add_subplot()
     for key, style in (("training", {"linewidth": 1.2}), ("validation", {"marker": "o", "markersize": 4})):
         if rows := curves[key]:

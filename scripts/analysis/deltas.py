@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...position_pope import pope_frequencies
-from .common import attention_layers, new_figure, save_figure
+from ..evaluation.figures import new_figure, save_figure
+from .common import attention_layers
 
 
 def read(model: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from ...position_encodings import list_position_encodings
 from ...position_pope import pope_frequencies
-from .common import attention_layers, encode, new_figure, save_figure, watched
+from ..evaluation.figures import new_figure, save_figure
+from .common import attention_layers, encode, watched
 
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
 

@@ -18,7 +18,8 @@ import torch
 
 from ...position_encoding import join_digits
 from ...position_encodings import list_position_encodings
-from .common import attention_layers, new_figure, save_figure, token_texts, watched
+from ..evaluation.figures import new_figure, save_figure
+from .common import attention_layers, token_texts, watched
 
 # The encodings that count, by what they are called in a model.
 COUNTING = ("cope", "cope_alibi", "cope_mlp", "token_gated_cope")

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .figures import new_figure, save_figure
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -214,6 +216,11 @@ def table(checkpoints: Sequence[dict[str, Any]]) -> str:
         cells = {cell["multiple"]: cell for cell in checkpoint["cells"]}
         row = [checkpoint["name"], checkpoint["position_encoding"] or "stock", str(checkpoint["trained_length"])]
         rows.append(row + [_text(cells.get(multiple)) for multiple in multiples])
+    return aligned_table(rows)
+
+
+def aligned_table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown whose columns are aligned as text, too; the first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
@@ -235,15 +242,7 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> lis
         checkpoints: as in `length.json`.
         stem: the path without its ending.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError('the figure needs matplotlib: pip install "whatwhere[eval]"') from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
     lengths = sorted({cell["length"] for checkpoint in checkpoints for cell in checkpoint["cells"]})
     for index, checkpoint in enumerate(checkpoints):
@@ -270,9 +269,4 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> lis
     axes.set_ylabel("bits per byte, held-out text")
     axes.legend()
     axes.grid(alpha=0.3)
-    paths = [pathlib.Path(f"{stem}.{ending}") for ending in ("png", "svg")]
-    # No date and no random ids: the same numbers give the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "whatwhere"}):
-        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return save_figure(figure, stem)

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .length import Cell, has_plain_head, token_losses
+from .figures import new_figure, save_figure
+from .length import Cell, aligned_table, has_plain_head, token_losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,9 +194,7 @@ def table(checkpoints: Iterable[dict[str, Any]]) -> str:
         cells = {cell["length"]: cell for cell in checkpoint["cells"]}
         row = [label(checkpoint), checkpoint["position_encoding"] or "stock", f"{checkpoint['trained_length']:,}"]
         rows.append(row + [_text(cells.get(length)) for length in lengths])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    return aligned_table(rows)
 
 
 def _text(cell: dict[str, Any] | None) -> str:
@@ -216,17 +215,11 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, tit
         stem: the path without its ending, .png and .svg.
         title: what was scored.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError('the figure needs matplotlib: pip install "whatwhere[eval]"') from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = 3
     # One legend for both panels, below them: a row of it for three curves.
-    figure = Figure(figsize=(11.0, 4.5 + 0.2 * math.ceil(len(checkpoints) / columns)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(checkpoints) / columns))
+    from matplotlib import ticker
+
     left, right = figure.subplots(1, 2)
     figure.suptitle(title, fontsize="medium")
     # A colour for each checkpoint, a line style for each variant.
@@ -266,21 +259,16 @@ def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, tit
             labelled.append(length)
     texts = [f"{length:,}" if length in labelled else "" for length in lengths]
     left.set_xticks(lengths, texts, rotation=60 if len(labelled) > 5 else 0)
-    left.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    left.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    left.yaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(2, 0.7)))
+    left.xaxis.set_minor_locator(ticker.NullLocator())
+    left.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    left.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.7)))
     left.set_xlabel("window (tokens); dotted: trained length")
     left.set_ylabel("perplexity")
     right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
+    right.xaxis.set_major_formatter(ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
     right.set_xlabel("position in the longest window that was reached (tokens)")
     right.set_ylabel("loss (nats per token)")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize="small")
-    paths = [pathlib.Path(f"{stem}.{ending}") for ending in ("png", "svg")]
-    # No date and no random ids: the same numbers give the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "whatwhere"}):
-        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+    return save_figure(figure, stem)

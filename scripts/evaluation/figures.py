@@ -1,0 +1,29 @@
+"""Figures: how they are begun and how they are saved, so that the same numbers give the same bytes."""
+
+import pathlib
+from typing import Any
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of matplotlib, sizes in inches; no window and no global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('the figures need matplotlib: pip install "whatwhere[eval]"') from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, stem: str | pathlib.Path) -> list[pathlib.Path]:
+    """Writes `stem`.png and `stem`.svg and returns their paths; the same figure gives the same bytes."""
+    import matplotlib
+
+    paths = [pathlib.Path(f"{stem}.{ending}") for ending in ("png", "svg")]
+    paths[0].parent.mkdir(parents=True, exist_ok=True)
+    # No date and no random ids.
+    with matplotlib.rc_context({"svg.hashsalt": "whatwhere"}):
+        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths
