@@ -43,7 +43,7 @@ def contextual_positions(logits, last=math.inf):
     return [torch.full((), float(last), dtype=torch.float64) if p > last else p for p in sums]
 
 
-def cope_oracle(query, key, value, table, visible, scaling, scale_positions=True, gate_key=None, plus=None):
+def cope_oracle(query, key, value, table, visible, scaling, scale_positions=False, gate_key=None, plus=None):
     """CoPE, Eq. 3 to 9 of arXiv 2405.18719, one head; `table` (D, P) holds e[p] in its columns.
 
     `gate_key` (K, D): what opens the gates in place of the keys. `plus(i, j)`: what another encoding adds to the logit.

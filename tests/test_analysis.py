@@ -230,7 +230,7 @@ def gate_logits(model, ids, layer, encoding, parameters):
 CASES = [
     ("cope", {"num_positions": 5}),
     ("cope", {"gates": "separate_key"}),
-    ("cope", {"gates": "value", "num_positions": 4, "scale_positions": False}),
+    ("cope", {"gates": "value", "num_positions": 4, "scale_positions": True}),
     ("cope", {"share_across_layers": True, "every_n_layers": 2}),
     ("cope+rope", {"cope": {"gates": "separate_key"}}),
     ("cope+alibi", {}),
@@ -286,7 +286,7 @@ def test_maps_equal_loops_over_tokens(tokenizer, encoding, parameters):
                 # The positions that are shown are those that the module looks up.
                 part = attention.position_encoding["cope"]
                 table = (model.base_model.position_encoding["cope"] if part.table is None else part).table.weight
-                z = query[head] @ table.double() * (attention.scaling if own.get("scale_positions", True) else 1)
+                z = query[head] @ table.double() * (attention.scaling if own.get("scale_positions", False) else 1)
                 floor = positions.long()
                 ceil = (floor + 1).clamp(max=table.shape[1] - 1)
                 z = z.gather(1, floor) + (positions - floor) * (z.gather(1, ceil) - z.gather(1, floor))

@@ -25,7 +25,7 @@ from whatwhere.kernel_plain import plain_attention
 # Tables and frequencies scaled down to saturate within the tiny sequences.
 ENCODINGS = {
     "cope": ("cope", {"num_positions": 6}),
-    "cope:shared": ("cope", {"num_positions": 6, "share_across_layers": True, "scale_positions": False}),
+    "cope:shared": ("cope", {"num_positions": 6, "share_across_layers": True, "scale_positions": True}),
     "cope+rope": ("cope+rope", {"cope": {"num_positions": 6}}),
     "pope": ("pope", {}),
     "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),

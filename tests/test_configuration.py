@@ -193,7 +193,7 @@ def test_aliases_decide_what_depends_on_them():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_settings_of_an_encoding_that_stays_are_kept(family, tmp_path):
-    parameters = {"num_positions": 9, "scale_positions": False}
+    parameters = {"num_positions": 9, "scale_positions": True}
     tiny_config(family, "cope", position_encoding_parameters=parameters).save_pretrained(tmp_path)
     config_class = type(tiny_config(family, "none"))
     summed = config_class.from_pretrained(tmp_path, position_encoding="cope+rope")

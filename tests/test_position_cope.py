@@ -270,7 +270,7 @@ def test_open_gates_are_relative_positions():
     bias = layer.bias(logits, query, context, 0.5)
     for i in range(6):
         for j in range(i + 1):
-            expected = query[:, :, i] @ table[:, min(i - j + 1, 3)] * 0.5
+            expected = query[:, :, i] @ table[:, min(i - j + 1, 3)]
             torch.testing.assert_close(bias[:, :, i, j], expected)
 
 

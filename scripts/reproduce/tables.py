@@ -202,6 +202,11 @@ def with_cope(name: str) -> Override:
     return changed
 
 
+def scaled_cope(recipe: Recipe) -> list[str]:
+    """Returns the override that multiplies the recipe's CoPE position logits by 1/sqrt(d)."""
+    return [*encoding("cope", json.dumps({**recipe.model["position_encoding_parameters"], "scale_positions": True}))]
+
+
 def half(*fields: str) -> Override:
     """Returns the override that halves fields of the recipe's `model`; with `n_embd` also `n_inner`, if it is given."""
 
@@ -588,6 +593,12 @@ COPE_5 = Table(
             )
         ]
         + [
+            Row(
+                key="cope-scaled",
+                label="CoPE, position logits times 1/sqrt(d)",
+                overrides=(scaled_cope,),
+                figures=unprinted(_WIKITEXT_5),
+            ),
             Row(key="rope", label="RoPE", overrides=ROPE, figures=unprinted(_WIKITEXT_5)),
             Row(key="pope", label="PoPE", overrides=encoding("pope"), figures=unprinted(_WIKITEXT_5)),
         ]
@@ -595,7 +606,8 @@ COPE_5 = Table(
     margin=0.1,
     seeds=1,
     choices=f"{_WIKITEXT_CHOICES} RoPE and PoPE on WikiText-103 are not in the paper: the same recipe with another "
-    "encoding. Code: the paper's CoPE has a million parameters more than its RoPE, as many as a table of 4,096 "
+    "encoding. CoPE's position logits q.e[p] are unscaled, as in the paper's Listing 1; a row multiplies them by "
+    "1/sqrt(d). Code: the paper's CoPE has a million parameters more than its RoPE, as many as a table of 4,096 "
     "positions and 256 channels; the paper does not say what they are. Here CoPE has 64 positions, as on WikiText-103, "
     "which are 2,048 parameters.",
 )
