@@ -161,7 +161,11 @@ def sdpa_attention_forward(
     position_context: PositionContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' `sdpa`; a bias that needs no content logits is materialised into the mask (B, H, Q, K)."""
+    """Transformers' `sdpa`; a bias that needs no content logits is materialised into the mask (B, H, Q, K).
+
+    A mask of None means what it means to Transformers: one row sees all keys, several are causal and aligned to the
+    beginning of the keys.
+    """
     encoding = module.position_encoding
     wider = key.shape[-1] != value.shape[-1]
     if wider and query.shape[2] == 1 and not module.training:
@@ -169,7 +173,11 @@ def sdpa_attention_forward(
         return blockwise_attention_forward(module, query, key, value, attention_mask, scaling)
     if encoding.biases:
         if attention_mask is None:
-            attention_mask = causal_mask(query.shape[2], key.shape[2], query.device)[None, None]
+            # Transformers makes no mask for one row, which sees all keys, and for rows aligned to the beginning of the
+            # keys: where a static cache was empty, the keys after them are slots that hold nothing yet.
+            rows, keys = query.shape[2], key.shape[2]
+            diagonal = keys - 1 if rows == 1 else 0
+            attention_mask = query.new_ones(rows, keys, dtype=torch.bool).tril_(diagonal)[None, None]
         logits = _mask_logits(attention_mask) if encoding.biases_from_mask else _no_logits(query, key)
         bias = encoding.bias(logits, query, position_context, scaling).to(query.dtype)
         if attention_mask.dtype == torch.bool:

@@ -163,6 +163,29 @@ def test_static_cache_equals_full_forward(family, encoding):
 
 
 @every_model
+def test_static_cache_without_a_mask(family, encoding):
+    # Where nothing is masked, Transformers may make no mask, although slots of the cache are empty.
+    ids = tokens(2, 16)
+    model = build(family, encoding)
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    generated = model.generate(ids, **options)
+    # test_flex_attention_agrees has flex_attention, which compiles; test_attention_triton.py has the kernels.
+    left_out = ("flash_attention", "flex_attention", "triton")
+    for name in [name for name in supported_implementations(model.config) if name not in left_out]:
+        model.set_attn_implementation(name)
+        for steps in ([16], [9, 5, 1, 1], [1, 15]):
+            cache, pieces, start = StaticCache(config=model.config, max_cache_len=24), [], 0
+            for step in steps:
+                with torch.no_grad():
+                    pieces.append(model(ids[:, start : start + step], past_key_values=cache).logits)
+                start += step
+            close(torch.cat(pieces, dim=1), full)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options), generated)
+
+
+@every_model
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(family, encoding, side):
     model = build(family, encoding)
@@ -444,6 +467,8 @@ def test_flex_attention_agrees(encoding):
         expected = model(ids, attention_mask=mask).logits
         model.set_attn_implementation("flex_attention")
         close(model(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()], 2e-4)
+        cache = StaticCache(config=model.config, max_cache_len=48)
+        close(model(ids[1:], past_key_values=cache).logits, expected[1:], 2e-4)
 
 
 @pytest.mark.parametrize("encoding", ["fox:pro", "cope:separate", "token_gated_cope", "token_gated_cope+rope"])
