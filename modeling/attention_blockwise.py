@@ -297,9 +297,9 @@ class _Attention:
     def of_keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """What belongs to a query head and a key, (B, H, K), in the compute type: (N, n, K), newest key first.
 
-        To index by `[block.chunk, :, block.columns]`.
+        Contiguous; to index by `[block.chunk, :, block.columns]`.
         """
-        return tensor.flip(2).to(self.dtype).reshape(self.N, self.n, self.K)
+        return tensor.flip(2).to(self.dtype).reshape(self.N, self.n, self.K).contiguous()
 
     def logits(self, chunk: slice, block: Block, *, keep: bool) -> torch.Tensor:
         """Returns the logits (C, n, R, W) of a block, terms included, in a reused buffer."""

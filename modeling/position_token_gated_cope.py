@@ -109,7 +109,8 @@ class TokenGatedCoPETerm(Term):
         self.steps = torch.zeros_like(self.table)
         torch.sub(self.table[1:], self.table[:-1], out=self.steps[:-1])
         self.last = table.shape[0] - 1.001
-        self.query = position_query.to(attention.dtype).reshape(attention.N, attention.n, attention.Q, -1)
+        # Contiguous, like what `of_keys` returns: `add` and `backward` merge the axes N and n.
+        self.query = position_query.to(attention.dtype).reshape(attention.N, attention.n, attention.Q, -1).contiguous()
         self.general = attention.mask is not None
         self.segments = None if attention.segments is None else attention.segments.flip(1)
         self.grad_query = torch.zeros_like(self.query)
