@@ -185,7 +185,9 @@ class PolarTables(SharedPositionEncoding):
         if length > KEPT_POSITIONS:
             return self._compute(positions[:, None])
         if self.kept is None or self.kept[0].shape[0] < length:
-            self.kept = self._compute(torch.arange(min(KEPT_POSITIONS, max(256, 2 * length))))
+            # Autograd can not save inference tensors, and this forward pass may be followed by a training step.
+            with torch.inference_mode(False), torch.no_grad():
+                self.kept = self._compute(torch.arange(min(KEPT_POSITIONS, max(256, 2 * length))))
         first = int(positions[0, 0])
         if first >= 0 and torch.equal(positions, torch.arange(first, first + positions.shape[1])[None]):
             consecutive = slice(first, first + positions.shape[1])

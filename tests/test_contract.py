@@ -293,6 +293,18 @@ def test_every_parameter_gets_a_gradient(family, encoding):
 
 
 @every_model
+def test_trains_after_inference_mode(family, encoding):
+    # What a model keeps from one forward to the next must not be inference tensors: autograd can not save them.
+    model = build(family, encoding)
+    ids = tokens(1, 8)
+    with torch.inference_mode():
+        expected = model(ids, labels=ids).loss
+    loss = model.train()(ids, labels=ids).loss
+    loss.backward()
+    close(loss.detach(), expected)
+
+
+@every_model
 def test_gradient_checkpointing_changes_nothing(family, encoding):
     ids = tokens(2, 16)
     model = build(family, encoding).train()
