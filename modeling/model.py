@@ -24,6 +24,10 @@ from .position_encodings import POSITION_ENCODINGS, check, list_position_encodin
 
 logger = logging.get_logger(__name__)
 
+# What saved weights mean; in config.json as "_weights_version", which version 1 did not write. Modules with `upgrade`
+# change weights of older versions when they are loaded. 2: PoPE's delta is folded, no longer clamped.
+WEIGHTS_VERSION = 2
+
 
 class WhatWherePreTrainedModel(PreTrainedModel):
     """Base of both families' `PreTrainedModel`s.
@@ -82,6 +86,20 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         if callable(reset):
             reset()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Loads a model, as `PreTrainedModel.from_pretrained` does; weights of older versions are brought up to date."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        # Every file that `save_pretrained` wrote has an auto_map; a configuration made in memory belongs to no file.
+        if getattr(model.config, "auto_map", None) and not hasattr(model.config, "_weights_version"):
+            for module in model.modules():
+                upgrade = getattr(module, "upgrade", None)
+                if callable(upgrade):
+                    upgrade()
+            model.config._weights_version = WEIGHTS_VERSION
+        return loaded
+
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """Saves weights, configuration, the code that loads them, and a model card if the folder has none.
 
@@ -101,6 +119,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
             "AutoModelForSequenceClassification": f"{family}.{prefix}ForSequenceClassification",
         }
+        self.config._weights_version = WEIGHTS_VERSION
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True) and os.path.isdir(save_directory):
             complete_card(os.fspath(save_directory), self.config, source=self._loaded_from())

@@ -11,8 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.utils import logging
 
 from .position_encoding import Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+
+logger = logging.get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,20 +75,16 @@ def pope_frequencies(channels: int, theta: float, device: torch.device | None = 
     return theta ** (-torch.arange(channels, device=device, dtype=torch.float32) / channels)
 
 
-class _BoundedPhase(torch.autograd.Function):
-    """Clamps to [-2 pi, 0]. Outside, the gradient passes only where a descent step would lead back inside."""
+def fold(delta: torch.Tensor) -> torch.Tensor:
+    """Folds numbers of any shape into [-2 pi, 0]: a triangle wave, the identity inside, reflected at the bounds outside.
 
-    @staticmethod
-    def forward(ctx: Any, delta: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(delta)
-        return delta.clamp(-2 * math.pi, 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (delta,) = ctx.saved_tensors
-        (grad,) = grads
-        outward = ((delta > 0) & (grad < 0)) | ((delta < -2 * math.pi) & (grad > 0))
-        return grad.masked_fill(outward, 0)
+    The derivative is 1 or -1, never 0: what an optimiser steps too far still moves, and gradients of micro-batches add
+    up to that of the whole batch.
+    """
+    width = 2 * math.pi
+    cell = torch.floor(-delta / width)
+    outside = torch.where(cell % 2 == 0, delta + cell * width, -delta - (cell + 1) * width)
+    return torch.where((delta >= -width) & (delta <= 0), delta, outside)
 
 
 class _Softplus(torch.autograd.Function):
@@ -160,9 +159,16 @@ class PhaseShift(nn.Module):
         else:
             init.uniform_(self.weight, -2 * math.pi, 0)
 
+    @torch.no_grad()
+    def upgrade(self) -> None:
+        """Changes weights of version 1, whose forward pass clamped them: clamps them for good."""
+        if self.weight.is_meta:
+            logger.warning_once("PoPE's delta is offloaded: where this older file has it outside [-2 pi, 0], it changes.")
+        self.weight.clamp_(-2 * math.pi, 0)
+
     def forward(self) -> torch.Tensor:
-        """Returns delta bounded to [-2 pi, 0]: float32 (H, R)."""
-        return _BoundedPhase.apply(self.weight.float())
+        """Returns delta folded into [-2 pi, 0]: float32 (H, R)."""
+        return fold(self.weight.float())
 
 
 class PolarTables(SharedPositionEncoding):
@@ -217,8 +223,8 @@ class PoPE(PositionEncoding):
 
         sum_c mu(q)_c mu(k)_c cos((s - t) theta_c + delta_c) * scaling
 
-    with magnitudes mu = softplus, one frequency per channel, and a learned delta per query head and frequency, bounded
-    to [-2 pi, 0] by a clamp that never freezes. The scaling is the attention's own, 1/sqrt(D), unless `scale` differs.
+    with magnitudes mu = softplus, one frequency per channel, and a learned delta per query head and frequency, folded
+    into [-2 pi, 0] (see `fold`). The scaling is the attention's own, 1/sqrt(D), unless `scale` differs.
     The cache holds the unrotated magnitudes, D numbers a key; delta sits on the query's phase, so that heads which
     share a key share its cache. After rotation queries and keys are D + R wide.
 

@@ -178,12 +178,11 @@ def test_deltas_are_what_the_model_uses():
         for weight in weights:
             weight.copy_(torch.linspace(-8, 1, weight.numel()).view_as(weight))
     entry = deltas.read(model)
-    expected = [max(-2 * math.pi, min(0.0, x)) for x in torch.linspace(-8, 1, 16).tolist()]
+    expected = [-abs(-2 * math.pi + abs(x + 2 * math.pi)) for x in torch.linspace(-8, 1, 16).tolist()]
     assert np.array(entry["deltas"]).shape == (2, 4, 4)
     assert np.array(entry["deltas"][1]).flatten().tolist() == pytest.approx(expected)
-    outside = sum(x in (0.0, -2 * math.pi) for x in expected)
-    assert entry["at_bounds"] == outside / 16
-    assert entry["largest"] == 0
+    assert entry["at_bounds"] == 0
+    assert entry["largest"] == pytest.approx(max(expected), abs=1e-5)
     assert entry["delta_init"] == "zeros"
 
 

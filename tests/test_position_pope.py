@@ -1,5 +1,6 @@
 """PoPE against the paper, read literally."""
 
+import json
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from oracles import pope_attention
 from tiny import causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere.attention import eager_attention_forward
 from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
-from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, _BoundedPhase, pope_frequencies
+from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, fold, pope_frequencies
 
 PARAMETERS = [
     {},
@@ -66,16 +67,35 @@ def test_frequencies():
     torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
 
 
-def test_the_bound_on_delta_never_freezes():
-    inside = torch.tensor([-6.0, -3.0, 0.0], requires_grad=True)
-    _BoundedPhase.apply(inside).sum().backward()
-    assert torch.equal(inside.grad, torch.ones(3))
-    outside = torch.tensor([0.5, 0.5, -7.0, -7.0], requires_grad=True)
-    bounded = _BoundedPhase.apply(outside)
-    torch.testing.assert_close(bounded, torch.tensor([0.0, 0.0, -2 * math.pi, -2 * math.pi]))
-    # A descent step goes against the gradient: only those that lead back inside pass.
-    (bounded * torch.tensor([1.0, -1.0, 1.0, -1.0])).sum().backward()
-    assert torch.equal(outside.grad, torch.tensor([1.0, 0.0, 0.0, -1.0]))
+def test_delta_is_folded():
+    lowest = -2 * math.pi
+    inside = torch.cat((torch.linspace(lowest, 0, 1001), torch.tensor([-1e-30, 0.0])))
+    assert torch.equal(fold(inside), inside)
+    outside = torch.tensor([0.5, lowest - 0.5, -lowest, -lowest + 0.5, 2 * lowest, 2 * lowest - 0.5, -7 * lowest - 1])
+    expected = torch.tensor([-0.5, lowest + 0.5, lowest, lowest + 0.5, 0.0, -0.5, lowest + 1])
+    torch.testing.assert_close(fold(outside), expected, rtol=0, atol=5e-6)
+    delta = torch.tensor([-6.0, 0.0, lowest, 0.5, -7.0, 7.0, -13.0], requires_grad=True)
+    fold(delta).sum().backward()
+    assert delta.grad.tolist() == [1, 1, 1, -1, -1, 1, 1]
+    # Away from the bounds, where the slope jumps.
+    anywhere = torch.linspace(-30, 30, 100, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(fold, anywhere)
+    assert fold(torch.tensor(math.nan)).isnan()
+
+
+def test_gradients_of_delta_add_up_over_micro_batches():
+    model = tiny_model("llama", "pope")
+    weights = [layer.self_attn.position_encoding["pope"].delta.weight for layer in model.model.layers]
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(torch.linspace(-9, 3, weight.numel()).view_as(weight))
+    ids = tokens(4, 12)
+    whole = torch.autograd.grad(model(ids, labels=ids).loss, weights)
+    for part in ids.split(1):
+        (model(part, labels=part).loss / 4).backward()
+    for weight, expected in zip(weights, whole):
+        assert (expected != 0).all()
+        torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_delta_returns_after_a_step_too_far():
@@ -83,11 +103,43 @@ def test_delta_returns_after_a_step_too_far():
     optimiser = torch.optim.SGD([delta], lr=1.0)
     for target in [0.5] + [-1.0] * 40:
         optimiser.zero_grad()
-        (0.1 * (_BoundedPhase.apply(delta) - target).square()).sum().backward()
+        (0.1 * (fold(delta) - target).square()).sum().backward()
         if target > 0:
             delta.grad.mul_(10)
         optimiser.step()
-    torch.testing.assert_close(delta.detach(), torch.tensor([-1.0]), rtol=0, atol=0.02)
+    # It may stay outside, where it means the same.
+    torch.testing.assert_close(fold(delta.detach()), torch.tensor([-1.0]), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "4KB"], ids=["one-file", "shards"])
+def test_delta_of_older_files_is_clamped_when_loaded(tmp_path, shard_size):
+    model = tiny_model("gpt2", "pope")
+    name = "transformer.h.1.attn.position_encoding.pope.delta.weight"
+    weight = model.get_parameter(name)
+    with torch.no_grad():
+        weight.copy_(torch.linspace(-9, 3, weight.numel()).view_as(weight))
+    ids = tokens(1, 9)
+    logits = model(ids).logits
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    new = type(model).from_pretrained(tmp_path)
+    assert torch.equal(new.get_parameter(name), weight)
+    assert torch.equal(new(ids).logits, logits)
+    # Weights of a model in memory are those of this version.
+    copy = type(model).from_pretrained(None, config=tiny_config("gpt2", "pope"), state_dict=model.state_dict())
+    assert torch.equal(copy.get_parameter(name), weight)
+
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("_weights_version") == 2
+    file.write_text(json.dumps(config))
+    old, _ = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert torch.equal(old.get_parameter(name), weight.clamp(-2 * math.pi, 0))
+    assert old.get_parameter(name).requires_grad
+    # Trained further and saved, it is no older file.
+    with torch.no_grad():
+        old.get_parameter(name).copy_(weight)
+    old.save_pretrained(tmp_path / "again")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "again").get_parameter(name), weight)
 
 
 @pytest.mark.parametrize(("init", "low", "high"), [("zeros", 0.0, 0.0), ("uniform", -2 * math.pi, 0.0)])
