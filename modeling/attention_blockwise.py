@@ -84,7 +84,7 @@ class Term:
         reads_content: True if `add` reads the content logits. Such a term comes first, because the logits are changed
             in place.
         fades: True if it makes the logits of most keys so low that their weights are negligible.
-        differentiable: for each tensor of the term, whether it gets a gradient.
+        differentiable: for each tensor of the term, whether it gets a gradient; optional tensors come last.
     """
 
     reads_content: ClassVar[bool] = False
@@ -452,7 +452,7 @@ def _backward(
 
 
 def _differentiable(spec: str) -> list[bool]:
-    return [wanted for name, _, _ in _parse(spec) for wanted in TERMS[name].differentiable]
+    return [wanted for name, count, _ in _parse(spec) for wanted in TERMS[name].differentiable[:count]]
 
 
 @_backward.register_fake

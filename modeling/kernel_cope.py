@@ -4,7 +4,7 @@ Contextual positions grow to the left, and are clamped to P - 1. So each row has
 which positions vary; left of it the bias is a constant of the row, z[P - 1], and attention is plain. The two parts are
 separate kernels, each with its own tiles:
 
-1. `_position_values`: z[i, n] = position_scale * q_i.e[n], for a chunk of rows.
+1. `_position_values`: z[i, n] = position_scale * r_i.e[n], for a chunk of rows; r is the query, or one of its own.
 2. `_window_forward` walks key blocks right to left with a running sum of gates per row, until every row of its block
    has reached P - 1 or has no keys left. It leaves the output and log-sum-exp over the window, the first key of the
    window of each row block (`start`), and per row: where it stopped counting (`stop`), its count there (`total`), and
@@ -13,9 +13,11 @@ separate kernels, each with its own tiles:
 
 Backward, with dL_ij the gradient of logit ij:
 
-4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates (in fixed point: exact); the
-   gradient of a gate is the running sum of the gradients of the positions left of it. It writes dq, and for every key
-   block what `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
+4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates, in fixed point. That is exact
+   if the gates are those of the forward pass. Other tiles or matrix instructions can round them differently: positions
+   are then a few units of the last place off, so they are clamped on both sides. The gradient of a gate is the running
+   sum of the gradients of the positions left of it. The kernel writes dq, and for every key block what
+   `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
 5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
    one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
    differences. `_table_rows` forms dz from them, and adds its part to dq; the gradient of the table is a product.
@@ -24,6 +26,8 @@ Backward, with dL_ij the gradient of logit ij:
 
 Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the carries (one pair per row and key block,
 which would be quadratic) stay within a budget proportional to the size of the query.
+
+All programs are along the first axis of a grid: the others have at most 65,535.
 
 Closed gates never reach P - 1: then the window is the whole row, correct and slower.
 
@@ -108,12 +112,13 @@ def _tile(base, index, stride, count, channels, D: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def _counts(gates, counted, BITS: tl.constexpr):
-    """Gates as fixed-point numbers with BITS fractional bits, 0 where not counted: int32.
+    """Gates as fixed-point numbers with BITS fractional bits, 0 where not counted or NaN: int32.
 
     Sums of integers are exact in any order: forward and backward pass find the same positions, and counts can be taken
     apart again. A gate is at most 1, so a level is never skipped.
     """
-    return tl.where(counted, (gates * (1 << BITS) + 0.5).to(tl.int32), 0)
+    known = tl.where(gates >= 0, gates, 0.0)
+    return tl.where(counted, (known * (1 << BITS) + 0.5).to(tl.int32), 0)
 
 
 @triton.jit
@@ -198,10 +203,13 @@ def _position_values(
 ):
     """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
 
+    query: what is multiplied with the table.
+
     If the query is not float32, the table is used as a sum of two numbers of the query's type.
     """
-    member = tl.program_id(2).to(tl.int64)
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_blocks = tl.cdiv(chunk_rows, BLOCK_M)
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
+    local = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     base = query + (member // H) * stride_qb + (member % H) * stride_qh
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -271,10 +279,12 @@ def _window_forward(
     BLOCK_N: tl.constexpr,
 ):
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees."""
-    member = tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(tl.minimum(chunk_rows, row_count - first_row), BLOCK_M)
+    row_block = tl.program_id(0) % row_blocks
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
     batch = member // H
     head = member % H
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first_row + local
     inside = rows < row_count
     channels = tl.arange(0, BLOCK_D)
@@ -307,6 +317,8 @@ def _window_forward(
         if GATE:
             opening = dot(q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D, BLOCK_D)), None, PRECISION)
             gates = tl.sigmoid(opening * scaling)
+            # Counts have no NaN: a row with such a gate gets it here, and by its log-sum-exp in the backward pass.
+            logits = tl.where(gates == gates, logits, float("nan"))
         else:
             gates = tl.sigmoid(logits)
         # A row stops counting where it has reached the last position: fixed-point numbers do not overflow.
@@ -328,7 +340,8 @@ def _window_forward(
         pending = tl.max(unfinished.to(tl.int32))
         block -= 1
 
-    some = weight > 0
+    # Or NaN.
+    some = weight != 0
     flat = member * row_count + rows.to(tl.int64)
     result = sums / tl.where(some, weight, 1.0)[:, None]
     to = out + flat[:, None] * D + channels[None, :]
@@ -338,7 +351,7 @@ def _window_forward(
     tl.store(stop + flat, stopped, mask=inside)
     at_last, _ = _unpack(tl.load(z + P - 1, mask=inside, other=0))
     tl.store(constant + flat, at_last, mask=inside)
-    this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
+    this = member * blocks + first_row // BLOCK_M + row_block
     tl.store(start + this, (block + 1) * BLOCK_N)
     tl.store(end + this, tl.max(high))
 
@@ -400,10 +413,12 @@ def _window_rows(
     grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), zero where nothing is written, pairs of
     the sums of dL and of dL * fraction; carries (B * H, key blocks, chunk_rows).
     """
-    member = tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
+    row_block = tl.program_id(0) % row_blocks
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
     batch = member // H
     head = member % H
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first_row + local
     inside = rows < Q
     channels = tl.arange(0, BLOCK_D)
@@ -433,7 +448,7 @@ def _window_rows(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     older = _triangle(tl.float16, BLOCK_N, False)
     older_terms = _triangle(tl.float32 if query.dtype.element_ty == tl.float32 else tl.bfloat16, BLOCK_N, False)
-    this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
+    this = member * blocks + first_row // BLOCK_M + row_block
     first = tl.load(start + this)
     for block in range(first // BLOCK_N, (tl.load(end + this) + BLOCK_N - 1) // BLOCK_N):
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -451,7 +466,7 @@ def _window_rows(
         counted = seen & (columns[None, :] >= row_stop[:, None])
         counts = _counts(gates, counted, BITS)
         after = count[:, None] - _running_counts(counts, older)
-        position = tl.minimum(after + counts, last)
+        position = tl.minimum(tl.maximum(after + counts, 0), last)
         floor, fraction, below, step = _interpolate(z[:, None], position, seen, BITS)
         weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
         dlogits = weights * (dot(do, tl.trans(v), None, PRECISION) - row_delta[:, None])
@@ -463,8 +478,8 @@ def _window_rows(
             dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
         else:
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
-        # The last key of a level, going right, leaves the sums up to it.
-        leaving = seen & ((tl.minimum(after, last) >> BITS) < floor)
+        # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
+        leaving = seen & ((tl.minimum(tl.maximum(after, 0), last) >> BITS) < floor)
         part = dlogits * fraction
         sums = sum_before[:, None] + _running_sums(dlogits, older_terms)
         fractions = fraction_before[:, None] + _running_sums(part, older_terms)
@@ -495,6 +510,7 @@ def _table_rows(
     levels,
     grad_values,
     grad_query,
+    grad_position_query,
     scale,
     H,
     Q,
@@ -513,12 +529,14 @@ def _table_rows(
 ):
     """grad_values (B * H, chunk_rows, P): the gradient of z; grad_query (B, H, Q, D): window_query + its part of dq.
 
+    grad_position_query (B, H, Q, D): that part, if a query of its own is multiplied with the table, else None.
     z enters by z[floor] (1 - fraction) + z[floor + 1] fraction, so with sums S of dL and F of dL * fraction over level
     n, dz[n] = S[n] - F[n] + F[n - 1]. The plain part belongs to the last level; all dL of a row sum to 0.
     """
-    member = tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(chunk_rows, BLOCK_M)
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
     batch = member // H
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first_row + local
     inside = (rows < Q) & (local < chunk_rows)
     channels = tl.arange(0, BLOCK_D)
@@ -529,7 +547,12 @@ def _table_rows(
     of_window, _of_fractions = _unpack(tl.load(base, mask=inside, other=0))
     plain = tl.where(first > low, -of_window, 0.0)
     mask = inside[:, None] & (channels < D)[None, :]
+    flat = member * Q + rows.to(tl.int64)
+    to = flat[:, None] * D + channels[None, :]
     dq = tl.load(window_query + here[:, None] * D + channels[None, :], mask=mask, other=0.0)
+    if grad_position_query is not None:
+        tl.store(grad_query + to, dq.to(grad_query.dtype.element_ty), mask=mask)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for block in range(0, (P + BLOCK_N - 1) // BLOCK_N):
         level = block * BLOCK_N + tl.arange(0, BLOCK_N)
         sums, fractions = _level(base, level, P, inside)
@@ -547,9 +570,9 @@ def _table_rows(
         tl.store(grad_values + here[:, None] * P + level[None, :], rounded, mask=inside[:, None] & known)
         e = tl.load(table + channels[:, None] * P + level[None, :], mask=(channels < D)[:, None] & known, other=0.0)
         dq = dot(rounded, tl.trans(e.to(rounded.dtype)), dq, PRECISION)
-    flat = member * Q + rows.to(tl.int64)
-    to = grad_query + flat[:, None] * D + channels[None, :]
-    tl.store(to, dq.to(grad_query.dtype.element_ty), mask=mask)
+    if grad_position_query is not None:
+        grad_query = grad_position_query
+    tl.store(grad_query + to, dq.to(grad_query.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -609,10 +632,15 @@ def _window_columns(
 
     ROW_BLOCKS: a power of two, at least the row blocks of a chunk.
     """
-    member = tl.program_id(1).to(tl.int64)
+    # Keys that no row of the chunk sees are not visited.
+    ahead = K
+    if not LIMITS:
+        ahead = K - Q + tl.minimum(first_row + chunk_rows, Q)
+    column_blocks = tl.cdiv(ahead, BLOCK_N)
+    block = tl.program_id(0) % column_blocks
+    member = (tl.program_id(0) // column_blocks).to(tl.int64)
     batch = member // G
     group = member % G
-    block = tl.program_id(0)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.arange(0, BLOCK_D)
     k = _tile(key + batch * stride_kb + group * stride_kh, columns, stride_kn, K, channels, D, BLOCK_D)
@@ -663,7 +691,8 @@ def _window_columns(
                     gates = tl.sigmoid(logits)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 counts = _counts(gates, counted, BITS)
-                position = tl.minimum(count[:, None] - _running_counts(counts, older) + counts, last)
+                position = count[:, None] - _running_counts(counts, older) + counts
+                position = tl.minimum(tl.maximum(position, 0), last)
                 z = values + (of_head * chunk_rows + local.to(tl.int64)) * P
                 _, fraction, below, step = _interpolate(z[:, None], position, seen, BITS)
                 weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
@@ -723,11 +752,15 @@ class _Pass:
         value: torch.Tensor,
         table: torch.Tensor,
         gate_key: torch.Tensor | None,
+        position_query: torch.Tensor | None,
         limits: torch.Tensor | None,
         scaling: float,
         position_scale: float,
     ) -> None:
         self.query, self.key, self.value = aligned(query), aligned(key), aligned(value)
+        # What is multiplied with the table.
+        self.position_query = self.query if position_query is None else aligned(position_query)
+        self.own_position_query = position_query is not None
         self.gate_key = aligned(gate_key) if gate_key is not None else None
         self.table = table.contiguous()
         self.limits = limits.contiguous() if limits is not None else None
@@ -762,14 +795,14 @@ class _Pass:
         """Computes z of the chunk that begins at row `first`."""
         launch(
             _position_values,
-            lambda tiles: (triton.cdiv(into.shape[1], tiles.rows), triton.cdiv(self.P, tiles.columns), into.shape[0]),
+            lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
             [Tiles(64, 64) if self.query.dtype != torch.float32 else Tiles(32, 32)],
             (),
             (
-                self.query,
+                self.position_query,
                 self.table,
                 into,
-                *_strides(self.query),
+                *_strides(self.position_query),
                 self.position_scale,
                 self.H,
                 self.P,
@@ -808,7 +841,7 @@ class _Pass:
             self.position_values(first, values)
             launch(
                 _window_forward,
-                (triton.cdiv(min(chunk, Q - first), rows), B * H),
+                (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 tiles,
                 (*self.tune, rows, shared_rows),
                 (
@@ -838,8 +871,11 @@ class _Pass:
 
     def window_backward(
         self, grad: torch.Tensor, delta: torch.Tensor, window: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Gradients of the windows: of query (B, H, Q, D), table (D, P) float32, key, value and gate keys float32.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of the windows.
+
+        Of query (B, H, Q, D), table (D, P) float32, key, value and gate keys float32, and of the query of the table
+        (B, H, Q, D) if it is one of its own.
 
         Args:
             grad: (B, H, Q, D). delta: float32 (B, H, Q), the sum of grad * out.
@@ -856,6 +892,7 @@ class _Pass:
         counts = self.empty(members, key_blocks, chunk, dtype=torch.int32)
         slopes = self.empty(members, key_blocks, chunk)
         grad_query = self.empty(B, H, Q, D, dtype=self.query.dtype)
+        grad_position_query = torch.empty_like(grad_query) if self.own_position_query else None
         grad_table = torch.zeros(D, P, dtype=torch.float32, device=self.query.device)
         shape = (B, self.G, self.K, D)
         grad_key, grad_value = (torch.zeros(shape, dtype=torch.float32, device=self.query.device) for _ in range(2))
@@ -871,7 +908,7 @@ class _Pass:
             row_blocks = triton.cdiv(min(chunk, Q - first), WINDOW_ROWS)
             launch(
                 _window_rows,
-                (row_blocks, members),
+                (row_blocks * members,),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, window["total"], window_query, levels, counts, slopes, *strides, *sizes, *place),
@@ -879,7 +916,7 @@ class _Pass:
             )
             launch(
                 _table_rows,
-                lambda tiles: (triton.cdiv(chunk, tiles.rows), members),
+                lambda tiles: (triton.cdiv(chunk, tiles.rows) * members,),
                 [Tiles(32, 32)],
                 (),
                 (
@@ -890,6 +927,7 @@ class _Pass:
                     levels,
                     grad_values,
                     grad_query,
+                    grad_position_query,
                     self.position_scale,
                     H,
                     Q,
@@ -907,28 +945,31 @@ class _Pass:
             )
             rows = slice(first, min(first + chunk, Q))
             part = grad_values.view(B, H, chunk, P)[:, :, : rows.stop - rows.start]
-            grad_table += torch.matmul(self.query[:, :, rows].transpose(2, 3), part).sum((0, 1), dtype=torch.float32)
-            # Keys that no row of the chunk sees are not visited.
+            queries = self.position_query[:, :, rows].transpose(2, 3)
+            grad_table += torch.matmul(queries, part).sum((0, 1), dtype=torch.float32)
             ahead = self.K if self.limits is not None else self.K - Q + rows.stop
             launch(
                 _window_columns,
-                (triton.cdiv(ahead, columns), B * self.G),
+                (triton.cdiv(ahead, columns) * B * self.G,),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, counts, slopes, grad_key, grad_gate_key, grad_value, *strides, *sizes, *place),
                 {**self.constants, "ROW_BLOCKS": triton.next_power_of_2(triton.cdiv(chunk, WINDOW_ROWS))},
                 timed=False,
             )
-        return grad_query, grad_table, grad_key, grad_value, grad_gate_key
+        return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query
 
 
 def _decode(*arguments: Any) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
-    query, key, *others = arguments
+    query, key, value, table, gate_key, position_query, limits, scaling, position_scale = arguments
     B, H, _, D = query.shape
     G = key.shape[1]
-    window = _Pass(query.reshape(B, G, H // G, D), key, *others).window_forward(shared_rows=True)
-    _, _, value, _, _, limits, scaling, _ = arguments
+    rows = query.reshape(B, G, H // G, D)
+    if position_query is not None:
+        position_query = position_query.reshape(B, G, H // G, D)
+    attention = _Pass(rows, key, value, table, gate_key, position_query, limits, scaling, position_scale)
+    window = attention.window_forward(shared_rows=True)
     return flash_decode(
         query,
         key,
@@ -948,11 +989,12 @@ def _forward(
     value: torch.Tensor,
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
+    position_query: torch.Tensor | None,
     limits: torch.Tensor | None,
     scaling: float,
     position_scale: float,
 ) -> list[torch.Tensor]:
-    attention = _Pass(query, key, value, table, gate_key, limits, scaling, position_scale)
+    attention = _Pass(query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
     window = attention.window_forward()
     out, lse = flash_forward(
         attention.query,
@@ -972,7 +1014,7 @@ _SAVED = ("start", "end", "stop", "total", "constant")
 
 
 @_forward.register_fake
-def _(query, key, value, table, gate_key, limits, scaling, position_scale):
+def _(query, key, value, table, gate_key, position_query, limits, scaling, position_scale):
     B, H, Q, D = query.shape
     per_row, per_block = query.new_empty((B, H, Q), dtype=torch.float32), (B, H, -(-Q // WINDOW_ROWS))
     return [
@@ -994,30 +1036,35 @@ def _backward(
     value: torch.Tensor,
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
+    position_query: torch.Tensor | None,
     limits: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     scaling: float,
     position_scale: float,
 ) -> list[torch.Tensor]:
-    attention = _Pass(query, key, value, table, gate_key, limits, scaling, position_scale)
+    attention = _Pass(query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
     out, lse, *rest = saved
     window = dict(zip(_SAVED, rest), lse=lse)
     grad = aligned(grad)
     delta = row_products(grad, out)
-    grad_query, grad_table, grad_key, grad_value, grad_gate_key = attention.window_backward(grad, delta, window)
+    grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query = attention.window_backward(
+        grad, delta, window
+    )
     # A constant added to the logits of a row shifts their log-sum-exp.
     plain = (grad, attention.query, attention.key, attention.value, lse - window["constant"], delta)
     options: dict[str, Any] = {"scaling": scaling, "limits": limits, "bound": (window["start"], WINDOW_ROWS)}
     grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
     columns = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
     results = [grad_query, *columns, grad_table.to(table.dtype)]
-    return results if grad_gate_key is None else [*results, grad_gate_key.to(key.dtype)]
+    if grad_gate_key is not None:
+        results.append(grad_gate_key.to(key.dtype))
+    return results if grad_position_query is None else [*results, grad_position_query]
 
 
 @_backward.register_fake
-def _(grad, query, key, value, table, gate_key, limits, saved, scaling, position_scale):
-    inputs = [query, key, value, table, *([] if gate_key is None else [gate_key])]
-    return [tensor.new_empty(tensor.shape) for tensor in inputs]
+def _(grad, query, key, value, table, gate_key, position_query, limits, saved, scaling, position_scale):
+    inputs = (query, key, value, table, gate_key, position_query)
+    return [tensor.new_empty(tensor.shape) for tensor in inputs if tensor is not None]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cope_decode", mutates_args=())
@@ -1027,15 +1074,16 @@ def _decode_op(
     value: torch.Tensor,
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
+    position_query: torch.Tensor | None,
     limits: torch.Tensor | None,
     scaling: float,
     position_scale: float,
 ) -> torch.Tensor:
-    return _decode(query, key, value, table, gate_key, limits, scaling, position_scale)
+    return _decode(query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
 
 
 @_decode_op.register_fake
-def _(query, key, value, table, gate_key, limits, scaling, position_scale):
+def _(query, key, value, table, gate_key, position_query, limits, scaling, position_scale):
     return query.new_empty(query.shape)
 
 
@@ -1046,11 +1094,12 @@ def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
-    query, key, value, table, gate_key, limits, *saved = ctx.saved_tensors
+    *inputs, limits = ctx.saved_tensors[:7]
+    saved = list(ctx.saved_tensors[7:])
     if grads[0] is None:
-        return (None,) * 8
-    results = _backward(grads[0], query, key, value, table, gate_key, limits, saved, ctx.scaling, ctx.position_scale)
-    return (*results[:4], results[4] if gate_key is not None else None, None, None, None)
+        return (None,) * 9
+    results = iter(_backward(grads[0], *inputs, limits, saved, ctx.scaling, ctx.position_scale))
+    return (*(None if tensor is None else next(results) for tensor in inputs), None, None, None)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -1070,6 +1119,7 @@ def cope_attention(
     table: torch.Tensor,
     *,
     gate_key: torch.Tensor | None = None,
+    position_query: torch.Tensor | None = None,
     limits: torch.Tensor | None = None,
     scaling: float,
     position_scale: float,
@@ -1077,17 +1127,19 @@ def cope_attention(
     """Causal attention with contextual positions (CoPE, Golovneva et al. 2024, Eq. 3 to 9), differentiable.
 
         g_ij = sigmoid(scaling * q_i.x_j), x the gate keys; p_ij = sum of g_ik for k = j..i, at most P - 1
-        logit_ij = scaling * q_i.k_j + z_i[p_ij], z_i[p] = position_scale * q_i.e[p], linear between integers
+        logit_ij = scaling * q_i.k_j + z_i[p_ij], z_i[p] = position_scale * r_i.e[p], linear between integers
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16; products are summed in float32.
         key: (B, G, K, D), H a multiple of G; key and value in the type of the query. value: (B, G, K, D).
         table: (D, P), the position embeddings e, P at least 2, in any of these types.
         gate_key: (B, G, K, D), what opens the gates: None for the keys themselves, the values, or keys of their own.
+        position_query: (B, H, Q, D), r, what is multiplied with the table, in the type of the query; None for the query
+            itself. (With RoPE: the query before rotation.)
         limits: what each row sees, int32 (B, 1, Q + K, 2), see `attention_triton`; None: causal, row i sees the keys
             up to K - Q + i. Keys that are not seen are not counted.
         scaling: the factor on q.k, in content and gates.
-        position_scale: the factor on q.e.
+        position_scale: the factor on r.e.
 
     Returns:
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
@@ -1105,8 +1157,13 @@ def cope_attention(
             f"gate_key={tuple(gate_key.shape)!r} of type {gate_key.dtype!r} is not valid: it must be as the keys, "
             f"{tuple(key.shape)!r} of type {key.dtype!r}."
         )
-    arguments = (query, key, value, table, gate_key, limits, scaling, position_scale)
-    inputs = (query, key, value, table, gate_key)
+    if position_query is not None and (position_query.shape != query.shape or position_query.dtype != query.dtype):
+        raise ValueError(
+            f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
+            f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
+        )
+    arguments = (query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
+    inputs = (query, key, value, table, gate_key, position_query)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
     if query.shape[2] == 1 and not wanted:
         return _decode_op(*arguments)

@@ -91,15 +91,19 @@ class CoPETerm(Term):
 
     In the window the term is linear in pieces: `values` of the piece that p is in, plus `slopes` of the piece times an
     offset. A subclass may have other pieces, or other gates.
+
+    Tensors: the table (D, P). With the parameter "rotated" the last tensor is the query before rotation, (B, H, Q, D),
+    which is then multiplied with the table.
     """
 
     reads_content = True
-    differentiable: ClassVar[tuple[bool, ...]] = (True,)
+    differentiable: ClassVar[tuple[bool, ...]] = (True, True)
 
     @staticmethod
     def bias(
         content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
     ) -> torch.Tensor:
+        query = tensors[-1] if parameters.get("rotated") else query
         return _interpolated(torch.sigmoid(content), query, tensors[0], parameters["scale"])
 
     def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
@@ -110,6 +114,11 @@ class CoPETerm(Term):
         self.beside = torch.cat([values, slopes], 1)
         self.interleaved = torch.stack([values, slopes], -1).flatten(1)
         self.grad_interleaved = torch.zeros_like(self.interleaved)
+        self.position_query = self.grad_position_query = None
+        if parameters.get("rotated"):
+            shape = (attention.N, attention.n, attention.Q, attention.D)
+            self.position_query = tensors[-1].to(attention.dtype).reshape(shape)
+            self.grad_position_query = torch.zeros_like(self.position_query)
         # With gates near 0.5, and some rows.
         self.guess = 3 * (self.last + 1)
         self.state: tuple[torch.Tensor, ...] = ()
@@ -129,8 +138,8 @@ class CoPETerm(Term):
 
     def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the piece that each position is in, int64, and the offset; may change `positions`."""
-        positions.clamp_(0, self.last)
-        floor = positions.long()
+        # Integers are clamped: NaN, which stays in the offset, is no index. (At the last position the slope is 0.)
+        floor = positions.long().clamp_(0, self.last)
         return floor, positions.frac_()
 
     def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
@@ -158,8 +167,14 @@ class CoPETerm(Term):
         self.guess = (counting // 16 + 2) * 16 if counting < width else max(self.guess, 2 * W)
         return gates, positions
 
+    def _query(self, block: Block) -> torch.Tensor:
+        """Returns the rows that are multiplied with the table, (C, n, R, D), in the compute type."""
+        if self.position_query is None:
+            return block.query.to(self.beside.dtype)
+        return self.position_query[block.chunk, :, block.rows]
+
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
-        query = block.query.to(self.beside.dtype)
+        query = self._query(block)
         values, slopes = torch.matmul(query, self.beside).split(self.beside.shape[1] // 2, -1)
         gates, positions = self._window(logits, block)
         piece, offset = self.locate(positions)
@@ -183,9 +198,12 @@ class CoPETerm(Term):
         total = running[..., -1:].clone()
         grad_gates = running.sub_(grad_positions).sub_(total)
         from_gates = self.through_gates(torch.ops.aten.sigmoid_backward(grad_gates, gates), window, block)
-        query = block.query.to(sums.dtype)
+        query = self._query(block)
         self.grad_interleaved.addmm_(query.reshape(-1, query.shape[-1]).T, sums.view(-1, sums.shape[-1]))
         grad_query = torch.matmul(sums, self.interleaved.T)
+        if self.grad_position_query is not None:
+            self.grad_position_query[block.chunk, :, block.rows] = grad_query
+            return from_gates
         return grad_query if from_gates is None else grad_query.add_(from_gates)
 
     def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor | None:
@@ -202,24 +220,30 @@ class CoPETerm(Term):
         grad[:, -1] -= values.sum(-1)
         grad[:, :-1] -= steps[:, :-1]
         grad[:, 1:] += steps[:, :-1]
-        return [grad]
+        if self.grad_position_query is None:
+            return [grad]
+        return [grad, self.grad_position_query.view(self.tensors[-1].shape)]
 
 
 class GatedCoPETerm(CoPETerm):
-    """The term of CoPE with other gates: tensors are the table (D, P) and what opens the gates, (B, G, K, D)."""
+    """The term of CoPE with other gates: tensors are the table (D, P) and what opens the gates, (B, G, K, D).
 
-    differentiable = (True, True)
+    With the parameter "rotated" a third one, see `CoPETerm`.
+    """
+
+    differentiable = (True, True, True)
 
     @staticmethod
     def bias(
         content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
     ) -> torch.Tensor:
-        table, gate_key = tensors
+        table, gate_key, *_ = tensors
         B, H, Q, D = query.shape
         G = gate_key.shape[1]
         rows = query.to(content.dtype).reshape(B, G, H // G * Q, D)
         opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * parameters["gate_scale"]
         opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
+        query = tensors[-1] if parameters.get("rotated") else query
         return _interpolated(torch.sigmoid(opening), query, table, parameters["scale"])
 
     def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
@@ -248,7 +272,8 @@ class GatedCoPETerm(CoPETerm):
         return torch.bmm(grad, keys).mul_(self.parameters["gate_scale"]).view(block.query.shape)
 
     def gradients(self) -> list[torch.Tensor]:
-        return [*super().gradients(), self.grad_gate_key.view(self.tensors[1].shape).flip(2)]
+        grad_table, *grad_position_query = super().gradients()
+        return [grad_table, self.grad_gate_key.view(self.tensors[1].shape).flip(2), *grad_position_query]
 
 
 def _interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
@@ -259,7 +284,8 @@ def _interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor,
     # Eq. 7 and 8. The gradient of p flows through the fraction only; at p = last, where the step is 0, it is 0.
     z = query.to(gates.dtype) @ table.to(gates.dtype) * scale
     step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
-    floor = positions.detach().long()
+    # NaN is no index; it stays in the fraction.
+    floor = positions.detach().long().clamp_(0, last)
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 
@@ -296,8 +322,9 @@ class CoPE(PositionEncoding):
     Needs no positions from outside: padding and other documents have closed gates. Other keys than the content's may
     open the gates: see `CoPEParameters.gates`.
 
-    With RoPE ("cope+rope") there is no released recipe; here gates, content and table all use the rotated queries and
-    keys, and separate gate keys are rotated like the keys: so that gates, too, depend on distances. With relative
+    With RoPE ("cope+rope") there is no released recipe; here gates and content use the rotated queries and keys, and
+    separate gate keys are rotated like the keys, so that gates depend on distances. The table is multiplied with the
+    query before rotation: a rotated one would make z_i[p] depend on the absolute position of the query. With relative
     positions or ALiBi ("cope+relative", "cope+alibi") the gates see the content only.
     """
 
@@ -314,6 +341,7 @@ class CoPE(PositionEncoding):
 
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
+        self.rotated = "rope" in config.position_encoding.split("+")
         self.table = None if parameters.share_across_layers else CoPETable(self.head_dim, parameters.num_positions)
         self.gate_key = None
         if parameters.gates == "separate_key":
@@ -324,7 +352,8 @@ class CoPE(PositionEncoding):
         return layer_idx % parameters.every_n_layers == 0
 
     def defines(self, hook: str) -> bool:
-        return self.gate_key is not None if hook == "carry" else super().defines(hook)
+        optional = {"carry": self.gate_key is not None, "rotate": self.rotated}
+        return optional[hook] if hook in optional else super().defines(hook)
 
     def reset(self) -> None:
         if self.table is not None:
@@ -332,6 +361,13 @@ class CoPE(PositionEncoding):
 
     def _table(self, context: PositionContext) -> torch.Tensor:
         return context["cope"][0] if self.table is None else self.table()
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates nothing: keeps the query for the table of this layer, before RoPE rotates it."""
+        context["cope, query"] = query
+        return query, key
 
     def carry(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the gate keys of the new tokens, W_g h: (B, G, Q, D), rotated if the keys are."""
@@ -352,11 +388,18 @@ class CoPE(PositionEncoding):
         return TERMS[term.name].bias(logits, query, term.tensors, term.parameters)
 
     def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
-        scale = scaling if self.parameters_.scale_positions else 1.0
+        name, tensors = "cope", [self._table(context)]
+        parameters: dict[str, bool | int | float | str] = {}
+        parameters["scale"] = scaling if self.parameters_.scale_positions else 1.0
         gate_key = self._gate_key(context, context.get("value"))
-        if gate_key is None:
-            return BlockTerm("cope", (self._table(context),), {"scale": scale})
-        return BlockTerm("cope_gates", (self._table(context), gate_key), {"scale": scale, "gate_scale": scaling})
+        if gate_key is not None:
+            name = "cope_gates"
+            tensors.append(gate_key)
+            parameters["gate_scale"] = scaling
+        if self.rotated:
+            tensors.append(context["cope, query"])
+            parameters["rotated"] = True
+        return BlockTerm(name, tuple(tensors), parameters)
 
     def kernel_attention(
         self,
@@ -378,6 +421,7 @@ class CoPE(PositionEncoding):
             value,
             self._table(context),
             gate_key=None if gate_key is None else gate_key.to(key.dtype),
+            position_query=context["cope, query"].to(query.dtype) if self.rotated else None,
             limits=limits,
             scaling=scaling,
             position_scale=scale,

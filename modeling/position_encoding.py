@@ -30,6 +30,7 @@ from torch import nn
 #                      an encoding of the model has `needs_key_mask`
 #   "attention_mask"   what "key_mask" was made from, 2D or 4D, or None; present with it
 #   "<encoding name>"  whatever the shared part of that encoding returned
+#   "<encoding name>, query"  (B, H, Q, D), what an encoding keeps of a layer's query before another one rotates it
 # What a layer adds for its own attention function, to a copy:
 #   "carried"          a dictionary: "<encoding name>" to what its `carry` returned, (B, G, K, c), cached ones included
 #   "value"            (B, G, K, D), cached ones included

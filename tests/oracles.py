@@ -43,12 +43,16 @@ def contextual_positions(logits, last=math.inf):
     return [torch.full((), float(last), dtype=torch.float64) if p > last else p for p in sums]
 
 
-def cope_oracle(query, key, value, table, visible, scaling, scale_positions=False, gate_key=None, plus=None):
+def cope_oracle(
+    query, key, value, table, visible, scaling, scale_positions=False, gate_key=None, plus=None, position_query=None
+):
     """CoPE, Eq. 3 to 9 of arXiv 2405.18719, one head; `table` (D, P) holds e[p] in its columns.
 
     `gate_key` (K, D): what opens the gates in place of the keys. `plus(i, j)`: what another encoding adds to the logit.
+    `position_query` (Q, D): what is multiplied with the table in place of the query.
     """
     last = table.shape[1] - 1
+    position_query = query if position_query is None else position_query
 
     def term(i, logits):
         opening = logits
@@ -58,7 +62,7 @@ def cope_oracle(query, key, value, table, visible, scaling, scale_positions=Fals
         for j, position in enumerate(contextual_positions(opening, last)):
             floor, ceil = math.floor(position.item()), math.ceil(position.item())
             fraction = position - floor
-            z_floor, z_ceil = torch.dot(query[i], table[:, floor]), torch.dot(query[i], table[:, ceil])
+            z_floor, z_ceil = (torch.dot(position_query[i], table[:, level]) for level in (floor, ceil))
             z = (fraction * z_ceil + (1 - fraction) * z_floor) * (scaling if scale_positions else 1.0)
             added.append(z if plus is None else z + plus(i, j))
         return added

@@ -416,6 +416,16 @@ def test_other_gates_equal_eager(encoding, family, kind):
     all_close(found, results(model, **inputs))
 
 
+@pytest.mark.parametrize("encoding", [*WITH_KERNELS, "rotated"])
+def test_a_shift_of_all_positions_changes_nothing(encoding):
+    model = build(encoding)
+    ids, positions = tokens(1, 9), torch.arange(9)[None]
+    with torch.no_grad():
+        shifted = model(ids[:, :8], position_ids=positions[:, :8] + 37, use_cache=True)
+        step = model(ids[:, 8:], position_ids=positions[:, 8:] + 37, past_key_values=shifted.past_key_values)
+        close(torch.cat((shifted.logits, step.logits), 1), model(ids, position_ids=positions).logits, 1e-4)
+
+
 @pytest.mark.parametrize("encoding", ["rotated", "value"])
 def test_other_gates_when_decoding(encoding):
     """Gate keys from the cache; a layer without CoPE, whose cached keys are narrower; half precision in autocast."""

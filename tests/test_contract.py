@@ -60,6 +60,10 @@ CASES = [
     for family in ([FAMILIES[index % 2]] if ":" in encoding else FAMILIES)
 ]
 every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
+# All but those of absolute positions.
+every_relative_model = pytest.mark.parametrize(
+    ("family", "encoding"), [case for case in CASES if case.values[1].split(":")[0] not in ("absolute", "sinusoidal")]
+)
 
 
 def settings(encoding):
@@ -201,6 +205,60 @@ def test_padding_changes_nothing(family, encoding, side):
         logits = model(padded, attention_mask=mask, position_ids=positions).logits
     close(logits[0, rows], alone[0])
     assert logits.isfinite().all()
+
+
+@every_relative_model
+def test_a_shift_of_all_positions_changes_nothing(family, encoding):
+    model = build(family, encoding)
+    ids, positions = tokens(2, 10), torch.arange(10)[None]
+    left_out = ("flash_attention", "flex_attention", "triton")
+    names = [name for name in supported_implementations(model.config) if name not in left_out]
+    with torch.no_grad():
+        for name in names:
+            model.set_attn_implementation(name)
+            expected = model(ids, position_ids=positions).logits
+            # The cosines of other angles are rounded in another way.
+            close(model(ids, position_ids=positions + 37).logits, expected, 1e-4)
+        cache = DynamicCache(config=model.config)
+        steps = [slice(0, 8), slice(8, 9), slice(9, 10)]
+        pieces = [
+            model(ids[:, step], position_ids=positions[:, step] + 37, past_key_values=cache).logits for step in steps
+        ]
+        close(torch.cat(pieces, dim=1), expected, 1e-4)
+
+
+@every_relative_model
+def test_left_padding_without_positions_changes_nothing(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(1, 9)
+    padded, mask = torch.nn.functional.pad(ids, (5, 0)), torch.tensor([[0] * 5 + [1] * 9])
+    with torch.no_grad():
+        close(model(padded, attention_mask=mask).logits[:, 5:], model(ids).logits, 1e-4)
+
+
+@pytest.mark.parametrize("broken", ["nan", "inf"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_is_not_finite_reaches_the_loss(encoding, broken):
+    # Training then says that it has diverged. (An infinite query sees keys that are infinitely near or far.)
+    model = build("llama", encoding)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(float("nan") if broken == "nan" else 1e38)
+    ids = tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    left_out = ("flash_attention", "flex_attention", "triton")
+    for name in supported_implementations(model.config):
+        if name in left_out:
+            continue
+        model.set_attn_implementation(name)
+        for given in (None, mask):
+            loss = model(ids, attention_mask=given, labels=ids).loss
+            assert broken == "inf" or loss.isnan()
+            loss.backward()
+        with torch.no_grad():
+            cache = model(ids[:, :9], use_cache=True).past_key_values
+            step = model(ids[:, 9:10], past_key_values=cache)
+            assert broken == "inf" or step.logits.isnan().all()
 
 
 @every_model

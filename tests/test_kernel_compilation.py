@@ -68,6 +68,7 @@ def test_flags_of_launches_are_listed(tmp_path):
         assert f"{kernel} cope bf16 D=64 causal" in names
         assert f"{kernel} cope bf16 D=64 limits" in names
         assert f"{kernel} cope bf16 D=64 limits+separate gates" in names
+    assert "table_rows cope bf16 D=64 position query" in names
     assert "backward_columns pope bf16 D=64 grouped heads" in names
     assert "window_forward cope bf16 D=64 decoding causal" in names
     assert "backward_rows plain bf16 D=64 limits" in names

@@ -7,7 +7,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from whatwhere import kernel_cope
 from whatwhere.kernel_cope import cope_attention
-from whatwhere.kernel_launch import Tiles
+from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
+from whatwhere.kernel_launch import Tiles, recording
 
 SHIPPED_TILES = kernel_cope._window_tiles
 
@@ -37,7 +38,9 @@ def dense_mask(limits, rows, keys):
     return (inside & (limits[:, 0, rows:, 0] != 0)[:, None])[:, None]
 
 
-def reference(query, key, value, table, gate_key=None, limits=None, scaling=0.25, position_scale=0.25):
+def reference(
+    query, key, value, table, gate_key=None, position_query=None, limits=None, scaling=0.25, position_scale=0.25
+):
     H, Q = query.shape[1:3]
     K, groups = key.shape[2], H // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -46,11 +49,12 @@ def reference(query, key, value, table, gate_key=None, limits=None, scaling=0.25
     if gate_key is not None:
         opening = query @ gate_key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if limits is None else dense_mask(limits, Q, K)
-    gates = torch.sigmoid(opening) * mask
+    gates = torch.sigmoid(opening).masked_fill(~mask, 0)
     last = table.shape[1] - 1
     positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
-    z = query @ table * position_scale
-    floor = positions.detach().long()
+    z = (query if position_query is None else position_query) @ table * position_scale
+    # NaN is no index.
+    floor = positions.detach().long().clamp(0, last)
     below, above = z.gather(-1, floor), z.gather(-1, (floor + 1).clamp(max=last))
     logits = content + below + (positions - floor) * (above - below)
     weights = torch.softmax(logits.masked_fill(~mask, -1e30), -1) * mask
@@ -71,19 +75,22 @@ def inputs(batch, heads, groups, rows, keys, channels, positions=16, openness=0.
     return [None if one is None else one.to(dtype).requires_grad_() for one in tensors]
 
 
-def compare(tensors, limits=None, tolerance=2e-5, scaling=0.25, position_scale=0.25):
+def compare(tensors, limits=None, tolerance=2e-5, scaling=0.25, position_scale=0.25, position_query=None):
     """Compares the output and every gradient with the float64 reference."""
-    *main, gate_key = tensors
-    out = cope_attention(*main, gate_key=gate_key, limits=limits, scaling=scaling, position_scale=position_scale)
+    options = {"limits": limits, "scaling": scaling, "position_scale": position_scale}
+    tensors = [*tensors, position_query]
+    *main, gate_key, _ = tensors
+    out = cope_attention(*main, gate_key=gate_key, position_query=position_query, **options)
     # One tensor may have two roles.
     exact = {id(one): one.detach().double().requires_grad_() for one in tensors if one is not None}
     roles = [None if one is None else exact[id(one)] for one in tensors]
-    expected = reference(*roles, limits=limits, scaling=scaling, position_scale=position_scale)
+    expected = reference(*roles, **options)
     grad = torch.randn(out.shape)
     present = list({id(one): one for one in tensors if one is not None}.values())
     found = [out, *torch.autograd.grad(out, present, grad.to(out.dtype))]
     wanted = [expected, *torch.autograd.grad(expected, list(exact.values()), grad.double())]
-    for name, ours, truth in zip(("out", "dq", "dk", "dv", "dtable", "dgate_key"), found, wanted):
+    names = ["out", "dq", "dk", "dv", "dtable", *(["dgate_key"] if gate_key is not None else []), "dposition_query"]
+    for name, ours, truth in zip(names, found, wanted):
         error = (ours.double() - truth).norm() / torch.maximum(truth.norm(), 0.1 * grad.norm())
         assert error <= tolerance, f"{name}: {error:.2g}"
 
@@ -150,6 +157,19 @@ def test_gates_of_their_own(gates):
     compare(tensors, padded_and_packed(70, 100)[:2])
 
 
+@pytest.mark.parametrize("openness", [-2.0, 0.0, 12.0], ids=["nearly closed", "half", "open"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_query_of_its_own_for_the_table(openness, separate):
+    """As RoPE needs it; the two queries get a gradient each."""
+    tensors = inputs(2, 4, 2, 70, 100, 16, openness=openness, separate=separate)
+    # Strided as a projection leaves it.
+    position_query = torch.randn(2, 70, 4, 16).transpose(1, 2).requires_grad_()
+    compare(tensors, position_query=position_query)
+    compare(tensors, padded_and_packed(70, 100)[:2], position_query=position_query)
+    same = [one.detach().requires_grad_() for one in tensors[:4]]
+    compare([*same, None], position_query=same[0])
+
+
 def test_scale_of_positions_is_its_own():
     compare(inputs(1, 1, 1, 40, 40, 16), scaling=0.2, position_scale=1.0)
 
@@ -160,19 +180,19 @@ def test_chunks_of_rows(monkeypatch, openness):
     monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
     tensors = inputs(1, 2, 1, 257, 300, 16, openness=openness)
-    assert kernel_cope._Pass(*tensors[:4], None, None, 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
+    assert kernel_cope._Pass(*tensors[:4], None, None, None, 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
     compare(tensors)
 
 
 def test_windows_end_where_positions_do():
     """With open gates a window is as long as the table, not as the row; with closed gates it is the row."""
     query, key, value, table, _ = inputs(1, 1, 1, 257, 257, 16, positions=16, openness=12.0)
-    window = kernel_cope._Pass(query, key, value, table, None, None, 0.25, 0.25).window_forward()
+    window = kernel_cope._Pass(query, key, value, table, None, None, None, 0.25, 0.25).window_forward()
     first_rows = torch.arange(0, 257, kernel_cope.WINDOW_ROWS)
     assert (first_rows - window["start"][0, 0] <= 16 + kernel_cope.MOST_COLUMNS).all()
     key = key.detach().clone()
     key[..., 0] = -12.0
-    window = kernel_cope._Pass(query, key, value, table, None, None, 0.25, 0.25).window_forward()
+    window = kernel_cope._Pass(query, key, value, table, None, None, None, 0.25, 0.25).window_forward()
     assert (window["start"] == 0).all()
 
 
@@ -188,7 +208,7 @@ def test_float32_table_with_bfloat16_queries():
     tensors = inputs(1, 2, 1, 70, 70, 16, positions=64, dtype=torch.bfloat16)
     tensors[3] = torch.randn(16, 64, requires_grad=True)
     values = torch.empty(2, 128, 64, dtype=torch.int64)
-    kernel_cope._Pass(*tensors[:4], None, None, 0.25, 0.25).position_values(0, values)
+    kernel_cope._Pass(*tensors[:4], None, None, None, 0.25, 0.25).position_values(0, values)
     exact = tensors[0].double()[0] @ tensors[3].double() * 0.25
     steps = torch.cat([exact[..., 1:] - exact[..., :-1], torch.zeros_like(exact[..., :1])], -1)
     found = values[:, :70].view(torch.float32).unflatten(-1, (64, 2))
@@ -197,14 +217,16 @@ def test_float32_table_with_bfloat16_queries():
 
 
 @pytest.mark.parametrize("openness", [-12.0, 0.0, 12.0], ids=["closed", "half", "open"])
-@pytest.mark.parametrize("separate", [False, True])
-def test_decoding(openness, separate):
+@pytest.mark.parametrize(("separate", "rotated"), [(False, False), (True, False), (False, True)])
+def test_decoding(openness, separate, rotated):
     """One row, without gradients: its own kernels, over splits of the keys."""
     with torch.no_grad():
         tensors = inputs(3, 4, 2, 1, 257, 16, openness=openness, separate=separate)
+        tensors.append(torch.randn(3, 4, 1, 16) if rotated else None)
         limits = padded_and_packed(1, 257)
         for bounds in (None, limits):
-            out = cope_attention(*tensors[:4], gate_key=tensors[4], limits=bounds, scaling=0.25, position_scale=0.25)
+            options = {"limits": bounds, "scaling": 0.25, "position_scale": 0.25}
+            out = cope_attention(*tensors[:4], gate_key=tensors[4], position_query=tensors[5], **options)
             exact = [None if one is None else one.double() for one in tensors]
             expected = reference(*exact, limits=bounds)
             assert (out - expected).norm() / expected.norm() < 2e-5
@@ -216,6 +238,96 @@ def test_strides():
     apart = [one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in (query, key)]
     value = value.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
     compare([*apart, value, table, None])
+
+
+@pytest.fixture
+def visited(monkeypatch):
+    """The fixed-point positions at which z was read, in units of the last place; each read adds a tensor."""
+    found, interpolate = [], kernel_cope._interpolate
+
+    def recorded(values, position, seen, BITS):
+        found.append(torch.from_numpy(position.handle.data[seen.handle.data]))
+        return interpolate(values, position, seen, BITS)
+
+    monkeypatch.setattr(kernel_cope, "_interpolate", recorded)
+    return found
+
+
+def within(visited, last):
+    """Returns whether there are positions, and all are in the table."""
+    positions = torch.cat(visited)
+    return len(positions) > 0 and positions.min() >= 0 and positions.max() <= last << 21
+
+
+@pytest.mark.parametrize("shift", [-3, 3])
+def test_backward_with_gates_of_another_rounding(shift, visited, monkeypatch):
+    """The newest gates closed, the rest open: where all of the count is taken away, nothing is left, or less."""
+    query, key, value, table, _ = inputs(1, 1, 1, 8, 70, 16, openness=1.0)
+    with torch.no_grad():
+        key[..., 40:, 0] = -40.0
+    backward = kernel_cope._Pass.window_backward
+
+    def shifted(self, grad, delta, window):
+        assert (window["total"] > 10 << 21).all()
+        return backward(self, grad, delta, window | {"total": window["total"] + shift})
+
+    monkeypatch.setattr(kernel_cope._Pass, "window_backward", shifted)
+    compare([query, key, value, table, None], tolerance=1e-4)
+    assert within(visited, 15)
+
+
+# NumPy warns of sums and products that are not finite.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["query", "key", "table", "gate_key"])
+def test_what_is_not_finite_reaches_output_and_gradients(where, number, visited):
+    tensors = dict(
+        zip(("query", "key", "value", "table", "gate_key"), inputs(1, 1, 1, 20, 30, 16, separate=where == "gate_key"))
+    )
+    with torch.no_grad():
+        tensors[where].view(-1, tensors[where].shape[-1])[12 if where == "key" else 3, 2] = number
+    options = {"scaling": 0.25, "position_scale": 0.25}
+    out = cope_attention(**tensors, **options)
+    expected = reference(**{name: None if one is None else one.double() for name, one in tensors.items()})
+    # An infinite key or gate key is far away, or nowhere, and its gate is open or closed.
+    assert torch.equal(out.isfinite(), expected.isfinite())
+    assert not out.isfinite().all() or (number == float("inf") and where == "gate_key")
+    present = [one for one in tensors.values() if one is not None]
+    if not out.isfinite().all():
+        assert not torch.autograd.grad(out.sum(), present)[0].isfinite().all()
+    with torch.no_grad():
+        row = cope_attention(
+            tensors["query"][:, :, -1:], *list(tensors.values())[1:4], gate_key=tensors["gate_key"], **options
+        )
+    assert torch.equal(row.isfinite(), expected[:, :, -1:].isfinite())
+    assert within(visited, 15)
+
+
+def test_grids_of_many_heads():
+    """More heads than the axes y and z of a grid have, in all kernels; nothing runs, and nothing is allocated."""
+
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, wide = (70_000, 1), 2**16 - 1
+    query, table = meta(*heads, 64, 16), meta(16, 8)
+    with recording() as launches:
+        attention = kernel_cope._Pass(query, query, query, table, None, None, None, 0.25, 0.25)
+        window = attention.window_forward()
+        attention.window_backward(query, meta(*heads, 64), window)
+        row = meta(*heads, 1, 16)
+        kernel_cope._decode(row, query, query, table, None, None, None, 0.25, 0.25)
+        flash_forward(query, query, query, scaling=1.0)
+        flash_backward_rows(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
+        flash_backward_columns(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
+        row_products(query, query)
+    names = {one.kernel.fn.__name__ for one in launches}
+    assert names >= {"_position_values", "_window_forward", "_window_rows", "_table_rows", "_window_columns"}
+    assert names >= {"forward_kernel", "backward_rows_kernel", "backward_columns_kernel", "decode_kernel"}
+    for one in launches:
+        x, *others = one.grid
+        assert 70_000 <= x < 2**31, one.kernel
+        assert all(size <= wide for size in others), one.kernel
 
 
 def test_same_result_twice():
@@ -231,10 +343,11 @@ def test_operators():
     """Fake implementations, gradients, mutation: what torch.compile, export and FSDP rely on."""
     query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    for extra in (gate_key, None):
-        arguments = (query, key, value, table, extra, None, 0.25, 0.25)
+    position_query = torch.randn_like(query).requires_grad_()
+    for extra in ((gate_key, None), (None, None), (None, position_query), (gate_key, position_query)):
+        arguments = (query, key, value, table, *extra, None, 0.25, 0.25)
         torch.library.opcheck(kernel_cope._forward, arguments, test_utils=tests)
-    row = (query[:, :, :1].detach(), *(one.detach() for one in (key, value, table)), None, None, 0.25, 0.25)
+    row = (query[:, :, :1].detach(), *(one.detach() for one in (key, value, table)), None, None, None, 0.25, 0.25)
     torch.library.opcheck(kernel_cope._decode_op, row, test_utils=tests)
 
 
@@ -253,6 +366,11 @@ def test_second_derivative_is_refused():
         ({"table": torch.zeros(16, 1)}, r"table=\(16, 1\) is not valid"),
         ({"table": torch.zeros(8, 4)}, r"table=\(8, 4\) is not valid"),
         ({"gate_key": torch.zeros(1, 1, 9, 8)}, r"gate_key=\(1, 1, 9, 8\)"),
+        (
+            {"position_query": torch.zeros(1, 1, 9, 16)},
+            r"position_query=\(1, 1, 9, 16\).*as the query, \(1, 1, 10, 16\)",
+        ),
+        ({"position_query": torch.zeros(1, 1, 10, 16).half()}, r"position_query=.*float16.*must be as the query"),
         ({"limits": torch.zeros(1, 1, 20, 2)}, "limits="),
         ({"scaling": 0.0}, "scaling=0.0"),
     ],

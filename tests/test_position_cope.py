@@ -207,6 +207,64 @@ def test_separate_gate_keys_are_rotated_as_the_keys():
         assert not torch.allclose(other(ids).logits, logits, atol=1e-3)
 
 
+@pytest.mark.parametrize("gates", ["key", "separate_key"])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "packed-padded"])
+def test_sum_with_rope(gates, segments):
+    """ "cope+rope": gates and content see rotated queries and keys, the table the query before rotation."""
+    Q, K, scaling = 7, 9, 0.5
+    config = types.SimpleNamespace(**{**vars(CONFIG), "position_encoding": "cope+rope"})
+    layer = CoPE(config, CoPEParameters(num_positions=3, gates=gates), 0).double()
+    torch.nn.init.normal_(layer.table.weight)
+    table = layer.table.weight
+    query = torch.randn(2, 2, Q, 4, dtype=torch.float64, requires_grad=True)
+    key, value, own = (torch.randn(2, 1, K, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def turned(states, first):
+        rows = [oracles.rope_rotation(row.movedim(-1, 0), first + t, 10.0, 4) for t, row in enumerate(states.unbind(2))]
+        return torch.stack(rows, 1).movedim(0, -1).movedim(0, 2)
+
+    turned_query, turned_key, turned_own = turned(query, K - Q), turned(key, 0), turned(own, 0)
+    gate_key = turned_own if gates == "separate_key" else turned_key
+    visible = oracles.visible_oracle(Q, K, segments)
+    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    heads = [
+        oracles.cope_oracle(
+            *(turned_query[b, h], turned_key[b, 0], value[b, 0], table, visible, scaling),
+            gate_key=gate_key[b, 0],
+            position_query=query[b, h],
+        )
+        for b in range(2)
+        for h in range(2)
+    ]
+    expected = torch.stack(heads).view(2, 2, Q, 4)
+    inputs = [query, key, value, table, *([own] if gates == "separate_key" else [])]
+    grad = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, inputs, grad, retain_graph=True)
+    context = {"carried": {"cope": turned_own}}
+    layer.rotate(query, key, context)
+    repeated = [states.expand(-1, 2, -1, -1) for states in (turned_key, value)]
+    terms = [layer.block_term(context, scaling)]
+    options = {"mask": mask, "scaling": scaling, "terms": terms}
+    for out in (
+        eager(layer, turned_query, *repeated, visible, context, scaling),
+        blockwise_attention(turned_query, turned_key, value, block_size=4, direct=False, **options),
+        blockwise_attention(turned_query, turned_key, value, direct=True, **options),
+    ):
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        for one, other in zip(found, truth):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_only_rope_needs_a_second_query():
+    parameters = {"cope": {"num_positions": 6}}
+    for encoding in ("cope", "cope+relative", "cope+alibi"):
+        own = parameters if "+" in encoding else parameters["cope"]
+        assert PositionEncodings(tiny_config("llama", encoding, position_encoding_parameters=own), 0).rotations == []
+    parts = PositionEncodings(tiny_config("llama", "cope+rope", position_encoding_parameters=parameters), 0)
+    assert parts.rotations == ["cope", "rope"]
+
+
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 def test_every_n_layers(share):
     """Layers 0, 3, ... have CoPE; the others are as without any positions."""
@@ -295,7 +353,7 @@ def test_equals_the_paper_listing():
     T, D, P = 300, 16, 20
     query, key, value = (torch.randn(1, 1, T, D) for _ in range(3))
     parameters = CoPEParameters(num_positions=P, scale_positions=False)
-    config = types.SimpleNamespace(head_dim=D, hidden_size=D, num_attention_heads=1)
+    config = types.SimpleNamespace(head_dim=D, hidden_size=D, num_attention_heads=1, position_encoding="cope")
     layer = CoPE(config, parameters, 0)
     torch.nn.init.normal_(layer.table.weight)
     logits = query @ key.transpose(2, 3) / math.sqrt(D)
