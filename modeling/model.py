@@ -49,6 +49,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 config.convert_rope_params_to_dict()
         elif hasattr(config, "rope_parameters"):
             del config.rope_parameters
+        config.validate()
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
 
