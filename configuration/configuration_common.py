@@ -283,6 +283,19 @@ class WhatWhereConfig(PreTrainedConfig):
         if registry is not None:
             self.position_encoding_parameters = registry.check(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as a dictionary. See the base class."""
+        # peft asks for it before it looks for the default target modules of a model type.
+        self._register_peft_targets()
+        return super().to_dict()
+
+    def _register_peft_targets(self) -> None:
+        """Gives this model type the default target modules of its stock model type in peft, if peft is loaded."""
+        constants = sys.modules.get("peft.utils.constants")
+        for name, mapping in list(vars(constants).items()) if constants else ():
+            if name.endswith("_MODULES_MAPPING") and self.stock_model_type in mapping:
+                mapping.setdefault(self.model_type, mapping[self.stock_model_type])
+
     @classmethod
     def field_names(cls) -> set[str]:
         """Returns the names that the constructor takes."""

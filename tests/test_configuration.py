@@ -2,16 +2,19 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import random
 import re
+import typing
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.testing_utils import CaptureLogger
-from transformers.utils import logging
+from transformers.utils import TransformersKwargs, logging
 
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
@@ -409,6 +412,31 @@ def test_resolved_defaults_are_written_back_and_saved(family, encoding, tmp_path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_forward_names_its_keywords(family):
+    head = causal_lm_class(family)(tiny_config(family, "rope"))
+    base = head.get_decoder()
+    layer = next(module for module in base.modules() if isinstance(module, GradientCheckpointingLayer))
+    attention = next(module for module in base.modules() if type(module).__name__.endswith("Attention"))
+    for module in (head, base, layer, attention):
+        keywords = inspect.signature(module.forward).parameters["kwargs"].annotation
+        assert typing.get_args(keywords) == (TransformersKwargs,), type(module)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_finds_its_targets(family):
+    constants = pytest.importorskip("peft.utils.constants")
+    peft = pytest.importorskip("peft")
+    model = causal_lm_class(family)(tiny_config(family, "cope"))
+    mapping = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    mapping.pop(model.config.model_type, None)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    expected = mapping[model.config.stock_model_type]
+    assert adapted.peft_config["default"].target_modules == set(expected)
+    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 2 * len(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_loading_overrides(family, tmp_path):
     tiny_config(family, "cope", position_encoding_parameters={"num_positions": 9}).save_pretrained(tmp_path)
     config_class = type(tiny_config(family, "none"))
@@ -484,6 +512,26 @@ def test_unsupported_attention_is_refused_by_name(encoding):
     if "sdpa" not in supported:
         with pytest.raises(ValueError, match="does not serve"):
             model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("encoding", ["cope", "rope", "alibi"])
+def test_attention_weights_are_given_or_refused(family, encoding):
+    ids = tokens(1, 5)
+    for implementation in supported_implementations(tiny_config(family, encoding)):
+        if implementation in ("triton", "flash_attention", "flex_attention", "eager"):
+            continue
+        model = tiny_model(family, encoding, implementation)
+        for options in ({"output_attentions": True}, {"output_attentions": True, "use_cache": False}):
+            with pytest.raises(ValueError, match=f"output_attentions=True: attn_implementation='{implementation}' has"):
+                model(ids, **options)
+        assert model(ids).attentions is None
+    model.set_attn_implementation("eager")
+    assert [weights.shape for weights in model(ids, output_attentions=True).attentions] == [(1, 4, 5, 5)] * 2
+    # As with Transformers' own models: the field chooses eager where nothing else is asked for.
+    model = causal_lm_class(family)(tiny_config(family, encoding, output_attentions=True))
+    assert model.config._attn_implementation == "eager"
+    assert len(model(ids).attentions) == 2
 
 
 def test_masks_of_the_wrong_shape():
