@@ -2,16 +2,24 @@
 
 import copy
 import dataclasses
-import difflib
+import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
+import torch
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassError,
+    StrictDataclassFieldValidationError,
+)
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
+
+from .configuration_rope import check_number, check_rope_parameters, is_float32, nearest, rope_type, unused_keys
 
 logger = logging.get_logger(__name__)
 
@@ -37,24 +45,50 @@ _BASE_KEYWORDS = {
     "transformers_version",
     "use_return_dict",
 }
-# What Transformers' rotary functions read.
-_ROPE_PARAMETERS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "high_freq_factor",
-    "long_factor",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "rope_theta",
-    "short_factor",
-    "truncate",
-)
+# Fields of `PreTrainedConfig` that are one of a few values; the models are decoders, which never chunk.
+_BASE_CHOICES: dict[str, tuple[Any, ...]] = {
+    "output_hidden_states": (True, False, None),
+    "return_dict": (True, False, None),
+    "is_encoder_decoder": (False,),
+    "problem_type": ("regression", "single_label_classification", "multi_label_classification", None),
+}
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+class ConfigurationError(StrictDataclassFieldValidationError, StrictDataclassClassValidationError, ValueError):
+    """A field of a configuration is not valid: a ValueError, and what Transformers' configurations raise."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)
+
+
+def checked(cls: type) -> Any:
+    """Makes a configuration class `strict`, with refusals that are ValueErrors, at construction and at assignment."""
+    cls = strict(cls)
+    assign, validate = cls.__setattr__, cls.validate  # type: ignore[attr-defined]
+
+    @functools.wraps(assign)
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        # Under another name of the field the value would not be checked.
+        _as_value_error(assign, self, cls.attribute_map.get(name, name), value)  # type: ignore[attr-defined]
+
+    @functools.wraps(validate)
+    def checked_validate(self: Any) -> None:
+        _as_value_error(validate, self)
+
+    cls.__setattr__ = __setattr__  # type: ignore[assignment]
+    cls.validate = checked_validate  # type: ignore[attr-defined]
+    return cls
+
+
+def _as_value_error(function: Callable, *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except ConfigurationError:
+        raise
+    except StrictDataclassError as error:
+        raise ConfigurationError(str(error)) from error.__cause__
 
 
 def _registry() -> Any:
@@ -85,7 +119,7 @@ def _kept(old: str, saved: dict | None, new: str) -> dict | None:
     return kept if "+" in new else kept.get(new)
 
 
-@strict
+@checked
 class WhatWhereConfig(PreTrainedConfig):
     """Base of the configurations: `position_encoding` and `position_encoding_parameters`.
 
@@ -114,14 +148,13 @@ class WhatWhereConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown_fields(kwargs)
+        self.validate_architecture()
+        self._check_base_fields(kwargs)
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
         for key in _ROPE_KEYS:
             kwargs.pop(key, None)
         if self.rotates:
-            self.rope_parameters = dict(rope.pop("rope_parameters", None) or {})
-            given = self.rope_parameters or rope.get("rope_scaling") or {}
-            self._refuse_unknown_rope(given, rope.get("rope_theta"), rope.get("partial_rotary_factor"))
-            kwargs.update(rope)
+            self.rope_parameters = self._merged_rope(rope)
         elif rope:
             key, value = next(iter(rope.items()))
             raise ValueError(
@@ -129,6 +162,7 @@ class WhatWhereConfig(PreTrainedConfig):
                 "position_encoding that contains 'rope'."
             )
         super().__post_init__(**kwargs)
+        self.validate_rope()
         self.resolve_position_encoding()
 
     def apply_aliases(self, kwargs: dict[str, Any]) -> None:
@@ -157,9 +191,9 @@ class WhatWhereConfig(PreTrainedConfig):
             activations: fields that name an activation function.
         """
         for names, holds, allowed in (
-            (positive, lambda value: value > 0, "greater than 0"),
+            (positive, lambda value: value > 0 and is_float32(value), "greater than 0, finite in float32"),
             (probabilities, lambda value: 0 <= value < 1, "in [0, 1)"),
-            (not_negative, lambda value: value >= 0, "at least 0"),
+            (not_negative, lambda value: value >= 0 and is_float32(value), "at least 0, finite in float32"),
             (activations, lambda value: value in ACT2FN, f"one of {', '.join(map(repr, sorted(ACT2FN)))}"),
         ):
             for name in names:
@@ -167,29 +201,72 @@ class WhatWhereConfig(PreTrainedConfig):
                 if value is not None and not holds(value):
                     raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
 
-    @staticmethod
-    def _refuse_unknown_rope(parameters: dict[str, Any], theta: Any, factor: Any) -> None:
-        allowed = {"rope_type", "type", *_ROPE_PARAMETERS}
-        for key in parameters:
-            if key not in allowed:
-                near = difflib.get_close_matches(str(key), sorted(allowed), n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"rope_parameters has the unknown key {key!r}.{hint} Allowed: {sorted(allowed)}.")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+    def validate_token_ids(self) -> None:
+        """Checks the ids of special tokens; raises ValueError. Transformers warns of those beyond the vocabulary."""
+        for name in _TOKEN_IDS:
+            value = getattr(self, name)
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if any(one < 0 for one in ids):
+                raise ValueError(f"{name}={value!r} is not valid: a token id must be at least 0; None is for no token.")
+        super().validate_token_ids()
+
+    def validate_rope(self) -> None:
+        """Checks `rope_parameters`, if the encoding uses them; raises ValueError."""
+        if self.rotates and getattr(self, "rope_parameters", None) is not None:
+            head_dim = getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads
+            check_rope_parameters("rope_parameters", self.rope_parameters, head_dim)
+            super().validate_rope()
+
+    def _check_base_fields(self, kwargs: dict[str, Any]) -> None:
+        """Checks the fields that Transformers takes as they are; raises ValueError."""
+        for name, dtype in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
+            kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+            if dtype is not None and not isinstance(kind, torch.dtype):
+                raise ValueError(f"{name}={dtype!r} is not valid: it must be a type of torch, as 'float32', or None.")
+        # The base class does not check the types of its own fields.
+        for name, choices in _BASE_CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+                raise ValueError(f"{name}={value!r} is not valid. Allowed: {', '.join(map(repr, choices))}.")
+        labels = kwargs.get("num_labels", 1)
+        if labels is None:
+            del kwargs["num_labels"]
+        elif not isinstance(labels, int) or isinstance(labels, bool) or labels < 1:
+            raise ValueError(f"num_labels={labels!r} is not valid: it must be an integer, at least 1.")
+        for name in ("id2label", "label2id"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, dict) or not value):
+                raise ValueError(f"{name}={value!r} is not valid: it must be a dictionary with an entry, or None.")
+        if self.id2label is not None and not all(str(key).isdecimal() for key in self.id2label):
+            raise ValueError(f"id2label={self.id2label!r} is not valid: its keys must be integers, or their digits.")
+        implementation = kwargs.get("attn_implementation")
+        if not isinstance(implementation, (str, dict, type(None))):
+            raise ValueError(f"attn_implementation={implementation!r} is not valid: it must be a name or None.")
+
+    def _merged_rope(self, rope: dict[str, Any]) -> dict[str, Any]:
+        """Returns `rope_parameters` from the fields that were given, under present and older names."""
+        given = [key for key in ("rope_parameters", "rope_scaling") if key in rope]
+        for key in given:
+            if not isinstance(rope[key], dict):
+                raise ValueError(f"{key}={rope[key]!r} is not valid: it must be a dictionary or None.")
+        if len(given) == 2 and rope["rope_parameters"] != rope["rope_scaling"]:
             raise ValueError(
-                f"rope_parameters['rope_type']={kind!r} is not valid. Allowed: {['default', *ROPE_INIT_FUNCTIONS]}."
+                f"rope_parameters={rope['rope_parameters']!r} and rope_scaling={rope['rope_scaling']!r} differ: they "
+                "are two names of one field; give rope_parameters only."
             )
-        theta = parameters.get("rope_theta", theta)
-        if (theta is not None or "rope_theta" in parameters) and (
-            isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0
-        ):
-            raise ValueError(f"rope_theta={theta!r} is not valid: it must be a number greater than 0.")
-        factor = parameters.get("partial_rotary_factor", factor)
-        if (factor is not None or "partial_rotary_factor" in parameters) and (
-            isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1
-        ):
-            raise ValueError(f"partial_rotary_factor={factor!r} is not valid: it must be a number in (0, 1].")
+        merged = dict(rope[given[0]]) if given else {}
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in rope:
+                check_number(key, rope[key], key)
+                if merged.setdefault(key, rope[key]) != rope[key]:
+                    raise ValueError(
+                        f"{key}={rope[key]!r} and {given[0]}[{key!r}]={merged[key]!r} differ: give one of them."
+                    )
+        kind = rope_type(merged)
+        head_dim = getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads
+        check_rope_parameters(given[0] if given else "rope_parameters", merged, head_dim)
+        merged.pop("type", None)
+        return {**merged, "rope_type": kind}
 
     @property
     def rotates(self) -> bool:
@@ -206,6 +283,19 @@ class WhatWhereConfig(PreTrainedConfig):
         if registry is not None:
             self.position_encoding_parameters = registry.check(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as a dictionary. See the base class."""
+        # peft asks for it before it looks for the default target modules of a model type.
+        self._register_peft_targets()
+        return super().to_dict()
+
+    def _register_peft_targets(self) -> None:
+        """Gives this model type the default target modules of its stock model type in peft, if peft is loaded."""
+        constants = sys.modules.get("peft.utils.constants")
+        for name, mapping in list(vars(constants).items()) if constants else ():
+            if name.endswith("_MODULES_MAPPING") and self.stock_model_type in mapping:
+                mapping.setdefault(self.model_type, mapping[self.stock_model_type])
+
     @classmethod
     def field_names(cls) -> set[str]:
         """Returns the names that the constructor takes."""
@@ -215,8 +305,8 @@ class WhatWhereConfig(PreTrainedConfig):
         allowed = self.field_names() | set(GenerationConfig().to_dict())
         for key, value in kwargs.items():
             if key not in allowed and not key.startswith("_"):
-                near = difflib.get_close_matches(key, sorted(self.field_names()), n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                near = nearest(key, self.field_names())
+                hint = f" Did you mean {near!r}?" if near else ""
                 fields = ", ".join(sorted(field.name for field in dataclasses.fields(type(self))))
                 raise ValueError(
                     f"{type(self).__name__} has no field {key!r} (given: {value!r}).{hint} Its fields: {fields}."
@@ -239,17 +329,34 @@ class WhatWhereConfig(PreTrainedConfig):
             )
         names = cls.field_names() | set(GenerationConfig().to_dict())
         for key in [key for key in config_dict if key not in names and not key.startswith("_")]:
-            near = difflib.get_close_matches(key, sorted(cls.field_names()), n=1, cutoff=0.85)
+            near = nearest(key, cls.field_names(), cutoff=0.85)
             if model_type == cls.model_type and near:
-                raise ValueError(f"The checkpoint's config has the unknown field {key!r}. Did you mean {near[0]!r}?")
+                raise ValueError(f"The checkpoint's config has the unknown field {key!r}. Did you mean {near!r}?")
             value = config_dict.pop(key)
             if key not in cls.stock_fields_without_effect:
                 logger.warning(f"{cls.__name__} has no field {key!r}: dropped the value {value!r} of the checkpoint.")
+        cls._drop_what_has_no_effect(config_dict, stock=model_type != cls.model_type)
         if model_type != cls.model_type:
             for key in ("architectures", "auto_map"):
                 config_dict.pop(key, None)
             config_dict["model_type"] = cls.model_type
         return config_dict
+
+    @classmethod
+    def _drop_what_has_no_effect(cls, config_dict: dict[str, Any], *, stock: bool) -> None:
+        """Drops, with a warning, what files may hold and a new configuration may not."""
+        for field in ("rope_parameters", "rope_scaling"):
+            for key in unused_keys(config_dict.get(field), unknown=stock):
+                config_dict[field] = {name: value for name, value in config_dict[field].items() if name != key}
+                logger.warning(
+                    f"{field}[{key!r}] of the checkpoint has no effect with "
+                    f"rope_type={rope_type(config_dict[field])!r}: dropped."
+                )
+        for field in _TOKEN_IDS:
+            value = config_dict.get(field)
+            if isinstance(value, int) and value < 0:
+                config_dict[field] = None
+                logger.warning(f"{field}={value!r} of the checkpoint is no token id: read as None.")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -272,17 +379,22 @@ class WhatWhereConfig(PreTrainedConfig):
                 for key in _ROPE_KEYS:
                     config_dict.pop(key, None)
         for key in kwargs:
-            near = difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.85)
+            near = nearest(key, names, cutoff=0.85)
             if key not in names and near and not key.startswith("_"):
-                raise ValueError(f"Unknown keyword {key!r} (given: {kwargs[key]!r}). Did you mean {near[0]!r}?")
+                raise ValueError(f"Unknown keyword {key!r} (given: {kwargs[key]!r}). Did you mean {near!r}?")
         # Left to the base class: it treats these itself, and reports them as used.
         own = [key for key in kwargs if key in names and key not in _BASE_KEYWORDS | {"dtype"}]
         own += [key for key in ("rope_parameters", "rope_scaling", "rope_theta") if key in kwargs]
         if any(key in kwargs for key in ("rope_parameters", "rope_scaling")):
             config_dict.pop("rope_parameters", None)
+            config_dict.pop("rope_scaling", None)
+        if "rope_theta" in kwargs:
+            for key in ("rope_parameters", "rope_scaling"):
+                if isinstance(config_dict.get(key), dict):
+                    config_dict[key] = {name: value for name, value in config_dict[key].items() if name != "rope_theta"}
         for key in own:
             config_dict[cls.attribute_map.get(key, key)] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)
 
 
-__all__ = ["WhatWhereConfig"]
+__all__ = ["ConfigurationError", "WhatWhereConfig", "checked"]

@@ -2,12 +2,10 @@
 
 from typing import Any, Literal
 
-from huggingface_hub.dataclasses import strict
-
-from .configuration_common import WhatWhereConfig
+from .configuration_common import WhatWhereConfig, checked
 
 
-@strict
+@checked
 class WhatWhereGPT2Config(WhatWhereConfig):
     """Configuration of a GPT-2-style model with a choice of position encoding.
 

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from huggingface_hub.dataclasses import strict
-
-from .configuration_common import WhatWhereConfig
+from .configuration_common import WhatWhereConfig, checked
 
 
-@strict
+@checked
 class WhatWhereLlamaConfig(WhatWhereConfig):
     """Configuration of a Llama-style model (RMSNorm, SwiGLU, grouped heads) with a choice of position encoding.
 
@@ -70,6 +68,8 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.attention_dropout is None:
+            self.attention_dropout = 0.0
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -93,6 +93,11 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads!r} must be a multiple of "
                 f"num_key_value_heads={groups!r}."
+            )
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(
+                f"pad_token_id={self.pad_token_id!r} is not valid: it must be less than "
+                f"vocab_size={self.vocab_size!r}, or None."
             )
 
 

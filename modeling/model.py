@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from .attention import choose_implementation
 from .attention_triton import ROTATING, is_limits
-from .model_card import complete_card
+from .model_card import card_tags, complete_card
 from .position_encoding import PositionContext
 from .position_encodings import POSITION_ENCODINGS, check, list_position_encodings, supported_implementations
 
@@ -53,8 +53,11 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 config.convert_rope_params_to_dict()
         elif hasattr(config, "rope_parameters"):
             del config.rope_parameters
+        config.validate()
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
+        # For cards that others write: the Trainer's, Transformers' generic one.
+        self.add_model_tags(card_tags(config))
 
     def post_init(self) -> None:
         super().post_init()
@@ -69,6 +72,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 self._tp_plan[pattern] = getattr(module, "tensor_parallel_style", "replicated_with_grad_allreduce")
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention is None and self.config.output_attentions:
+            # As Transformers does where the field is assigned.
+            requested_attention = "eager"
         chosen = choose_implementation(self.config, requested_attention)
         if requested_attention is None and chosen != "sdpa":
             logger.info(
@@ -117,7 +123,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "AutoConfig": f"{family.replace('modeling', 'configuration', 1)}.{prefix}Config",
             "AutoModel": f"{family}.{prefix}Model",
             "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
+            "AutoModelForQuestionAnswering": f"{family}.{prefix}ForQuestionAnswering",
             "AutoModelForSequenceClassification": f"{family}.{prefix}ForSequenceClassification",
+            "AutoModelForTokenClassification": f"{family}.{prefix}ForTokenClassification",
         }
         self.config._weights_version = WEIGHTS_VERSION
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -224,6 +232,12 @@ def attend(
         position_context=position_context,
         **kwargs,
     )
+    if weights is None and kwargs.get("output_attentions", module.config.output_attentions):
+        raise ValueError(
+            f"output_attentions=True: attn_implementation={module.config._attn_implementation!r} has no attention "
+            "weights. Allowed: 'eager', by from_pretrained(..., attn_implementation='eager') or "
+            "model.set_attn_implementation('eager')."
+        )
     if encoding.finishers:
         output = encoding.finish(output, hidden, position_context)
     return output.reshape(*output.shape[:2], -1).contiguous(), weights

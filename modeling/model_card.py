@@ -113,6 +113,17 @@ CORPORA = {
 
 # How a card begins that Transformers writes when a model is pushed to a repository that has none.
 _GENERIC = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
+# The pipeline of each head, by the end of its class's name, which ends the name of the Auto class too.
+_HEADS = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+}
+# What the Trainer writes into its cards.
+_TRAINER = (
+    "<!-- This model card has been generated automatically according to the information the Trainer had access to."
+)
 _MARK = "\n<!-- whatwhere.model_card text={text} weights={weights} tags={tags} -->\n"
 _MARK_PATTERN = re.compile(
     _MARK.format(text=r"(?P<text>\w+)", weights=r"(?P<weights>\w+)", tags=r"(?P<tags>\d+)") + r"\Z"
@@ -206,24 +217,25 @@ def model_card(
     results = results or {}
     figures, remarks = figures or {}, remarks or {}
     architecture = (getattr(config, "architectures", None) or [""])[0]
-    classifies = architecture.endswith("ForSequenceClassification")
-    generates = architecture.endswith("ForCausalLM") or not architecture
+    head, tag = next((pair for pair in _HEADS.items() if architecture.endswith(pair[0])), ("", None))
+    if not architecture:
+        head, tag = "ForCausalLM", "text-generation"
     training = results.get("results", {})
     evaluations = _eval_results(results)
     metadata = ModelCardData(
         license="apache-2.0",
         library_name="transformers",
-        pipeline_tag="text-classification" if classifies else "text-generation" if generates else None,
+        pipeline_tag=tag,
         base_model=training.get("base_model"),
         datasets=_datasets(training.get("data", {})) or None,
         metrics=sorted({result.metric_type for result in evaluations}) or None,
-        tags=[LIBRARY, str(config.model_type), "position-encoding", *str(config.position_encoding).split("+")],
+        tags=card_tags(config),
         model_name=name if evaluations else None,
         eval_results=evaluations or None,
     )
-    auto = "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM" if generates else "AutoModel"
+    auto = f"AutoModel{head}"
     sections = [
-        f"# {name}",
+        f"# {_plain(name)}",
         _description(config, training, elsewhere),
         _use_section(auto, name, has_tokenizer, training.get("data", {}), elsewhere),
         _encoding_section(config),
@@ -235,6 +247,11 @@ def model_card(
     text = "\n" + "\n\n".join(filter(None, sections)) + "\n"
     mark = _MARK.format(text=_digest(text), weights=weights or "none", tags=len(metadata.tags or []))
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{text}{mark}")
+
+
+def card_tags(config: Any) -> list[str]:
+    """Returns the tags of a model's card."""
+    return [LIBRARY, str(config.model_type), "position-encoding", *str(config.position_encoding).split("+")]
 
 
 def _digest(text: str) -> str:
@@ -265,7 +282,8 @@ def complete_card(
     """Writes README.md into a folder of freshly saved weights, unless it holds a card that somebody wrote or edited.
 
     A card that Transformers generated is replaced (its tags are kept), and so is one of ours that nobody has edited,
-    unless it is about the weights in the folder and there are no results here to write a better one.
+    unless it is about the weights in the folder and there are no results here to write a better one. A card of the
+    Trainer keeps its text and gets the metadata that it lacks: licence, library, pipeline and tags.
 
     Args:
         folder: where the model was saved.
@@ -285,6 +303,10 @@ def complete_card(
         old = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
         mark = _MARK_PATTERN.search(old.text)
         ours = mark is not None and mark["text"] == _digest(old.text[: mark.start()])
+        if not ours and _TRAINER in old.text:
+            _complete_metadata(old, folder_card(folder, config, results=None, name=name or folder.resolve().name))
+            old.save(path)
+            return
         if not ours and _GENERIC not in old.text:
             return
         if mark and ours and not results and mark["weights"] == weights_fingerprint(folder):
@@ -294,6 +316,14 @@ def complete_card(
     card = folder_card(folder, config, results=results, name=name or folder.resolve().name)
     card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *tags]))
     card.save(path)
+
+
+def _complete_metadata(card: ModelCard, ours: ModelCard) -> None:
+    """Gives a card the metadata of ours that it lacks."""
+    for key in ("license", "library_name", "pipeline_tag"):
+        if not card.data.get(key):
+            card.data[key] = ours.data.get(key)
+    card.data["tags"] = list(dict.fromkeys([*(card.data.get("tags") or []), *ours.data["tags"]]))
 
 
 def _value(number: float) -> float:
@@ -422,8 +452,8 @@ def _own(length: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(text: str) -> str:
-    """Returns text in which Markdown sees no tag, such as `<unk>`."""
-    return text.replace("<", "\\<")
+    """Returns text on one line in which Markdown sees no tag, such as `<unk>`, and no mark-up of its own."""
+    return re.sub(r"[\\`*\[\]<|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -482,11 +512,11 @@ def _prompt(data: dict[str, Any]) -> str:
 
 def _snippet(auto: str, path: str, comment: str, has_tokenizer: bool, data: dict[str, Any]) -> str:
     lines = [f"from transformers import {auto}" + (", AutoTokenizer" if has_tokenizer else "")]
-    lines += ["", f'name = "{path}"  # {comment}']
+    lines += ["", f"name = {json.dumps(path, ensure_ascii=False)}  # {comment}"]
     lines.append(f"model = {auto}.from_pretrained(name, trust_remote_code=True)")
     if has_tokenizer:
-        # It reads the model's configuration, which is code saved with the weights.
-        lines.append("tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)")
+        # It has no code of its own: without this, Transformers asks whether to run that of the model's configuration.
+        lines.append("tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)")
         example = data.get("example")
         lines.append(f'inputs = tokenizer({json.dumps(_prompt(data))}, return_tensors="pt")')
         if example and auto == "AutoModelForCausalLM":

@@ -12,12 +12,18 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.processing_utils import Unpack
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -61,7 +67,7 @@ class WhatWhereGPT2Attention(nn.Module):
         position_context: PositionContext,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
@@ -101,7 +107,7 @@ class WhatWhereGPT2Block(GradientCheckpointingLayer):
         for projection in (self.attn.c_proj, self.mlp.c_proj):
             setattr(projection, "ends_residual_path", True)  # noqa: B010
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> torch.Tensor:
         if self.post_norm:
             attended, _ = self.attn(hidden_states, **kwargs)
             hidden_states = self.ln_1(hidden_states + attended)
@@ -164,7 +170,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Runs the decoder.
 
@@ -232,7 +238,7 @@ class WhatWhereGPT2ForCausalLM(WhatWhereGenerationMixin, WhatWhereGPT2PreTrained
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Runs the decoder and the head; see `WhatWhereGPT2Model.forward`.
 
@@ -271,14 +277,55 @@ class WhatWhereGPT2ForSequenceClassification(GenericForSequenceClassification, W
         self.post_init()
 
 
+class WhatWhereGPT2ForTokenClassification(GenericForTokenClassification, WhatWhereGPT2PreTrainedModel):
+    """The decoder with a classification head on every token; a token sees only those before it."""
+
+    base_model_prefix = "transformer"
+
+    def __init__(self, config: WhatWhereGPT2Config) -> None:
+        WhatWhereGPT2PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.transformer = WhatWhereGPT2Model(config)
+        self.dropout = nn.Dropout(0.1)
+        self.classifier = nn.Linear(config.n_embd, self.num_labels)
+        self.post_init()
+
+    @property
+    def score(self) -> nn.Linear:
+        """The head, under the name that the generic forward uses; GPT-2's weights call it `classifier`."""
+        return self.classifier
+
+
+class WhatWhereGPT2ForQuestionAnswering(GenericForQuestionAnswering, WhatWhereGPT2PreTrainedModel):
+    """The decoder with a head that marks where an answer starts and ends."""
+
+    base_model_prefix = "transformer"
+
+    def __init__(self, config: WhatWhereGPT2Config) -> None:
+        WhatWhereGPT2PreTrainedModel.__init__(self, config)
+        self.transformer = WhatWhereGPT2Model(config)
+        self.qa_outputs = nn.Linear(config.n_embd, 2)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.wte
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.transformer.wte = value
+
+
 WhatWhereGPT2Config.register_for_auto_class()
 WhatWhereGPT2Model.register_for_auto_class("AutoModel")
 WhatWhereGPT2ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 WhatWhereGPT2ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+WhatWhereGPT2ForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+WhatWhereGPT2ForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 
 __all__ = [
     "WhatWhereGPT2ForCausalLM",
+    "WhatWhereGPT2ForQuestionAnswering",
     "WhatWhereGPT2ForSequenceClassification",
+    "WhatWhereGPT2ForTokenClassification",
     "WhatWhereGPT2Model",
     "WhatWhereGPT2PreTrainedModel",
 ]

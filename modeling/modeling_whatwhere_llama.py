@@ -10,10 +10,16 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -57,7 +63,7 @@ class WhatWhereLlamaAttention(nn.Module):
         position_context: PositionContext,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
@@ -89,7 +95,7 @@ class WhatWhereLlamaDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> torch.Tensor:
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -129,7 +135,7 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Runs the decoder.
 
@@ -196,7 +202,7 @@ class WhatWhereLlamaForCausalLM(WhatWhereGenerationMixin, WhatWhereLlamaPreTrain
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Runs the decoder and the head; see `WhatWhereLlamaModel.forward`.
 
@@ -232,14 +238,46 @@ class WhatWhereLlamaForSequenceClassification(GenericForSequenceClassification, 
         self.post_init()
 
 
+class WhatWhereLlamaForTokenClassification(GenericForTokenClassification, WhatWhereLlamaPreTrainedModel):
+    """The decoder with a classification head on every token; a token sees only those before it."""
+
+    def __init__(self, config: WhatWhereLlamaConfig) -> None:
+        WhatWhereLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = WhatWhereLlamaModel(config)
+        self.dropout = nn.Dropout(0.1)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
+        self.post_init()
+
+
+class WhatWhereLlamaForQuestionAnswering(GenericForQuestionAnswering, WhatWhereLlamaPreTrainedModel):
+    """The decoder with a head that marks where an answer starts and ends."""
+
+    def __init__(self, config: WhatWhereLlamaConfig) -> None:
+        WhatWhereLlamaPreTrainedModel.__init__(self, config)
+        self.model = WhatWhereLlamaModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Loads a checkpoint; see the base class. Stock ones of this head call the decoder `transformer`."""
+        kwargs.setdefault("key_mapping", {r"^transformer\.": "model."})
+        return super().from_pretrained(*args, **kwargs)
+
+
 WhatWhereLlamaConfig.register_for_auto_class()
 WhatWhereLlamaModel.register_for_auto_class("AutoModel")
 WhatWhereLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 WhatWhereLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+WhatWhereLlamaForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+WhatWhereLlamaForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 
 __all__ = [
     "WhatWhereLlamaForCausalLM",
+    "WhatWhereLlamaForQuestionAnswering",
     "WhatWhereLlamaForSequenceClassification",
+    "WhatWhereLlamaForTokenClassification",
     "WhatWhereLlamaModel",
     "WhatWhereLlamaPreTrainedModel",
 ]

@@ -17,6 +17,9 @@ from .attention_blockwise import TERMS, Block, Term
 from .position_alibi import alibi_slopes
 from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding
 
+# Times any contextual position the bias stays finite in float32.
+MAX_SLOPE = 1e6
+
 
 @dataclasses.dataclass(frozen=True)
 class CoPEALiBiParameters(Parameters):
@@ -36,6 +39,8 @@ class CoPEALiBiParameters(Parameters):
         field = f"position_encoding_parameters['cope_alibi']['first_slope']={self.first_slope!r} is not valid"
         if not math.isfinite(self.first_slope) or self.first_slope == 0:
             raise ValueError(f"{field}: it must be finite, and not 0.")
+        if abs(self.first_slope) > MAX_SLOPE:
+            raise ValueError(f"{field}: it must be in [-{MAX_SLOPE:.0e}, {MAX_SLOPE:.0e}].")
         if self.slopes != "fixed" and self.first_slope != 1:
             raise ValueError(f"{field}: with slopes={self.slopes!r} it is not used; allowed: 1.0, or slopes='fixed'.")
 

@@ -15,6 +15,7 @@ A model calls the hooks in this order, and never asks which encoding it has:
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from typing import Any, ClassVar
@@ -45,6 +46,9 @@ class Parameters:
     Fields are annotated with `bool`, `int`, `float`, `str`, `Literal[...]` or a union of these with `None`. Ranges and
     cross-field rules go into `validate`, which raises ValueError.
     """
+
+    # A sentence that the error for an unknown key ends with.
+    unknown_key_hint: ClassVar[str] = ""
 
     def validate(self, config: Any) -> None:
         """Checks ranges against `config`; raises ValueError that names the field, the value and what is allowed."""
@@ -82,10 +86,11 @@ def describe_type(annotation: Any) -> str:
 
 
 def suggest(name: str, allowed: typing.Iterable[str]) -> str:
-    """Returns the end of an error message: the nearest valid name, if any, and the list of allowed names."""
+    """Returns the end of an error message: the nearest valid name in any case, if any, and the allowed names."""
     allowed = sorted(allowed)
-    near = difflib.get_close_matches(str(name), allowed, n=1)
-    return (f"Did you mean {near[0]!r}? " if near else "") + f"Allowed: {', '.join(map(repr, allowed)) or 'nothing'}."
+    near = difflib.get_close_matches(str(name).lower(), [one.lower() for one in allowed], n=1)
+    found = [one for one in allowed if near and one.lower() == near[0]]
+    return (f"Did you mean {found[0]!r}? " if found else "") + f"Allowed: {', '.join(map(repr, allowed)) or 'nothing'}."
 
 
 def parse_parameters(cls: type[Parameters], values: dict, field: str) -> Parameters:
@@ -99,9 +104,12 @@ def parse_parameters(cls: type[Parameters], values: dict, field: str) -> Paramet
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     for key, value in values.items():
         if key not in fields:
-            raise ValueError(f"{field} has the unknown key {key!r}. {suggest(key, fields)}")
+            hint = f" {cls.unknown_key_hint}" if cls.unknown_key_hint else ""
+            raise ValueError(f"{field} has the unknown key {key!r}. {suggest(key, fields)}{hint}")
         if not matches_type(value, fields[key]):
             raise ValueError(f"{field}[{key!r}]={value!r} is not valid: it must be {describe_type(fields[key])}.")
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > torch.finfo(torch.float32).max:
+            raise ValueError(f"{field}[{key!r}]={value!r} is not valid: it must be finite in float32.")
     return cls(**values)
 
 

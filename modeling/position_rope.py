@@ -14,15 +14,7 @@ from .position_encoding import Parameters, PositionContext, PositionEncoding, Sh
 class RotaryParameters(Parameters):
     """None of its own: RoPE is set by the configuration's `rope_parameters`."""
 
-    def validate(self, config: Any) -> None:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-        rotated = int(head_dim * factor)
-        if factor != 1 and (rotated < 2 or rotated % 2):
-            raise ValueError(
-                f"rope_parameters['partial_rotary_factor']={factor!r} is not valid: of {head_dim} channels of a head "
-                f"it rotates {rotated}; it must be an even number, at least 2."
-            )
+    unknown_key_hint = "RoPE is set by the field rope_parameters, for example rope_parameters={'rope_theta': 10000.0}."
 
 
 class RotaryTables(SharedPositionEncoding):

@@ -38,7 +38,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -204,7 +203,7 @@ def load_model(
     changes = {key: value for key, value in asked.items() if value is not None}
     try:
         model, report = loader.from_pretrained(checkpoint, output_loading_info=True, **changes)
-    except (OSError, ValueError, RuntimeError, StrictDataclassError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FinetuneError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
     return model, set(report["missing_keys"])
 

@@ -16,8 +16,11 @@ which lm-eval lacks, is ours. lm-eval's own command line takes the same tasks:
     lm_eval --model hf --model_args pretrained=demo/pope,trust_remote_code=True --tasks lambada_openai,whatwhere_cbt \\
         --include_path "$(python -m whatwhere.scripts.zero_shot --print-task-folder)"
 
-and those of local files: `whatwhere_local_lambada_openai`, `whatwhere_local_blimp`, `whatwhere_local_cbt`,
-`whatwhere_local_hellaswag`, `whatwhere_local_piqa`, `whatwhere_local_arc_easy`.
+It cuts questions to the model's configured length, `max_position_embeddings`, unless `--model_args` has another one
+(`pretrained=demo/pope,max_length=16384`). This script does not cut those for our models whose position encoding has no
+limit (all but `absolute` and plain `relative`). The tasks of local files are `whatwhere_local_lambada_openai`,
+`whatwhere_local_blimp`, `whatwhere_local_cbt`, `whatwhere_local_hellaswag`, `whatwhere_local_piqa` and
+`whatwhere_local_arc_easy`.
 
 Output: `lm_eval.json` in each checkpoint's folder, from which `python -m whatwhere.scripts.evaluation.card FOLDER`
 makes its card, and lm-eval's whole report under `lm_eval/` there (for a Hub id both are in a folder of `--output`);

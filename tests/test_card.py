@@ -1,5 +1,6 @@
 """Model cards: every number comes from a file, the Hub's parser reads them, and the snippet runs."""
 
+import ast
 import json
 import os
 import re
@@ -293,6 +294,19 @@ def test_the_snippet_without_a_tokenizer_runs(folder, monkeypatch):
     assert type(namespace["model"]).__name__ == "WhatWhereLlamaForCausalLM"
 
 
+@pytest.mark.parametrize(
+    "name", ['it"s', "a`b`c", "<script>alert(1)</script>", "back\\slash", "*x* [y](z) |", "two\nlines"]
+)
+def test_the_name_of_a_folder_is_escaped(name):
+    card = model_card(config(), name=name, has_tokenizer=True).text
+    (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    values = [node.value for node in ast.parse(snippet).body if isinstance(node, ast.Assign)]
+    assert ast.literal_eval(values[0]) == name
+    title = next(line for line in card.splitlines() if line.startswith("# "))
+    assert not re.search(r"(?<!\\)[`<*\[|]", title)
+    assert re.sub(r"\\(.)", r"\1", title) == f"# {' '.join(name.split())}"
+
+
 def test_other_heads():
     torch.manual_seed(0)
     card = model_card(WhatWhereLlamaForSequenceClassification(config()).config)
@@ -301,6 +315,13 @@ def test_other_heads():
     card = model_card(classifier)
     assert card.data.pipeline_tag == "text-classification"
     assert "AutoModelForSequenceClassification.from_pretrained" in card.text
+    for head, tag in (("TokenClassification", "token-classification"), ("QuestionAnswering", "question-answering")):
+        card = model_card(config(architectures=[f"WhatWhereLlamaFor{head}"]))
+        assert card.data.pipeline_tag == tag
+        assert f"AutoModelFor{head}.from_pretrained" in card.text
+    card = model_card(config(architectures=["WhatWhereLlamaModel"]))
+    assert card.data.pipeline_tag is None
+    assert "AutoModel.from_pretrained" in card.text
 
 
 @pytest.mark.parametrize("config_class", [WhatWhereGPT2Config, WhatWhereLlamaConfig])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import Trainer, TrainingArguments
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import weights_fingerprint
@@ -16,7 +17,8 @@ from whatwhere.scripts.evaluation.results import write_json
 MODELING = pathlib.Path(__file__).parent.parent / "modeling"
 # What `modeling/` holds and a checkpoint does not need: the package itself, and the other family.
 NOT_SHIPPED = {"__init__.py", "configuration_whatwhere_gpt2.py", "modeling_whatwhere_gpt2.py"}
-CODE = {file.name for file in MODELING.glob("*.py")} - NOT_SHIPPED | {"configuration_common.py"}
+CONFIGURATION = {"configuration_common.py", "configuration_rope.py"}
+CODE = {file.name for file in MODELING.glob("*.py")} - NOT_SHIPPED | CONFIGURATION
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 REPOSITORY = "me/x"
 
@@ -57,6 +59,7 @@ def hub(monkeypatch, tmp_path):
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    monkeypatch.setattr(HfApi, "_validate_yaml", lambda self, content, **kwargs: None)
     # Cards are loaded by the one function that `huggingface_hub.repocard` imports for it.
     monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", download)
     return hub
@@ -86,7 +89,7 @@ def test_exactly_these_files(hub, model):
     assert hub.created == [REPOSITORY]
     (files,) = hub.commits
     assert set(files) == CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
-    for name in CODE - {"configuration_common.py", "configuration_whatwhere_llama.py"}:
+    for name in CODE - CONFIGURATION - {"configuration_whatwhere_llama.py"}:
         assert files[name] == (MODELING / name).read_bytes()
     assert json.loads(files["config.json"])["auto_map"]["AutoModelForCausalLM"].startswith("modeling_whatwhere_llama.")
 
@@ -118,6 +121,33 @@ def test_a_card_on_the_hub_is_kept(hub, model):
     hub.files["README.md"] = b"---\nlicense: mit\n---\nwritten by hand\n"
     model.push_to_hub(REPOSITORY)
     assert hub.files["README.md"].endswith(b"written by hand\n")
+
+
+def test_the_card_of_the_trainer_is_completed(hub, model, tmp_path):
+    arguments = TrainingArguments(
+        tmp_path / "run", push_to_hub=True, hub_model_id=REPOSITORY, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    Trainer(model, arguments).push_to_hub()
+    # The Trainer writes its card after it has saved the model: the tags are what it asks the model for.
+    written = card_of(hub.files)
+    assert "generated automatically according to the information the Trainer had" in written.text
+    assert {"whatwhere", "pope", "generated_from_trainer"} <= set(written.data.tags)
+    # `training_args.bin` is pickled; it is the Trainer that saves and uploads it.
+    assert CODE | {"model.safetensors", "training_args.bin"} <= set(hub.files)
+    model.push_to_hub(REPOSITORY)
+    assert not [name for name in hub.commits[-1] if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
+    card = card_of(hub.files)
+    assert card.text.strip() == written.text.strip()
+    assert (card.data.license, card.data.library_name, card.data.pipeline_tag) == (
+        "apache-2.0",
+        "transformers",
+        "text-generation",
+    )
+    assert set(written.data.tags) <= set(card.data.tags)
+    # A licence that is there stays.
+    Trainer(model, arguments).push_to_hub(license="mit")
+    model.push_to_hub(REPOSITORY)
+    assert card_of(hub.files).data.license == "mit"
 
 
 @pytest.mark.parametrize("trained_further", [False, True])

@@ -9,6 +9,10 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 import whatwhere
 from tiny import FAMILIES, tiny_model, tokens
@@ -25,7 +29,14 @@ class Blocked(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocked())
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 place, ids_file, out, again = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
@@ -38,6 +49,10 @@ model.save_pretrained(again)
 config = AutoConfig.from_pretrained(place, trust_remote_code=True)
 base = AutoModel.from_pretrained(place, trust_remote_code=True)
 classifier = AutoModelForSequenceClassification.from_pretrained(place, trust_remote_code=True)
+for auto in (AutoModelForTokenClassification, AutoModelForQuestionAnswering):
+    head = auto.from_pretrained(place, trust_remote_code=True)
+    assert type(head).__name__.endswith(auto.__name__.removeprefix("AutoModel")), type(head)
+    assert torch.equal(head.get_input_embeddings().weight, model.get_input_embeddings().weight)
 other = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding="none")
 assert other.config.position_encoding == "none"
 try:
@@ -106,6 +121,45 @@ def test_folder_in_a_clean_process_and_saved_again(family, encoding, tmp_path):
     check(model, clean_process(tmp_path / "again", tmp_path)[0])
 
 
+LORA = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# The tokenizer is stock: nothing is asked, and no code of the folder runs.
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)
+assert tokenizer("a b").input_ids == [1, 2], tokenizer("a b")
+assert not any(name.startswith("transformers_modules") for name in sys.modules)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert "peft" not in sys.modules
+from peft import LoraConfig, get_peft_model
+
+adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+print(sorted(adapted.peft_config["default"].target_modules))
+assert "whatwhere" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(("family", "targets"), [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"])])
+def test_lora_targets_and_the_tokenizer_in_a_clean_process(family, targets, tmp_path):
+    pytest.importorskip("peft")
+    tiny_model(family, "cope").save_pretrained(tmp_path / "saved")
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path / "saved")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.partition("import torch")[0] + LORA, str(tmp_path / "saved")],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == str(targets)
+    assert "custom code" not in done.stdout
+
+
 def test_hub_shaped_cache_in_a_clean_process(tmp_path):
     model = tiny_model("llama", "cope")
     revision = "0" * 40
@@ -125,7 +179,7 @@ def test_saved_files_are_the_repository_s(family, tmp_path):
     expected = {path.name: path.read_bytes() for path in (ROOT / "modeling").glob("*.py")}
     for name in ("__init__.py", f"modeling_whatwhere_{other}.py", f"configuration_whatwhere_{other}.py"):
         del expected[name]
-    for name in (f"configuration_whatwhere_{family}.py", "configuration_common.py"):
+    for name in (f"configuration_whatwhere_{family}.py", "configuration_common.py", "configuration_rope.py"):
         expected[name] = (ROOT / "configuration" / name).read_bytes()
     assert saved == expected
 

@@ -7,10 +7,14 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     GPT2Config,
+    GPT2ForQuestionAnswering,
+    GPT2ForTokenClassification,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
 )
 from transformers.utils import logging
 
@@ -18,9 +22,13 @@ from tiny import tokens
 from whatwhere import (
     WhatWhereGPT2Config,
     WhatWhereGPT2ForCausalLM,
+    WhatWhereGPT2ForQuestionAnswering,
+    WhatWhereGPT2ForTokenClassification,
     WhatWhereLlamaConfig,
     WhatWhereLlamaForCausalLM,
+    WhatWhereLlamaForQuestionAnswering,
     WhatWhereLlamaForSequenceClassification,
+    WhatWhereLlamaForTokenClassification,
     list_position_encodings,
 )
 
@@ -158,6 +166,59 @@ def test_classifier_of_a_stock_checkpoint(tmp_path):
     ids = tokens(2, 9)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
+
+
+TOKEN_LABELS = {"labels": torch.tensor([[0, 1, 2, 0, 1, 2, 0, -100, 1], [2, 2, 1, 0, -100, 2, 0, 1, 1]])}
+SPANS = {"start_positions": torch.tensor([1, 4]), "end_positions": torch.tensor([3, 20])}
+
+
+@pytest.mark.parametrize(
+    ("stock_class", "config", "our_class", "targets"),
+    [
+        (
+            LlamaForTokenClassification,
+            LlamaConfig(**LLAMA, num_labels=3),
+            WhatWhereLlamaForTokenClassification,
+            "tokens",
+        ),
+        (LlamaForQuestionAnswering, LlamaConfig(**LLAMA), WhatWhereLlamaForQuestionAnswering, "spans"),
+        (GPT2ForTokenClassification, GPT2Config(**GPT2, num_labels=3), WhatWhereGPT2ForTokenClassification, "tokens"),
+        (GPT2ForQuestionAnswering, GPT2Config(**GPT2), WhatWhereGPT2ForQuestionAnswering, "spans"),
+    ],
+    ids=["llama tokens", "llama spans", "gpt2 tokens", "gpt2 spans"],
+)
+def test_token_and_span_heads_of_a_stock_checkpoint(stock_class, config, our_class, targets, tmp_path):
+    torch.manual_seed(0)
+    stock = stock_class(config).eval()
+    stock.save_pretrained(tmp_path / "stock")
+    ours, info = our_class.from_pretrained(tmp_path / "stock", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    inputs = {"input_ids": tokens(2, 9), **(TOKEN_LABELS if targets == "tokens" else SPANS)}
+    expected, found = stock(**inputs), ours.eval()(**inputs)
+    assert set(found) >= {"loss", "logits"} if targets == "tokens" else {"loss", "start_logits", "end_logits"}
+    for name in {"loss", "logits", "start_logits", "end_logits"} & set(expected):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
+    expected.loss.backward()
+    found.loss.backward()
+    for one, other in (("score", "score"), ("classifier", "classifier"), ("qa_outputs", "qa_outputs")):
+        if hasattr(stock, one):
+            torch.testing.assert_close(
+                getattr(ours, other).weight.grad, getattr(stock, one).weight.grad, atol=1e-5, rtol=0
+            )
+    torch.testing.assert_close(
+        ours.get_input_embeddings().weight.grad, stock.get_input_embeddings().weight.grad, atol=1e-5, rtol=0
+    )
+    # Both kinds of weights are found again, and so are those of a language model.
+    ours.save_pretrained(tmp_path / "ours")
+    again, info = our_class.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"]
+    torch.testing.assert_close(dict(again.named_parameters()), dict(ours.named_parameters()), rtol=0, atol=0)
+    language_model = WhatWhereLlamaForCausalLM if "Llama" in our_class.__name__ else WhatWhereGPT2ForCausalLM
+    language_model(ours.config).save_pretrained(tmp_path / "lm")
+    _, info = our_class.from_pretrained(tmp_path / "lm", output_loading_info=True)
+    head = {"score", "classifier", "qa_outputs"}
+    assert {name.partition(".")[0] for name in info["missing_keys"]} <= head
 
 
 @pytest.mark.parametrize("encoding", list_position_encodings())

@@ -388,7 +388,8 @@ def log_likelihood(model, tokenizer, context, choice):
 
 
 def test_cbt_scores_are_likelihoods(tmp_path):
-    model = save_model(tmp_path / "model", max_position_embeddings=2048)
+    # Questions are longer than that; PoPE has no limit.
+    model = save_model(tmp_path / "model", max_position_embeddings=64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = cbt_rows(4)
     right = dict.fromkeys(rows, 0)
@@ -413,6 +414,7 @@ def test_cbt_scores_are_likelihoods(tmp_path):
     assert list(right.values()) == [1, 2, 3, 4]
     report = zero_shot.run(str(tmp_path / "model"), ["cbt"], manager(tmp_path / "data"), local=True, batch_size=16)
     assert report["truncated_requests"] == 0
+    assert report["max_length"] == zero_shot.MAX_LENGTH
     (task,) = lm_eval_tasks(report).values()
     for word_class in rows:
         metrics = task["subtasks"][f"whatwhere_cbt_{word_class.lower()}"]["metrics"]

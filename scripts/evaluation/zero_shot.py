@@ -18,7 +18,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import transformers
+
 from ...position_encoding import suggest
+from ...position_encodings import reach
 from .results import lm_eval_tasks
 from .tasks.zero_shot_files import missing_files
 
@@ -26,6 +29,8 @@ TASK_FOLDER = pathlib.Path(__file__).with_name("tasks")
 
 # Draws for the standard error of LAMBADA's perplexity. lm-eval's default of 100,000 takes minutes.
 BOOTSTRAP_DRAWS = 1000
+# What lm-eval is told of models without a limit, in tokens: more than any question has.
+MAX_LENGTH = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +149,8 @@ def run(
     """Asks one checkpoint the questions of tasks and returns lm-eval's report, with `truncated_requests` added.
 
     A question that is longer than the model's configured length loses its beginning; `truncated_requests` counts the
-    requests (one for each answer to choose from) to which that happened.
+    requests (one for each answer to choose from) to which that happened. A model of ours whose position encoding has no
+    limit is asked the whole question.
 
     Args:
         checkpoint: a folder or Hub id with a tokenizer.
@@ -165,8 +171,11 @@ def run(
     from lm_eval.models.huggingface import HFLM
     from safetensors import SafetensorError
 
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
+        config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        if hasattr(config, "position_encoding") and reach(config) is None:
+            options["max_length"] = MAX_LENGTH
         model = HFLM(
             pretrained=checkpoint,
             backend="causal",

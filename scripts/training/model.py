@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from whatwhere import (
@@ -55,7 +54,7 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
             )
     try:
         config = FAMILIES[family][0](**fields)
-    except (TypeError, ValueError, StrictDataclassError) as error:
+    except (TypeError, ValueError) as error:
         raise RecipeError(f"model is not valid: {error}") from error
     limit = reach(config)
     if limit is not None and length > limit:
