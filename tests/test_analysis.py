@@ -4,18 +4,23 @@ import base64
 import hashlib
 import json
 import math
+import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from safetensors.torch import load_file
 
 from oracles import contextual_positions, rope_rotation
 from tiny import tiny_model
 from whatwhere.scripts.analysis import __main__ as script
 from whatwhere.scripts.analysis import common, deltas, frequencies, maps, page
+from whatwhere.scripts.data.corpus import stdlib_files, stdlib_split
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.checkpoints import load_tokenizer
 
@@ -340,9 +345,23 @@ def test_summary_of_maps():
         "gate_newline": 0.75,
         "gate_heading": None,
         "gate_other": 0.375,
+        # The means of the keys are 1/4 (3 pairs), 3/4 (2) and 3/4 (1).
+        "gate_deviation": pytest.approx(0.25),
         "first_position": 3.0,
     }
-    assert maps.table([entry]).splitlines()[2] == "| 4 | 2 | 0.500 | 0.750 |  | 0.375 | 3.000 |"
+    assert maps.table([entry]).splitlines()[2] == "| 4 | 2 | 0.500 | 0.750 |  | 0.375 | 0.250 | 3.000 |"
+
+
+def test_the_most_selective_head_is_neither_constant_nor_noise():
+    length = 40
+    noise = torch.rand(length, length, generator=torch.Generator().manual_seed(0)).round()
+    by_query, by_key = ((torch.arange(length) % 4 == 0).float().expand(length, length) for _ in range(2))
+    gates = torch.stack([noise, torch.ones(length, length), by_query.T, 0.2 + 0.6 * by_key])[None].tril()
+    zeros = torch.zeros(1, 4, length, length)
+    found = maps.Maps("cope", ["a"] * length, [""] * length, [3], [1, 4, 5, 7], 63, gates, zeros, zeros, zeros)
+    entry = found.most_selective()
+    assert (entry["layer"], entry["head"]) == (3, 7)
+    assert entry["gate_deviation"] == pytest.approx(0.26, abs=0.02)
 
 
 def test_text_of_tokens(tokenizer):
@@ -386,7 +405,7 @@ def some_maps(length=5, layers=2, heads=3, tokens=None):
 def test_the_page_holds_the_maps_and_nothing_that_breaks_out():
     tokens = ["</script><script>alert(1)</script>", "<!--", '"&', "\u2028\n", "{{data}}"]
     found = some_maps(tokens=tokens)
-    content = page.page(found, name="<b>{{data}}")
+    content = page.page(found, name="<b>{{data}}", text="<i>{{title}}")
     assert content.count("<script") == content.count("</script>") == 2
     assert "<title>&lt;b&gt;{{data}}: what it counts</title>" in content
     text = re.search(r'<script type="application/json" id="data">(.*?)</script>', content, flags=re.DOTALL)[1]
@@ -409,7 +428,7 @@ def test_a_page_that_is_too_large_is_refused():
     big = torch.zeros(1).expand(12, 12, 512, 512)
     large = maps.Maps("cope", ["a"] * 512, [""] * 512, list(range(12)), list(range(12)), 63, big, big, big, big)
     with pytest.raises(ValueError, match=r"512 tokens, 12 layers and 12 heads has 192 MiB; allowed: 24.*--layers"):
-        page.page(large, name="big")
+        page.page(large, name="big", text="a")
 
 
 # Figures and commands
@@ -440,6 +459,117 @@ def test_figures_of_the_same_numbers_are_the_same_bytes(tmp_path):
     ]
     for one, other in zip(first, second):
         assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that would be saved, by the name of their files."""
+    saved = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: saved.update({pathlib.Path(path).stem: figure}))
+    return saved
+
+
+def check_texts_are_inside(figure):
+    """Every text that is seen is whole on the canvas, and legends and title are clear of the panels."""
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    width, height = figure.canvas.get_width_height()
+    # Ticks outside the limits of an axis keep their texts, but are not drawn.
+    hidden = set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        outside = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
+        hidden |= {label for tick in outside for label in (tick.label1, tick.label2)}
+    for text in figure.findobj(Text):
+        if text not in hidden and text.get_visible() and text.get_text().strip():
+            box = text.get_window_extent(renderer)
+            inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
+            assert inside, (text.get_text(), box, width, height)
+    panels = [axes.get_tightbbox(renderer) for axes in figure.axes]
+    for one in (*figure.legends, *figure.texts):
+        assert not one.get_window_extent(renderer).count_overlaps(panels), one
+
+
+NAME = "a_name_that_is_as_long_as_those_of_runs_with_many_words_in_them"
+
+
+@pytest.mark.parametrize("kind", ["positions", "attention"])
+@pytest.mark.parametrize(("layers", "heads", "length"), [(1, 1, 4), (1, 1, 300), (1, 12, 5), (4, 1, 40), (12, 2, 5)])
+def test_maps_have_labels_that_are_whole(tmp_path, figures, kind, layers, heads, length):
+    found = some_maps(
+        length, layers, heads, tokens=["\n", "== T ==", "\n", *(f"t{index}" for index in range(3, length))]
+    )
+    maps.draw(found, kind, tmp_path / "map", name=NAME)
+    figure = figures["map"]
+    check_texts_are_inside(figure)
+    *panels, bar = figure.axes
+    assert bar.get_ylabel() == maps.SCALES[kind]
+    assert all(axes.get_xlabel().startswith("key") for axes in panels[-heads:])
+    assert all("query" in axes.get_ylabel() for axes in panels[::heads])
+    if layers * heads > 1:
+        assert [axes.get_ylabel().split("\n")[0] for axes in panels[::heads]] == [f"layer {i}" for i in range(layers)]
+        assert [axes.get_title() for axes in panels[:heads]] == [f"head {index}" for index in range(heads)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "names"),
+    [
+        (["a", "b", "c"], []),
+        (["a", "b", "\n"], ["newline"]),
+        (["== T ==", "b", "c"], ["section title"]),
+        (["\n", "== T ==", "\n", "a"], ["newline", "section title"]),
+    ],
+    ids=["none", "newline", "title", "both"],
+)
+def test_the_legend_of_maps_names_the_marks_that_are_there(tmp_path, figures, tokens, names):
+    maps.draw(some_maps(len(tokens), 1, 2, tokens=tokens), "gates", tmp_path / "map", name="tiny")
+    figure = figures["map"]
+    check_texts_are_inside(figure)
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == names
+    for axes in figure.axes[:-1]:
+        drawn = [line for line in axes.lines if len(line.get_xdata())]
+        assert len(drawn) == len(names)
+        for line in drawn:
+            for x, y in zip(line.get_xdata(), line.get_ydata()):
+                # On the panel, and above the diagonal, where there is no map.
+                assert 0 <= y < x <= len(tokens) - 1
+
+
+def test_a_map_of_many_tokens_is_not_drawn_ever_larger(tmp_path, figures):
+    sizes = []
+    for length in (256, 600):
+        maps.draw(some_maps(length, 1, 1), "gates", tmp_path / "map", name="tiny")
+        sizes.append(figures["map"].get_size_inches().tolist())
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 32])
+def test_frequencies_and_deltas_have_labels_and_regular_ticks(tmp_path, figures, count):
+    norms = torch.rand(3, count, generator=torch.Generator().manual_seed(0))
+    usage = frequencies.Usage("pope", 10000 ** -(torch.arange(count) / count), [0, 1, 2], norms, norms, 9)
+    entry = {"name": NAME, **usage.as_dict()}
+    frequencies.draw([entry, entry], tmp_path / "frequencies")
+    # One value among few, and very many at a bound.
+    for heads in (1, 12):
+        turned = torch.zeros(3, heads, count).index_fill(0, torch.tensor([1]), -1.0)
+        shifts = {"deltas": turned.tolist(), "bounds": [-2 * math.pi, 0.0], "delta_init": "zeros"}
+        deltas.draw({**entry, **shifts}, tmp_path / f"deltas {heads}")
+    for name, figure in figures.items():
+        check_texts_are_inside(figure)
+        bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+        assert {axes.get_ylabel() for axes in bars} == {"mean norm" if name == "frequencies" else "delta (radians)"}
+        for axes in (axes for axes in figure.axes if axes.images):
+            assert axes.get_xlabel().startswith("layer")
+            assert axes.get_ylabel() == "wavelength (tokens)"
+            ticks = axes.get_yticks().tolist()
+            assert len(ticks) <= 8
+            assert ticks == list(range(0, count, max(1, count // 8)))
+    # Numbers on the axis of counts are written out.
+    for heads in (1, 12):
+        texts = [text.get_text() for text in figures[f"deltas {heads}"].axes[0].get_yticklabels()]
+        assert len(texts) >= 2
+        assert all(re.fullmatch(r"[\d,]+", text) for text in texts), texts
+    assert figures["deltas 1"].axes[1].get_xlabel() == "layer, 1 head each"
 
 
 def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
@@ -482,6 +612,44 @@ def test_maps_from_the_command_line(checkpoints, tmp_path, capsys):
     assert load_file(tmp_path / "maps.safetensors")["positions"].shape == (1, 3, 9, 9)
     figures = {f"{kind}.{ending}" for kind in maps.KINDS for ending in ("png", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == figures | {"maps.html", "maps.json", "maps.safetensors"}
+
+
+def opened(folder):
+    """The text that the page of a folder is about, what the page says of it, and where the page opens."""
+    text = re.search(r'id="data">(.*?)</script>', (folder / "maps.html").read_text(), flags=re.DOTALL)[1]
+    data = json.loads(text)
+    return "".join(data["tokens"]), data["text"], (data["layers"][data["first"][0]], data["heads"][data["first"][1]])
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        (None, "a short article in English; the checkpoint does not say what it was trained on"),
+        ({"recipe": {"data": {"source": "task", "task": "counting"}}}, "the model was trained on the task 'counting'"),
+        ({"recipe": {"data": {"source": "local", "splits": {"test": "nowhere-*.txt"}}}}, "cannot be loaded: "),
+        (
+            {"recipe": {"data": {"source": "stdlib"}}, "data": {"split": "validation"}},
+            "held-out text of the model's training corpus (the Python standard library, split validation)",
+        ),
+    ],
+    ids=["unknown", "task", "missing", "stdlib"],
+)
+def test_without_a_text_the_model_reads_what_it_was_trained_on(checkpoints, tmp_path, capsys, results, words):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints / "cope", folder)
+    if results:
+        (folder / "results.json").write_text(json.dumps(results))
+    script.main(["maps", str(folder), "--tokens", "40", "--output", str(tmp_path / "maps")])
+    text, about, first = opened(tmp_path / "maps")
+    assert words in about
+    assert json.loads((tmp_path / "maps" / "maps.json").read_text())["text"] == about
+    printed = capsys.readouterr().out
+    assert f"Text: {about}." in printed
+    assert f"The page opens at layer {first[0]}, head {first[1]}, " in printed
+    if results and results["recipe"]["data"]["source"] == "stdlib":
+        assert any(content.startswith(text) for path, content in stdlib_files() if stdlib_split(path) == "validation")
+    else:
+        assert common.PROSE.read_text().startswith(text)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def found():
 def browser(driver, found, tmp_path):
     """The page, opened as a file, wide; at the end, nothing was fetched and nothing went wrong."""
     path = tmp_path / "maps.html"
-    path.write_text(page.page(found, name="tiny <model>"), encoding="utf-8")
+    path.write_text(page.page(found, name="tiny <model>", text="some <text>"), encoding="utf-8")
     size(driver, 1280)
     # Not over a token, wherever the test before left it.
     driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", "x": 0, "y": 0})
@@ -70,6 +70,12 @@ def browser(driver, found, tmp_path):
     events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     fetched = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
     assert all(url == path.as_uri() or url.startswith("data:") for url in fetched), fetched
+
+
+def first(found, kind):
+    """The map of the head that the page opens at."""
+    entry = found.most_selective()
+    return getattr(found, kind)[found.layers.index(entry["layer"]), found.heads.index(entry["head"])]
 
 
 def size(driver, width):
@@ -141,18 +147,41 @@ def test_hovering_a_token_shows_what_it_counts(browser, found):
     length = len(found.tokens)
     # Before anything happens, the last token is the query.
     assert query(browser) == (length - 1, False)
-    check(browser, found.gates[0, 0], length - 1, 2)
+    check(browser, first(found, "gates"), length - 1, 2)
     for i in (30, 4, 0):
         hover(browser, i)
         assert query(browser) == (i, False)
-        check(browser, found.gates[0, 0], i, 2)
-        gates = found.gates[0, 0, i]
+        check(browser, first(found, "gates"), i, 2)
+        gates = first(found, "gates")[i]
         assert shades(browser)[: i + 1] == [pytest.approx(x.item(), abs=2e-3) for x in gates[: i + 1]]
         count, total = re.match(
             r"It counts ([\d.]+) of (\d+) tokens?\.", browser.find_element("id", "count").text
         ).groups()
         assert float(count) == pytest.approx(gates.sum().item(), abs=0.006)
         assert total == str(i + 1)
+
+
+def test_the_page_opens_at_the_most_selective_head_and_says_so(browser, found):
+    from selenium.webdriver.support.select import Select
+
+    entry = found.most_selective()
+    # The first head would not show that it is chosen.
+    assert (entry["layer"], entry["head"]) != (0, 0)
+    for name in ("layer", "head"):
+        assert Select(browser.find_element("id", name)).first_selected_option.text == str(entry[name])
+    explained = dict(
+        browser.execute_script(
+            "return [...document.querySelectorAll('#terms dt')].map((one) => "
+            "[one.innerText, one.nextElementSibling.innerText])"
+        )
+    )
+    assert list(explained) == ["CoPE", "Gate", "Position", "Head"]
+    assert explained["CoPE"].startswith("Contextual position encoding: ")
+    assert "from 0 (not at all) to 1 (fully)" in explained["Gate"]
+    assert "the sum of the gates from it to the query" in explained["Position"]
+    assert f"opens at layer {entry['layer']}, head {entry['head']}" in explained["Head"]
+    assert f"{entry['gate_deviation']:.2f}" in explained["Head"]
+    assert "text: some <text>" in browser.find_element("id", "about").text
 
 
 def test_layer_head_and_kind_are_chosen(browser, found):
@@ -180,7 +209,7 @@ def test_a_pinned_token_is_compared_with_another(browser, found):
     hover(browser, 7)
     assert query(browser) == (25, True)
     assert "pinned" in browser.find_element("id", "count").text
-    expected = [getattr(found, kind)[0, 0, 25, 7].item() for kind in maps.KINDS]
+    expected = [first(found, kind)[25, 7].item() for kind in maps.KINDS]
     assert rows(browser)[0] == [7, *(pytest.approx(x, abs=1.1e-3) for x in expected)]
     # A token that the query does not see has no numbers.
     hover(browser, 30)
@@ -200,7 +229,7 @@ def test_the_keyboard_is_enough(browser, found):
     assert query(browser) == (0, False)
     press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert query(browser) == (2, False)
-    check(browser, found.gates[0, 0], 2, 2)
+    check(browser, first(found, "gates"), 2, 2)
     press(browser, Keys.ARROW_DOWN)
     below, _ = query(browser)
     assert below > TEXT.index("\n")
@@ -246,7 +275,7 @@ def test_the_map_is_drawn_and_its_rows_are_queries(browser, found):
         const image = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
         return Array.from(image.filter((_, index) => index % 4 === 3));"""
     drawn = browser.execute_script(alpha)
-    expected = (found.gates[0, 0] * 255).flatten().tolist()
+    expected = (first(found, "gates") * 255).flatten().tolist()
     assert drawn == [pytest.approx(x, abs=1) for x in expected]
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -273,7 +302,8 @@ def test_light_and_dark_at_every_width(browser, width):
           return 0.2126 * r + 0.7152 * g + 0.0722 * b;
         };
         let worst = 99;
-        for (const one of document.querySelectorAll('.word, .number, p, label, th, td, h1, h2, summary, legend')) {
+        const texts = '.word, .number, p, dt, dd, label, th, td, h1, h2, summary, legend';
+        for (const one of document.querySelectorAll(texts)) {
           if (!one.textContent.trim() || !one.offsetParent) continue;
           const chain = [];
           for (let at = one; at; at = at.parentElement) chain.unshift(parse(getComputedStyle(at).backgroundColor));

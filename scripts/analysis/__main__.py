@@ -21,8 +21,10 @@ Shakespeare's sonnets (the paper: "10 different Shakespeare sonnets", it does no
 texts are separated by blank lines.
 
 `maps` takes cope, sums with it, cope_alibi, cope_mlp and token_gated_cope. It reads the first `--tokens` tokens of
-`--text`, a file, or `--prompt`, or the sonnets. `maps.html` opens without a server: hover a token to see which tokens
-it counts. With one layer and one head (`--layers 2 --heads 3`) the figures have the tokens on their axes.
+`--text`, a file, or `--prompt`; without them, held-out text of the corpus that the checkpoint's `results.json` names,
+or else a short article in English. `maps.html` opens without a server, at the head whose gates differ most between
+tokens (the largest standard deviation of each token's mean gate): hover a token to see which tokens it counts. With one
+layer and one head (`--layers 2 --heads 3`) the figures have the tokens on their axes.
 `maps.safetensors` holds every map, float32 (layers, heads, tokens, tokens).
 """
 
@@ -81,9 +83,8 @@ def parser() -> argparse.ArgumentParser:
             text.add_argument(
                 "--text",
                 type=pathlib.Path,
-                default=common.SONNETS,
                 metavar="FILE",
-                help="the text to read; default: sonnets of Shakespeare",
+                help="the text to read; default: held-out text of the model's corpus, or else a short article",
             )
             text.add_argument("--prompt", metavar="TEXT", help="the text itself")
             one.add_argument(
@@ -138,7 +139,13 @@ def run_maps(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     if options.tokens < 2:
         raise ValueError(f"tokens={options.tokens!r} is not valid: it must be at least 2.")
     (checkpoint,) = options.checkpoint
-    text = common.read_text(options.text) if options.prompt is None else options.prompt
+    if options.prompt is not None:
+        text, source = options.prompt, "the command"
+    elif options.text is not None:
+        text, source = common.read_text(options.text), options.text.name
+    else:
+        # More than enough: few tokens are longer than a dozen characters.
+        text, source = common.held_out_text(checkpoint, characters=16 * options.tokens)
     model = common.load_model(
         checkpoint,
         device=options.device,
@@ -150,8 +157,7 @@ def run_maps(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     found = maps.measure(model, tokenizer, ids, layers=options.layers, heads=options.heads)
     about = common.describe(checkpoint, model.config)
     # The page first: it may be refused.
-    content = page.page(found, name=about["name"])
-    source = "the command" if options.prompt is not None else common.describe_texts(options.text, [text])["source"]
+    content = page.page(found, name=about["name"], text=source)
     summary = found.summary()
     write_json(
         options.output / "maps.json",
@@ -173,7 +179,11 @@ def run_maps(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     (options.output / "maps.safetensors").write_bytes(tensors)
     for kind in maps.KINDS:
         maps.draw(found, kind, options.output / kind, name=about["name"])
-    return maps.table(summary)
+    first = found.most_selective()
+    return (
+        f"{maps.table(summary)}\nText: {source}.\n"
+        f"The page opens at layer {first['layer']}, head {first['head']}, whose gates differ most between tokens."
+    )
 
 
 FIGURES = ", ".join(f"{kind}.png and .svg" for kind in maps.KINDS)

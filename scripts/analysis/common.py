@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,9 @@ from ..data.tokenize import _byte_characters
 from ..evaluation import checkpoints
 
 SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
+
+# Plain prose with paragraphs and section titles, for models whose training corpus is not known.
+PROSE = pathlib.Path(__file__).with_name("prose.txt")
 
 # A byte that SentencePiece-style tokenizers write as a token of its own.
 _BYTE_FALLBACK = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
@@ -80,6 +84,61 @@ def describe_texts(path: str | pathlib.Path, texts: Sequence[str]) -> dict[str, 
     """Returns what a results file says about the texts it was made from."""
     source = "Shakespeare, sonnets 1 to 10" if pathlib.Path(path) == SONNETS else pathlib.PurePath(path).name
     return {"source": source, "count": len(texts), "sha256": hashlib.sha256("\n\n".join(texts).encode()).hexdigest()}
+
+
+def held_out_text(checkpoint: str, *, characters: int) -> tuple[str, str]:
+    """Returns a text that fits a model, and what it is: held-out documents of its training corpus, else `PROSE`.
+
+    The corpus is the one that `results.json` in the folder of the checkpoint names. Documents are joined by a blank
+    line until there are `characters`.
+
+    Raises:
+        ValueError: `results.json` is broken.
+    """
+    path = pathlib.Path(checkpoint) / "results.json"
+    try:
+        results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        data, about = results.get("recipe", {}).get("data", {}), results.get("data", {})
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} is not a results file of a run: {error}") from error
+    source = data.get("source")
+    if source is None:
+        reason = "the checkpoint does not say what it was trained on"
+    elif source == "task":
+        reason = f"the model was trained on the task {data.get('task')!r}, not on text"
+    else:
+        split = about.get("split", "test")
+        keys = ("dataset", "dataset_config", "splits", "text_field")
+        try:
+            from ..data.corpus import load_text
+
+            # A few documents are enough: nothing is downloaded or copied as a whole.
+            options = {key: data[key] for key in keys if key in data}
+            corpus = load_text(source, streaming=source != "stdlib", **options)
+            text = ""
+            for row in corpus[split]:
+                if not row["text"].strip():
+                    continue
+                text += ("\n\n" if text else "") + row["text"]
+                if len(text) >= characters:
+                    break
+            if text:
+                name = "the Python standard library" if source == "stdlib" else data.get("dataset") or source
+                if isinstance(data.get("splits"), dict):
+                    name = data["splits"].get(split, name)
+                return text, f"held-out text of the model's training corpus ({name}, split {split})"
+            reason = f"the split {split!r} of the training corpus holds no text"
+        except (ValueError, KeyError, OSError, ImportError) as error:
+            reason = f"the model's training corpus cannot be loaded: {error}"
+    return read_text(PROSE), f"a short article in English; {reason}"
+
+
+def label_wavelengths(axes: Any, wavelengths: Sequence[float]) -> None:
+    """Labels the rows of a heatmap, one for each frequency, with wavelengths in tokens: every k-th row, at most 8."""
+    every = -(-len(wavelengths) // 8)
+    ticks = range(0, len(wavelengths), every)
+    axes.set_yticks(ticks, [f"{wavelengths[tick]:,.0f}" for tick in ticks])
+    axes.set_ylabel("wavelength (tokens)")
 
 
 def encode(tokenizer: Any, text: str, device: Any) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...position_pope import pope_frequencies
-from ..evaluation.figures import new_figure, save_figure
-from .common import attention_layers
+from ..evaluation.figures import new_figure, save_figure, wrapped
+from .common import attention_layers, label_wavelengths
 
 
 def read(model: Any) -> dict[str, Any]:
@@ -67,12 +67,20 @@ def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
     left.set_xlim(entry["bounds"][0] - 0.2, entry["bounds"][1] + 0.2)
     for bound in entry["bounds"]:
         left.axvline(bound, color="0.4", linestyle=":", linewidth=1)
-    left.set_yscale("symlog", linthresh=10)
+    from matplotlib import ticker
+
+    if left.get_ylim()[1] > 20:
+        # The bin at 0 often holds most of them.
+        left.set_yscale("symlog", linthresh=10)
+        left.yaxis.set_major_locator(ticker.SymmetricalLogLocator(base=10, linthresh=10, subs=(1, 2, 5)))
+        left.yaxis.set_major_formatter(ticker.FuncFormatter(lambda count, _: f"{count:,.0f}"))
+    else:
+        left.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     left.set_xticks([-2 * math.pi, -1.5 * math.pi, -math.pi, -0.5 * math.pi, 0], ["-2π", "-3π/2", "-π", "-π/2", "0"])
     left.set_xlabel("delta (radians); dotted: bounds")
-    left.set_ylabel("count")
+    left.set_ylabel("number of phase shifts")
     start = {"zeros": "all at 0", "uniform": "uniform between the bounds"}[entry["delta_init"]]
-    left.set_title(f"before training: {start}", fontsize="medium")
+    left.set_title(f"distribution (before training: {start})", fontsize="medium")
     # Colours between the extremes: a small change from 0 would not be seen on the scale of the bounds.
     image = right.imshow(
         deltas.permute(2, 0, 1).reshape(frequencies, layers * heads).numpy(),
@@ -84,9 +92,7 @@ def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
     for layer in range(1, layers):
         right.axvline(layer * heads - 0.5, color="white", linewidth=1)
     right.set_xticks([layer * heads + (heads - 1) / 2 for layer in range(layers)], [str(i) for i in entry["layers"]])
-    ticks = sorted({round(step * (frequencies - 1) / 7) for step in range(8)})
-    right.set_yticks(ticks, [f"{entry['wavelengths'][tick]:,.0f}" for tick in ticks])
-    right.set_xlabel(f"layer; in each, {heads} heads")
-    right.set_ylabel("wavelength of frequency (tokens)")
-    right.set_title(f"{entry['name']}: learned phase shifts", fontsize="medium")
+    label_wavelengths(right, entry["wavelengths"])
+    right.set_xlabel(f"layer, {heads} {'head' if heads == 1 else 'heads'} each")
+    right.set_title(wrapped(f"{entry['name']}: learned phase shifts", 5.5), fontsize="medium")
     return save_figure(figure, stem)

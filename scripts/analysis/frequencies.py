@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from ...position_encodings import list_position_encodings
 from ...position_pope import pope_frequencies
-from ..evaluation.figures import new_figure, save_figure
-from .common import attention_layers, encode, watched
+from ..evaluation.figures import new_figure, save_figure, wrapped
+from .common import attention_layers, encode, label_wavelengths, watched
 
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
 
@@ -200,15 +200,13 @@ def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pa
         for axes, side in zip(row, ("queries", "keys")):
             norms = torch.tensor(entry[side], dtype=torch.float64).T
             image = axes.imshow(norms.numpy(), aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
-            figure.colorbar(image, ax=axes)
-            count = len(entry["frequencies"])
-            ticks = sorted({round(step * (count - 1) / 7) for step in range(8)})
-            axes.set_yticks(ticks, [f"{entry['wavelengths'][tick]:,.0f}" for tick in ticks])
+            figure.colorbar(image, ax=axes, label="mean norm")
+            label_wavelengths(axes, entry["wavelengths"])
             every = max(1, len(entry["layers"]) // 12)
             axes.set_xticks(range(0, len(entry["layers"]), every), [str(i) for i in entry["layers"][::every]])
             axes.set_xlabel("layer")
-            axes.set_title(f"{entry['name']}: {side}")
-        row[0].set_ylabel(f"{entry['kind']}: wavelength of frequency (tokens)")
+            kind = {"rope": "RoPE", "pope": "PoPE"}[entry["kind"]]
+            axes.set_title(wrapped(f"{entry['name']}: {side} ({kind})", 3.6), fontsize="medium")
     return save_figure(figure, stem)
 
 

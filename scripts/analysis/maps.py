@@ -18,7 +18,7 @@ import torch
 
 from ...position_encoding import join_digits
 from ...position_encodings import list_position_encodings
-from ..evaluation.figures import new_figure, save_figure
+from ..evaluation.figures import new_figure, save_figure, wrapped
 from .common import attention_layers, token_texts, watched
 
 # The encodings that count, by what they are called in a model.
@@ -32,6 +32,20 @@ TITLES = {
     "position_attention": "attention by position alone (largest of a row: 1)",
     "attention": "attention",
 }
+# What the colours of a figure mean.
+SCALES = {
+    "gates": "gate",
+    "positions": "position (counted tokens)",
+    "position_attention": "weight / largest weight of the row",
+    "attention": "weight / largest weight of the row",
+}
+
+# The marks of boundaries: colour, and what the legend calls them.
+MARKS = {"newline": ("black", "newline"), "heading": ("red", "section title")}
+CROSS: dict[str, Any] = {"marker": "+", "linestyle": "none", "markeredgewidth": 0.8}
+
+# Tokens that the axes of one map can name; with more, they have the tokens' indices.
+LABELLED = 256
 
 # A heading of WikiText (" = = Description = = ") or of Wikipedia's own source ("== Description ==").
 _HEADING = re.compile(r"^\s*=[= ]*\s+\S.*\s+=[= ]*\s*$|^\s*(=+)[^=\s].*\1\s*$")
@@ -71,8 +85,9 @@ class Maps:
         """Returns one entry per layer and head: mean gates over all pairs j <= i, and by what the key is.
 
         `gate_newline` and `gate_heading` are means over the keys that are such boundaries, `gate_other` over the rest;
-        None without such keys. `first_position` is the mean over queries of the position of the first token: back from
-        the query that is how far it counts.
+        None without such keys. `gate_deviation` says how much the gates depend on the key: the standard deviation, over
+        all pairs, of each key's mean gate. `first_position` is the mean over queries of the first token's position:
+        back from the query that is how far it counts.
         """
         seen = torch.ones(len(self.tokens), len(self.tokens), dtype=torch.bool).tril()
         columns = {kind: torch.tensor([one == kind for one in self.boundaries]) for kind in ("newline", "heading", "")}
@@ -84,9 +99,20 @@ class Maps:
                 for kind, chosen in columns.items():
                     mean = gates[seen & chosen].mean().item() if chosen.any() else None
                     entry[f"gate_{kind or 'other'}"] = mean
+                counts = torch.arange(len(self.tokens), 0, -1)
+                means = gates.sum(0) / counts
+                entry["gate_deviation"] = ((means - entry["gate"]).square() * counts / counts.sum()).sum().sqrt().item()
                 entry["first_position"] = self.positions[row, column, :, 0].double().mean().item()
                 entries.append(entry)
         return entries
+
+    def most_selective(self) -> dict[str, Any]:
+        """Returns the entry of `summary` with the largest `gate_deviation`; the first of equal ones.
+
+        A head that opens its gates to some tokens and not to others has a large one; a head that counts every token
+        alike, and one whose gates are noise, a small one.
+        """
+        return max(self.summary(), key=lambda entry: entry["gate_deviation"])
 
 
 def boundaries(tokens: Sequence[str]) -> list[str]:
@@ -225,8 +251,8 @@ def counted(
 def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[pathlib.Path]:
     """Draws one kind of map for all layers (rows) and heads (columns); returns the paths of the PNG and the SVG.
 
-    One map alone is large and has its tokens on the axes. Crosses on the diagonal are boundaries: black newlines, red
-    section titles.
+    One map alone is large and has its tokens on the axes, up to `LABELLED` of them. Crosses beside the diagonal are
+    boundaries; a legend says which, if there are any.
 
     Args:
         maps: from `measure`.
@@ -237,12 +263,22 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     values = getattr(maps, kind)
     rows, columns, length, _ = values.shape
     alone = rows == columns == 1
-    size = max(6.0, 0.11 * length) if alone else 1.6
-    figure = new_figure(columns * size + 1.2, rows * size + 0.8)
-    grid = figure.subplots(rows, columns, squeeze=False)
+    labelled = alone and length <= LABELLED
+    size = max(6.0, 0.11 * min(length, LABELLED)) if alone else 1.6
+    width = max(5.0, columns * size + 1.8)
+    figure = new_figure(width, max(3.2, rows * size + 1.5))
+    # The panels are square: the room that is left goes to the margins.
+    figure.set_layout_engine("compressed")
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     shown = values.masked_fill(hidden, torch.nan)
     top = 1.0 if kind in ("gates", "position_attention") else max(values.max().item(), 1e-6)
+    # In the empty half, beside the diagonal.
+    away = max(1.0, length / 40)
+    places = {mark: [at for at, one in enumerate(maps.boundaries) if one == mark] for mark in MARKS}
     for row in range(rows):
         for column in range(columns):
             axes = grid[row, column]
@@ -253,33 +289,36 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
             else:
                 panel = shown[row, column].numpy()
                 image = axes.imshow(panel, cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
-            for mark, colour in (("newline", "black"), ("heading", "red")):
-                at = [index for index, one in enumerate(maps.boundaries) if one == mark]
-                # Beside the diagonal, where nothing is drawn.
-                away = length / 40
-                x, y = [index + away for index in at], [index - away for index in at]
-                axes.plot(x, y, "+", color=colour, markeredgewidth=0.8, markersize=6 if alone else 4)
+            for mark, at in places.items():
+                x, y = [min(index + away, length - 1) for index in at], [max(index - away, 0) for index in at]
+                axes.plot(x, y, color=MARKS[mark][0], markersize=6 if alone else 4, **CROSS)
             axes.set_xlim(-0.5, length - 0.5)
             axes.set_ylim(length - 0.5, -0.5)
-            if alone:
+            if labelled:
                 labels = [printable(token) for token in maps.tokens]
-                axes.set_xticks(range(length), labels, rotation=90, fontsize=6, family="monospace")
-                axes.set_yticks(range(length), labels, fontsize=6, family="monospace")
-                axes.set_xlabel("key")
-                axes.set_ylabel("query")
+                font = {"fontsize": min(10.0, max(6.0, 36 * size / length)), "family": "monospace"}
+                axes.set_xticks(range(length), labels, rotation=90, **font)
+                axes.set_yticks(range(length), labels, **font)
             else:
-                axes.set_xticks([])
-                axes.set_yticks([])
+                for axis in (axes.xaxis, axes.yaxis):
+                    axis.set_major_locator(MaxNLocator(nbins=10 if alone else 3, integer=True))
+                axes.tick_params(labelsize="x-small", length=2)
             if alone:
+                axes.set_xlabel("key" if labelled else "key (token)")
+                axes.set_ylabel("query" if labelled else "query (token)")
                 axes.set_title(f"layer {maps.layers[row]}, head {maps.heads[column]}", fontsize="medium")
             elif row == 0:
                 axes.set_title(f"head {maps.heads[column]}", fontsize="small")
             if column == 0 and not alone:
-                axes.set_ylabel(f"layer {maps.layers[row]}", fontsize="small")
-    title = TITLES[kind] + (" (of each row's largest)" if kind == "attention" else "")
-    figure.suptitle(f"{name}: {title}", fontsize="medium")
-    figure.colorbar(image, ax=grid, shrink=0.8, aspect=30)
-    figure.supxlabel("rows: queries, columns: keys; + newline (black), section title (red)", fontsize="small")
+                axes.set_ylabel(f"layer {maps.layers[row]}\nquery (token)", fontsize="small")
+            if row == rows - 1 and not alone:
+                axes.set_xlabel("key (token)", fontsize="small")
+    figure.suptitle(wrapped(f"{name}: {TITLES[kind]}", width - 0.5), fontsize="medium")
+    figure.colorbar(image, ax=grid, shrink=0.8, aspect=30, label=SCALES[kind])
+    if handles := [
+        Line2D([], [], color=MARKS[mark][0], label=MARKS[mark][1], **CROSS) for mark in MARKS if places[mark]
+    ]:
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small", frameon=False)
     return save_figure(figure, stem)
 
 
@@ -291,8 +330,15 @@ def printable(token: str) -> str:
 
 def table(summary: Sequence[dict[str, Any]]) -> str:
     """Returns the summary of `Maps.summary` as a table in Markdown."""
-    keys = ("gate", "gate_newline", "gate_heading", "gate_other", "first_position")
-    titles = ("mean gate", "of newlines", "of section titles", "of other tokens", "position of the first token")
+    keys = ("gate", "gate_newline", "gate_heading", "gate_other", "gate_deviation", "first_position")
+    titles = (
+        "mean gate",
+        "of newlines",
+        "of section titles",
+        "of other tokens",
+        "deviation between tokens",
+        "position of the first token",
+    )
     lines = ["| layer | head | " + " | ".join(titles) + " |", "|" + "---|" * (2 + len(keys))]
     for entry in summary:
         numbers = ("" if entry[key] is None else f"{entry[key]:.3f}" for key in keys)

@@ -22,15 +22,16 @@ STEPS = 65535
 LARGEST_MIB = 24
 
 
-def page(maps: Maps, *, name: str) -> str:
+def page(maps: Maps, *, name: str, text: str) -> str:
     """Returns the page, as HTML.
 
     Every map's lower triangle is in it, row by row, as 16-bit integers of the kind's largest value; the page's values
-    are those of `maps` to half a 65535th of that.
+    are those of `maps` to half a 65535th of that. It opens at the head of `Maps.most_selective`.
 
     Args:
         maps: from `whatwhere.scripts.analysis.maps.measure`.
         name: of the model, for the title.
+        text: what the text is.
 
     Raises:
         ValueError: the page would be larger than 24 MiB.
@@ -49,8 +50,12 @@ def page(maps: Maps, *, name: str) -> str:
         top = max(values.max().item(), 1e-6)
         scales.append(top)
         pieces.append((values.double() / top * STEPS).round().to(torch.int32).numpy().astype("<u2"))
+    first = maps.most_selective()
     data: dict[str, Any] = {
         "name": name,
+        "text": text,
+        "first": [maps.layers.index(first["layer"]), maps.heads.index(first["head"])],
+        "deviation": first["gate_deviation"],
         "encoding": maps.encoding,
         "tokens": maps.tokens,
         "boundaries": maps.boundaries,
@@ -67,6 +72,6 @@ def page(maps: Maps, *, name: str) -> str:
     # The policy lets this one script run, and nothing be fetched.
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode("ascii")
     # Inside <script> only `<` could end the data, or begin a comment.
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    filled = {"hash": digest, "title": html.escape(f"{name}: what it counts"), "data": text}
+    encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    filled = {"hash": digest, "title": html.escape(f"{name}: what it counts"), "data": encoded}
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: filled[mark[1]], template)

@@ -1,6 +1,7 @@
 """Figures: how they are begun and how they are saved, so that the same numbers give the same bytes."""
 
 import pathlib
+import textwrap
 from typing import Any
 
 
@@ -14,6 +15,11 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def wrapped(text: str, width: float) -> str:
+    """Returns a title of medium size, broken into lines of at most `width` inches (about 11 characters an inch)."""
+    return "\n".join(textwrap.wrap(text, max(1, int(11 * width))))
 
 
 def save_figure(figure: Any, stem: str | pathlib.Path) -> list[pathlib.Path]:
