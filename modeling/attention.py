@@ -231,6 +231,11 @@ def _no_logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return query.new_empty(0).expand(query.shape[0], query.shape[1], query.shape[2], 0)
 
 
+def _is_filled(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int) -> bool:
+    """Returns True if the rows are at the end of the keys; a static cache counts by a tensor, and has empty slots."""
+    return isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
+
+
 def blockwise_mask(
     batch_size: int,
     q_length: int,
@@ -249,8 +254,7 @@ def blockwise_mask(
         None for plain causal attention, int32 (B, K) with the document of every slot and -1 for padding, or, with a
         static cache, a boolean (B, 1, Q, K) mask.
     """
-    filled = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0 and not use_vmap
-    if not filled:
+    if use_vmap or not _is_filled(q_length, kv_length, q_offset, kv_offset):
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -308,7 +312,8 @@ def auto_attention_forward(
         attention_mask = pytorch_mask(attention_mask, query, key, encoding.pytorch_implementation)
     if encoding.cached_rotations:
         query, key = encoding.rotate_cached(query, key, position_context)
-    interface = PYTORCH_PATHS[encoding.pytorch_implementation][0]
+    segmented = attention_mask is not None and attention_mask.ndim == 2
+    interface = PYTORCH_PATHS["blockwise" if segmented else encoding.pytorch_implementation][0]
     return interface(module, query, key, value, attention_mask, scaling, dropout, position_context, **kwargs)
 
 
@@ -338,9 +343,47 @@ def auto_mask(*, config: Any, device: torch.device | str = "cpu", **kwargs: Any)
     return PYTORCH_PATHS[pytorch_implementation(config)][1](config=config, device=device, **kwargs)
 
 
+def segments_or_sdpa_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of `sdpa` where that needs none, or can not do without; else the segments of `blockwise`.
+
+    PyTorch's attention with a mask takes memory for 5 B Q K bytes on a CPU, and computes what is masked.
+
+    Returns:
+        None or bool (B, 1, Q, K) for `sdpa`; int32 (B, K) for `blockwise`.
+    """
+    geometry = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset, **kwargs}
+    geometry |= {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
+    if use_vmap or not _is_filled(q_length, kv_length, q_offset, kv_offset):
+        return sdpa_mask(**geometry)
+    if q_length in (1, kv_length) and mask_function is causal_mask_function and _hides_nothing(attention_mask):
+        return None
+    mask = blockwise_mask(**geometry)
+    if mask is not None:
+        return mask
+    return torch.zeros(kwargs["batch_size"], kv_length, dtype=torch.int32, device=kwargs["device"])
+
+
+def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
+    """Returns True if a 2D mask is known to have no padding; what is compiled or traced must not ask for its values."""
+    if attention_mask is None:
+        return True
+    unknown = torch.compiler.is_compiling() or torch.jit.is_tracing() or attention_mask.is_meta
+    return not unknown and bool(attention_mask.all())
+
+
 # The attention function and the mask function of what "auto" takes without kernels.
 PYTORCH_PATHS: dict[str, tuple[Any, Any]] = {
-    "sdpa": (sdpa_attention_forward, sdpa_mask),
+    "sdpa": (sdpa_attention_forward, segments_or_sdpa_mask),
     "blockwise": (blockwise_attention_forward, blockwise_mask),
 }
 

@@ -94,7 +94,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Loads a model, as `PreTrainedModel.from_pretrained` does; weights of older versions are brought up to date."""
+        """Loads a model as `PreTrainedModel.from_pretrained` does; brings weights of older versions up to date."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # Every file that `save_pretrained` wrote has an auto_map; a configuration made in memory belongs to no file.

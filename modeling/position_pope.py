@@ -76,7 +76,7 @@ def pope_frequencies(channels: int, theta: float, device: torch.device | None = 
 
 
 def fold(delta: torch.Tensor) -> torch.Tensor:
-    """Folds numbers of any shape into [-2 pi, 0]: a triangle wave, the identity inside, reflected at the bounds outside.
+    """Folds numbers of any shape into [-2 pi, 0]: a triangle wave, the identity inside, reflected at the bounds.
 
     The derivative is 1 or -1, never 0: what an optimiser steps too far still moves, and gradients of micro-batches add
     up to that of the whole batch.
@@ -163,7 +163,7 @@ class PhaseShift(nn.Module):
     def upgrade(self) -> None:
         """Changes weights of version 1, whose forward pass clamped them: clamps them for good."""
         if self.weight.is_meta:
-            logger.warning_once("PoPE's delta is offloaded: where this older file has it outside [-2 pi, 0], it changes.")
+            logger.warning_once("PoPE's delta is offloaded: outside [-2 pi, 0], that of this older file changes.")
         self.weight.clamp_(-2 * math.pi, 0)
 
     def forward(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import whatwhere.position_pope
 from oracles import pope_attention
+from test_attention_blockwise import LargestTensor
 from tiny import causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere.attention import eager_attention_forward
 from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
@@ -151,6 +152,30 @@ def test_initial_delta(init, low, high):
     assert delta.max() <= high
     if init == "uniform":
         assert 1.2 < delta.std() < 2.4
+
+
+@pytest.mark.parametrize("hidden", ["padded", "packed", "chunk", "nothing"])
+def test_no_mask_of_quadratic_size(hidden):
+    length = 1024
+    model = tiny_model("llama", "pope", num_hidden_layers=1, max_position_embeddings=length)
+    assert model.config._attn_implementation == "auto"
+    ids, options, cache = tokens(1, length), {}, None
+    if hidden != "chunk":
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][0, :100] = 0 if hidden == "padded" else 1
+    if hidden == "packed":
+        options = {"position_ids": torch.arange(length)[None] % 700}
+    with torch.no_grad():
+        if hidden == "chunk":
+            cache = model(ids[:, :24]).past_key_values
+            ids = ids[:, 24:]
+        with LargestTensor() as mode:
+            found = model(ids, past_key_values=cache, use_cache=False, **options).logits
+        assert mode.largest < length * length / 4
+        model.set_attn_implementation("sdpa")
+        expected = model(tokens(1, length), use_cache=False, **options).logits[:, -ids.shape[1] :]
+    seen = slice(100, None) if hidden == "padded" else slice(None)
+    torch.testing.assert_close(found[:, seen], expected[:, seen], rtol=2e-5, atol=2e-5)
 
 
 def test_the_cache_holds_unrotated_magnitudes():
