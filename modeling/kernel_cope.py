@@ -13,9 +13,11 @@ separate kernels, each with its own tiles:
 
 Backward, with dL_ij the gradient of logit ij:
 
-4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates (in fixed point: exact); the
-   gradient of a gate is the running sum of the gradients of the positions left of it. It writes dq, and for every key
-   block what `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
+4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates, in fixed point. That is exact
+   if the gates are those of the forward pass. Other tiles or matrix instructions can round them differently: positions
+   are then a few units of the last place off, so they are clamped on both sides. The gradient of a gate is the running
+   sum of the gradients of the positions left of it. The kernel writes dq, and for every key block what
+   `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
 5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
    one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
    differences. `_table_rows` forms dz from them, and adds its part to dq; the gradient of the table is a product.
@@ -24,6 +26,8 @@ Backward, with dL_ij the gradient of logit ij:
 
 Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the carries (one pair per row and key block,
 which would be quadratic) stay within a budget proportional to the size of the query.
+
+All programs are along the first axis of a grid: the others have at most 65,535.
 
 Closed gates never reach P - 1: then the window is the whole row, correct and slower.
 
@@ -108,12 +112,13 @@ def _tile(base, index, stride, count, channels, D: tl.constexpr, BLOCK_D: tl.con
 
 @triton.jit
 def _counts(gates, counted, BITS: tl.constexpr):
-    """Gates as fixed-point numbers with BITS fractional bits, 0 where not counted: int32.
+    """Gates as fixed-point numbers with BITS fractional bits, 0 where not counted or NaN: int32.
 
     Sums of integers are exact in any order: forward and backward pass find the same positions, and counts can be taken
     apart again. A gate is at most 1, so a level is never skipped.
     """
-    return tl.where(counted, (gates * (1 << BITS) + 0.5).to(tl.int32), 0)
+    known = tl.where(gates >= 0, gates, 0.0)
+    return tl.where(counted, (known * (1 << BITS) + 0.5).to(tl.int32), 0)
 
 
 @triton.jit
@@ -202,8 +207,9 @@ def _position_values(
 
     If the query is not float32, the table is used as a sum of two numbers of the query's type.
     """
-    member = tl.program_id(2).to(tl.int64)
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_blocks = tl.cdiv(chunk_rows, BLOCK_M)
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
+    local = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     base = query + (member // H) * stride_qb + (member % H) * stride_qh
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -273,10 +279,12 @@ def _window_forward(
     BLOCK_N: tl.constexpr,
 ):
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees."""
-    member = tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(tl.minimum(chunk_rows, row_count - first_row), BLOCK_M)
+    row_block = tl.program_id(0) % row_blocks
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
     batch = member // H
     head = member % H
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first_row + local
     inside = rows < row_count
     channels = tl.arange(0, BLOCK_D)
@@ -309,6 +317,8 @@ def _window_forward(
         if GATE:
             opening = dot(q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D, BLOCK_D)), None, PRECISION)
             gates = tl.sigmoid(opening * scaling)
+            # Counts have no NaN: a row with such a gate gets it here, and by its log-sum-exp in the backward pass.
+            logits = tl.where(gates == gates, logits, float("nan"))
         else:
             gates = tl.sigmoid(logits)
         # A row stops counting where it has reached the last position: fixed-point numbers do not overflow.
@@ -330,7 +340,8 @@ def _window_forward(
         pending = tl.max(unfinished.to(tl.int32))
         block -= 1
 
-    some = weight > 0
+    # Or NaN.
+    some = weight != 0
     flat = member * row_count + rows.to(tl.int64)
     result = sums / tl.where(some, weight, 1.0)[:, None]
     to = out + flat[:, None] * D + channels[None, :]
@@ -340,7 +351,7 @@ def _window_forward(
     tl.store(stop + flat, stopped, mask=inside)
     at_last, _ = _unpack(tl.load(z + P - 1, mask=inside, other=0))
     tl.store(constant + flat, at_last, mask=inside)
-    this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
+    this = member * blocks + first_row // BLOCK_M + row_block
     tl.store(start + this, (block + 1) * BLOCK_N)
     tl.store(end + this, tl.max(high))
 
@@ -402,10 +413,12 @@ def _window_rows(
     grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), zero where nothing is written, pairs of
     the sums of dL and of dL * fraction; carries (B * H, key blocks, chunk_rows).
     """
-    member = tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
+    row_block = tl.program_id(0) % row_blocks
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
     batch = member // H
     head = member % H
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first_row + local
     inside = rows < Q
     channels = tl.arange(0, BLOCK_D)
@@ -435,7 +448,7 @@ def _window_rows(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     older = _triangle(tl.float16, BLOCK_N, False)
     older_terms = _triangle(tl.float32 if query.dtype.element_ty == tl.float32 else tl.bfloat16, BLOCK_N, False)
-    this = member * blocks + first_row // BLOCK_M + tl.program_id(0)
+    this = member * blocks + first_row // BLOCK_M + row_block
     first = tl.load(start + this)
     for block in range(first // BLOCK_N, (tl.load(end + this) + BLOCK_N - 1) // BLOCK_N):
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -453,7 +466,7 @@ def _window_rows(
         counted = seen & (columns[None, :] >= row_stop[:, None])
         counts = _counts(gates, counted, BITS)
         after = count[:, None] - _running_counts(counts, older)
-        position = tl.minimum(after + counts, last)
+        position = tl.minimum(tl.maximum(after + counts, 0), last)
         floor, fraction, below, step = _interpolate(z[:, None], position, seen, BITS)
         weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
         dlogits = weights * (dot(do, tl.trans(v), None, PRECISION) - row_delta[:, None])
@@ -465,8 +478,8 @@ def _window_rows(
             dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
         else:
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
-        # The last key of a level, going right, leaves the sums up to it.
-        leaving = seen & ((tl.minimum(after, last) >> BITS) < floor)
+        # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
+        leaving = seen & ((tl.minimum(tl.maximum(after, 0), last) >> BITS) < floor)
         part = dlogits * fraction
         sums = sum_before[:, None] + _running_sums(dlogits, older_terms)
         fractions = fraction_before[:, None] + _running_sums(part, older_terms)
@@ -520,9 +533,10 @@ def _table_rows(
     z enters by z[floor] (1 - fraction) + z[floor + 1] fraction, so with sums S of dL and F of dL * fraction over level
     n, dz[n] = S[n] - F[n] + F[n - 1]. The plain part belongs to the last level; all dL of a row sum to 0.
     """
-    member = tl.program_id(1).to(tl.int64)
+    row_blocks = tl.cdiv(chunk_rows, BLOCK_M)
+    member = (tl.program_id(0) // row_blocks).to(tl.int64)
     batch = member // H
-    local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first_row + local
     inside = (rows < Q) & (local < chunk_rows)
     channels = tl.arange(0, BLOCK_D)
@@ -618,10 +632,15 @@ def _window_columns(
 
     ROW_BLOCKS: a power of two, at least the row blocks of a chunk.
     """
-    member = tl.program_id(1).to(tl.int64)
+    # Keys that no row of the chunk sees are not visited.
+    ahead = K
+    if not LIMITS:
+        ahead = K - Q + tl.minimum(first_row + chunk_rows, Q)
+    column_blocks = tl.cdiv(ahead, BLOCK_N)
+    block = tl.program_id(0) % column_blocks
+    member = (tl.program_id(0) // column_blocks).to(tl.int64)
     batch = member // G
     group = member % G
-    block = tl.program_id(0)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     channels = tl.arange(0, BLOCK_D)
     k = _tile(key + batch * stride_kb + group * stride_kh, columns, stride_kn, K, channels, D, BLOCK_D)
@@ -672,7 +691,8 @@ def _window_columns(
                     gates = tl.sigmoid(logits)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 counts = _counts(gates, counted, BITS)
-                position = tl.minimum(count[:, None] - _running_counts(counts, older) + counts, last)
+                position = count[:, None] - _running_counts(counts, older) + counts
+                position = tl.minimum(tl.maximum(position, 0), last)
                 z = values + (of_head * chunk_rows + local.to(tl.int64)) * P
                 _, fraction, below, step = _interpolate(z[:, None], position, seen, BITS)
                 weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
@@ -775,7 +795,7 @@ class _Pass:
         """Computes z of the chunk that begins at row `first`."""
         launch(
             _position_values,
-            lambda tiles: (triton.cdiv(into.shape[1], tiles.rows), triton.cdiv(self.P, tiles.columns), into.shape[0]),
+            lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
             [Tiles(64, 64) if self.query.dtype != torch.float32 else Tiles(32, 32)],
             (),
             (
@@ -821,7 +841,7 @@ class _Pass:
             self.position_values(first, values)
             launch(
                 _window_forward,
-                (triton.cdiv(min(chunk, Q - first), rows), B * H),
+                (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 tiles,
                 (*self.tune, rows, shared_rows),
                 (
@@ -888,7 +908,7 @@ class _Pass:
             row_blocks = triton.cdiv(min(chunk, Q - first), WINDOW_ROWS)
             launch(
                 _window_rows,
-                (row_blocks, members),
+                (row_blocks * members,),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, window["total"], window_query, levels, counts, slopes, *strides, *sizes, *place),
@@ -896,7 +916,7 @@ class _Pass:
             )
             launch(
                 _table_rows,
-                lambda tiles: (triton.cdiv(chunk, tiles.rows), members),
+                lambda tiles: (triton.cdiv(chunk, tiles.rows) * members,),
                 [Tiles(32, 32)],
                 (),
                 (
@@ -927,11 +947,10 @@ class _Pass:
             part = grad_values.view(B, H, chunk, P)[:, :, : rows.stop - rows.start]
             queries = self.position_query[:, :, rows].transpose(2, 3)
             grad_table += torch.matmul(queries, part).sum((0, 1), dtype=torch.float32)
-            # Keys that no row of the chunk sees are not visited.
             ahead = self.K if self.limits is not None else self.K - Q + rows.stop
             launch(
                 _window_columns,
-                (triton.cdiv(ahead, columns), B * self.G),
+                (triton.cdiv(ahead, columns) * B * self.G,),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, *statistics, counts, slopes, grad_key, grad_gate_key, grad_value, *strides, *sizes, *place),

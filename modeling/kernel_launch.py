@@ -53,9 +53,10 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch as it was asked for: what compiling its kernel needs to know."""
+    """A launch as it was asked for: what compiling its kernel needs to know; the grid with the first candidate."""
 
     kernel: Any
+    grid: tuple[int, ...]
     candidates: tuple[Tiles, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
@@ -120,7 +121,8 @@ def launch(
         )
 
     if _RECORD is not None:
-        _RECORD.append(Launch(kernel, tuple(candidates), tuple(arguments), constants))
+        first = grid(candidates[0]) if callable(grid) else grid
+        _RECORD.append(Launch(kernel, first, tuple(candidates), tuple(arguments), constants))
         return candidates[0]
     if INTERPRETED:
         run(candidates[0])
@@ -165,9 +167,10 @@ def _launch_chosen(
 
 def precision(dtype: torch.dtype) -> str:
     """Returns how products of the dtype are computed: float32 as PyTorch would (TF32 only if it is allowed)."""
-    if dtype == torch.float32 and torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return "ieee"
+    if dtype != torch.float32 or not torch.cuda.is_available():
+        return "ieee"
+    # Follows `allow_tf32` too, which cannot be read once `fp32_precision` is set, as Transformers does.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def block_width(channels: int) -> int:

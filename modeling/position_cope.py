@@ -138,8 +138,8 @@ class CoPETerm(Term):
 
     def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the piece that each position is in, int64, and the offset; may change `positions`."""
-        positions.clamp_(0, self.last)
-        floor = positions.long()
+        # Integers are clamped: NaN, which stays in the offset, is no index. (At the last position the slope is 0.)
+        floor = positions.long().clamp_(0, self.last)
         return floor, positions.frac_()
 
     def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
@@ -284,7 +284,8 @@ def _interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor,
     # Eq. 7 and 8. The gradient of p flows through the fraction only; at p = last, where the step is 0, it is 0.
     z = query.to(gates.dtype) @ table.to(gates.dtype) * scale
     step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
-    floor = positions.detach().long()
+    # NaN is no index; it stays in the fraction.
+    floor = positions.detach().long().clamp_(0, last)
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 

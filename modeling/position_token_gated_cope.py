@@ -98,7 +98,8 @@ class TokenGatedCoPETerm(Term):
         # The gradient of a position flows through the fraction only; where it is clamped, there is none.
         z = position_query.to(dtype) @ table.T.to(dtype) * parameters["scale"]
         step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
-        floor = positions.detach().long()
+        # NaN is no index; it stays in the fraction.
+        floor = positions.detach().long().clamp_(0, P - 1)
         return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
     def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
@@ -123,7 +124,8 @@ class TokenGatedCoPETerm(Term):
         self.unclamped = positions <= self.last
         positions = positions.clamp_(0, self.last)
         # In float32 the clamp of a table of 65536 and more is at its last entry, which has no next one.
-        self.floor = positions.long().clamp_(max=table.shape[0] - 2)
+        # And NaN, which stays in the fraction, is no index.
+        self.floor = positions.long().clamp_(0, table.shape[0] - 2)
         self.fraction = positions.sub_(self.floor)[..., None]
         # (N, n, K, D), newest key first.
         self.embeddings = torch.addcmul(self.table[self.floor], self.fraction, self.steps[self.floor])
@@ -142,7 +144,8 @@ class TokenGatedCoPETerm(Term):
         positions = counted.flip(-1).cumsum(-1).flip(-1)
         unclamped = positions <= self.last
         positions.clamp_(0, self.last)
-        floor, fraction = positions.long(), positions.frac()
+        # NaN is no index; it stays in the fraction.
+        floor, fraction = positions.long().clamp_(0, self.table.shape[0] - 1), positions.frac()
         step = torch.matmul(query, self.steps.T).mul_(self.scale).gather(-1, floor)
         values = torch.matmul(query, self.table.T).mul_(self.scale).gather(-1, floor)
         logits.add_(values).addcmul_(step, fraction)

@@ -213,6 +213,31 @@ def test_left_padding_without_positions_changes_nothing(family, encoding):
         close(model(padded, attention_mask=mask).logits[:, 5:], model(ids).logits, 1e-4)
 
 
+@pytest.mark.parametrize("broken", ["nan", "inf"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_is_not_finite_reaches_the_loss(encoding, broken):
+    # Training then says that it has diverged. (An infinite query sees keys that are infinitely near or far.)
+    model = build("llama", encoding)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(float("nan") if broken == "nan" else 1e38)
+    ids = tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    left_out = ("flash_attention", "flex_attention", "triton")
+    for name in supported_implementations(model.config):
+        if name in left_out:
+            continue
+        model.set_attn_implementation(name)
+        for given in (None, mask):
+            loss = model(ids, attention_mask=given, labels=ids).loss
+            assert broken == "inf" or loss.isnan()
+            loss.backward()
+        with torch.no_grad():
+            cache = model(ids[:, :9], use_cache=True).past_key_values
+            step = model(ids[:, 9:10], past_key_values=cache)
+            assert broken == "inf" or step.logits.isnan().all()
+
+
 @every_model
 def test_decoding_after_right_padding(family, encoding):
     model = build(family, encoding)

@@ -7,7 +7,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from whatwhere import kernel_cope
 from whatwhere.kernel_cope import cope_attention
-from whatwhere.kernel_launch import Tiles
+from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
+from whatwhere.kernel_launch import Tiles, recording
 
 SHIPPED_TILES = kernel_cope._window_tiles
 
@@ -48,11 +49,12 @@ def reference(
     if gate_key is not None:
         opening = query @ gate_key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
     mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if limits is None else dense_mask(limits, Q, K)
-    gates = torch.sigmoid(opening) * mask
+    gates = torch.sigmoid(opening).masked_fill(~mask, 0)
     last = table.shape[1] - 1
     positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
     z = (query if position_query is None else position_query) @ table * position_scale
-    floor = positions.detach().long()
+    # NaN is no index.
+    floor = positions.detach().long().clamp(0, last)
     below, above = z.gather(-1, floor), z.gather(-1, (floor + 1).clamp(max=last))
     logits = content + below + (positions - floor) * (above - below)
     weights = torch.softmax(logits.masked_fill(~mask, -1e30), -1) * mask
@@ -236,6 +238,96 @@ def test_strides():
     apart = [one.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for one in (query, key)]
     value = value.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
     compare([*apart, value, table, None])
+
+
+@pytest.fixture
+def visited(monkeypatch):
+    """The fixed-point positions at which z was read, in units of the last place; each read adds a tensor."""
+    found, interpolate = [], kernel_cope._interpolate
+
+    def recorded(values, position, seen, BITS):
+        found.append(torch.from_numpy(position.handle.data[seen.handle.data]))
+        return interpolate(values, position, seen, BITS)
+
+    monkeypatch.setattr(kernel_cope, "_interpolate", recorded)
+    return found
+
+
+def within(visited, last):
+    """Returns whether there are positions, and all are in the table."""
+    positions = torch.cat(visited)
+    return len(positions) > 0 and positions.min() >= 0 and positions.max() <= last << 21
+
+
+@pytest.mark.parametrize("shift", [-3, 3])
+def test_backward_with_gates_of_another_rounding(shift, visited, monkeypatch):
+    """The newest gates closed, the rest open: where all of the count is taken away, nothing is left, or less."""
+    query, key, value, table, _ = inputs(1, 1, 1, 8, 70, 16, openness=1.0)
+    with torch.no_grad():
+        key[..., 40:, 0] = -40.0
+    backward = kernel_cope._Pass.window_backward
+
+    def shifted(self, grad, delta, window):
+        assert (window["total"] > 10 << 21).all()
+        return backward(self, grad, delta, window | {"total": window["total"] + shift})
+
+    monkeypatch.setattr(kernel_cope._Pass, "window_backward", shifted)
+    compare([query, key, value, table, None], tolerance=1e-4)
+    assert within(visited, 15)
+
+
+# NumPy warns of sums and products that are not finite.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["query", "key", "table", "gate_key"])
+def test_what_is_not_finite_reaches_output_and_gradients(where, number, visited):
+    tensors = dict(
+        zip(("query", "key", "value", "table", "gate_key"), inputs(1, 1, 1, 20, 30, 16, separate=where == "gate_key"))
+    )
+    with torch.no_grad():
+        tensors[where].view(-1, tensors[where].shape[-1])[12 if where == "key" else 3, 2] = number
+    options = {"scaling": 0.25, "position_scale": 0.25}
+    out = cope_attention(**tensors, **options)
+    expected = reference(**{name: None if one is None else one.double() for name, one in tensors.items()})
+    # An infinite key or gate key is far away, or nowhere, and its gate is open or closed.
+    assert torch.equal(out.isfinite(), expected.isfinite())
+    assert not out.isfinite().all() or (number == float("inf") and where == "gate_key")
+    present = [one for one in tensors.values() if one is not None]
+    if not out.isfinite().all():
+        assert not torch.autograd.grad(out.sum(), present)[0].isfinite().all()
+    with torch.no_grad():
+        row = cope_attention(
+            tensors["query"][:, :, -1:], *list(tensors.values())[1:4], gate_key=tensors["gate_key"], **options
+        )
+    assert torch.equal(row.isfinite(), expected[:, :, -1:].isfinite())
+    assert within(visited, 15)
+
+
+def test_grids_of_many_heads():
+    """More heads than the axes y and z of a grid have, in all kernels; nothing runs, and nothing is allocated."""
+
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads, wide = (70_000, 1), 2**16 - 1
+    query, table = meta(*heads, 64, 16), meta(16, 8)
+    with recording() as launches:
+        attention = kernel_cope._Pass(query, query, query, table, None, None, None, 0.25, 0.25)
+        window = attention.window_forward()
+        attention.window_backward(query, meta(*heads, 64), window)
+        row = meta(*heads, 1, 16)
+        kernel_cope._decode(row, query, query, table, None, None, None, 0.25, 0.25)
+        flash_forward(query, query, query, scaling=1.0)
+        flash_backward_rows(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
+        flash_backward_columns(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
+        row_products(query, query)
+    names = {one.kernel.fn.__name__ for one in launches}
+    assert names >= {"_position_values", "_window_forward", "_window_rows", "_table_rows", "_window_columns"}
+    assert names >= {"forward_kernel", "backward_rows_kernel", "backward_columns_kernel", "decode_kernel"}
+    for one in launches:
+        x, *others = one.grid
+        assert 70_000 <= x < 2**31, one.kernel
+        assert all(size <= wide for size in others), one.kernel
 
 
 def test_same_result_twice():

@@ -1,6 +1,7 @@
 """The flash-attention kernels, run by Triton's interpreter, against full matrices in float64."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -257,6 +258,37 @@ def test_polar_masks(shape: str, mask: str) -> None:
     B, H, _, Q, K, D = sizes
     polar = polar_of(D, B, H, Q, K, shifted=True)
     check(sizes, tiles, limits=limits_of(mask, B, Q, K), polar=polar)
+
+
+def _high(on: bool) -> None:
+    torch.set_float32_matmul_precision("high" if on else "highest")
+
+
+def _legacy(on: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = on
+
+
+def _everywhere(on: bool) -> None:
+    # As `TrainingArguments(tf32=...)` does.
+    torch.backends.fp32_precision = "tf32" if on else "ieee"
+
+
+def _products(on: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
+
+
+@pytest.mark.parametrize("switch", [_high, _legacy, _everywhere, _products])
+def test_tf32_as_pytorch_would(switch: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was allowed by, and without an error where `allow_tf32` cannot be read any more."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        for on in (True, False):
+            switch(on)
+            assert kernel_launch.precision(torch.float32) == ("tf32" if on else "ieee")
+            assert kernel_launch.precision(torch.bfloat16) == "ieee"
+    finally:
+        _legacy(False)
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"
 
 
 @pytest.mark.parametrize(
