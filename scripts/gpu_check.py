@@ -11,8 +11,10 @@ The check, for CoPE and PoPE in float32, bfloat16 and float16, head dims 16 to 2
 * padding on both sides, holes, packed documents, rows that see nothing;
 * output and every gradient, table and phase shifts included, against full-matrix attention in float64: the error may be
   at most twice that of full-matrix attention by PyTorch in the same type. (Or, because sums in another order cancel
-  differently: 2e-5 in float32, half a unit in the last place in the others, as a share of the norm of the reference, or
+  differently: 5e-5 in float32, half a unit in the last place in the others, as a share of the norm of the reference, or
   of a tenth of the norm of the incoming gradient if that is more.)
+* of CoPE rows with a contextual position within 5e-5 of an integer get no gradient (one row in a hundred): the slope
+  jumps there, and rounding decides on which side a position is;
 * all memory that PyTorch hands out is filled with NaN first: what a kernel does not write, shows;
 * two runs give the same bits;
 * decoding one row without gradients;
@@ -45,6 +47,8 @@ import torch
 
 # The benchmark begins with at least so many minutes, however long the check took.
 LEAST_BENCHMARK_MINUTES = 1.0
+# At most so many of a case's rows get no gradient.
+MOST_UNDECIDED = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +164,22 @@ class Poisoned:
         torch.use_deterministic_algorithms(False)
 
 
-def attention_of(group: Group, case: Case, device: torch.device) -> tuple[list[torch.Tensor], Callable, Callable]:
-    """Returns inputs, the kernel as a function of them, and the reference as a function of them (in any type)."""
+SEED = 0
+
+
+def attention_of(
+    group: Group, case: Case, device: torch.device
+) -> tuple[list[torch.Tensor], Callable, Callable, Callable]:
+    """Returns inputs, and as functions of them: the kernel, the reference (in any type), and its undecided rows.
+
+    Those are bool (B, H, Q) of inputs in float64, see `undecided_rows`.
+    """
     from whatwhere.position_pope import pope_frequencies
-    from whatwhere.scripts.benchmark.references import cope_reference, pope_reference
+    from whatwhere.scripts.benchmark.references import cope_reference, pope_reference, undecided_rows
 
     dtype = getattr(torch, group.dtype)
     D, scaling = group.head_dim, group.head_dim**-0.5
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(SEED)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
@@ -200,7 +212,10 @@ def attention_of(group: Group, case: Case, device: torch.device) -> tuple[list[t
         def reference(*inputs: torch.Tensor) -> torch.Tensor:
             return pope_reference(*inputs, tables=tables, rows=rows, scaling=scaling, limits=limits)
 
-        return inputs, kernel, reference
+        def decided(query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(query.shape[:3], dtype=torch.bool, device=device)
+
+        return inputs, kernel, reference, decided
     from whatwhere.kernel_cope import cope_attention
 
     if case.gates != "half":
@@ -223,7 +238,11 @@ def attention_of(group: Group, case: Case, device: torch.device) -> tuple[list[t
         query, key, value, table = inputs[:4]
         return cope_reference(query, key, value, table, gate_of(inputs), rows=rows, **options)
 
-    return inputs, kernel_cope, reference_cope
+    def undecided(*inputs: torch.Tensor) -> torch.Tensor:
+        chosen: dict[str, Any] = {"limits": limits, "scaling": scaling, "num_positions": case.positions}
+        return undecided_rows(inputs[0], inputs[1], gate_of(inputs), rows=rows, **chosen)
+
+    return inputs, kernel_cope, reference_cope, undecided
 
 
 def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, float]:
@@ -235,13 +254,18 @@ def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, flo
     from whatwhere.scripts.benchmark.attention import relative_errors
     from whatwhere.scripts.benchmark.measure import CheckFailed
 
-    inputs, kernel, reference = attention_of(group, case, device)
+    inputs, kernel, reference, undecided = attention_of(group, case, device)
     inputs = [tensor.requires_grad_() for tensor in inputs]
     with torch.no_grad():
         exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     truth_out = reference(*exact_inputs)
     grad = torch.randn(truth_out.shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    grad = grad.to(inputs[0].dtype)
+    with torch.no_grad():
+        left_out = undecided(*exact_inputs)
+    # Of 8 rows or fewer one may be many.
+    if left_out.sum() > max(1, MOST_UNDECIDED * left_out.numel()):
+        raise CheckFailed(f"{left_out.sum()} of {left_out.numel()} rows are not compared: choose other inputs")
+    grad = grad.masked_fill(left_out[..., None], 0).to(inputs[0].dtype)
     exact = [truth_out.detach(), *torch.autograd.grad(truth_out, exact_inputs, grad.double())]
     plain_out = reference(*inputs)
     plain = [plain_out.detach(), *torch.autograd.grad(plain_out, inputs, grad)]
@@ -254,7 +278,7 @@ def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, flo
     for name, first, second in zip(names, *runs):
         if not torch.equal(first, second):
             raise CheckFailed(f"{name} differs between two runs, or is not a number")
-    tolerance = 2e-5 if inputs[0].dtype == torch.float32 else torch.finfo(inputs[0].dtype).eps / 2
+    tolerance = 5e-5 if inputs[0].dtype == torch.float32 else torch.finfo(inputs[0].dtype).eps / 2
     options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
     largest = relative_errors(runs[0], plain, exact, names, **options).share
     with torch.no_grad(), Poisoned():

@@ -7,6 +7,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from whatwhere import kernel_cope, kernel_pope
 from whatwhere.scripts import gpu_check
+from whatwhere.scripts.benchmark import references
+from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible
 from whatwhere.scripts.gpu_check import Case, Group, check_case, groups_on_cpu, groups_on_gpu, limits_of
 
@@ -44,6 +46,105 @@ def test_finds_mistakes(monkeypatch, capsys, what, mistake):
     assert "1 FAILED" in captured.out
     expected = {"wrong": "output is off", "gradient": "dq is off"}.get(mistake, "differs between two runs")
     assert expected in captured.err
+
+
+def scaled_sums(monkeypatch):
+    """The gradient of gates, and what the table's is made of."""
+    right = kernel_cope._running_sums
+    monkeypatch.setattr(kernel_cope, "_running_sums", lambda *given: right(*given) * 1.001)
+
+
+def scaled_steps(monkeypatch):
+    """Interpolation between positions."""
+    right = kernel_cope._interpolate
+
+    def interpolate(*given):
+        floor, fraction, below, step = right(*given)
+        return floor, fraction, below, step * 1.001
+
+    monkeypatch.setattr(kernel_cope, "_interpolate", interpolate)
+
+
+def wrong_levels(monkeypatch):
+    """The gradient of each position goes to its neighbour."""
+    right = kernel_cope._level
+    monkeypatch.setattr(kernel_cope, "_level", lambda base, index, *given: right(base, index + 1, *given))
+
+
+def shifted_count(monkeypatch):
+    """Positions of the backward pass are off by a thousandth."""
+    right = kernel_cope._Pass.window_backward
+
+    def backward(self, grad, delta, window):
+        return right(self, grad, delta, window | {"total": window["total"] + (1 << 21) // 1000})
+
+    monkeypatch.setattr(kernel_cope._Pass, "window_backward", backward)
+
+
+def one_row(monkeypatch):
+    """The gradient of one row of one head."""
+    right = kernel_cope._Pass.window_backward
+
+    def backward(self, *given):
+        results = right(self, *given)
+        results[0][0, 1, 7] *= 1.02
+        return results
+
+    monkeypatch.setattr(kernel_cope._Pass, "window_backward", backward)
+
+
+@pytest.mark.parametrize("mutate", [scaled_sums, scaled_steps, wrong_levels, shifted_count, one_row])
+def test_finds_small_mistakes_in_the_kernels(monkeypatch, mutate):
+    mutate(monkeypatch)
+    with pytest.raises(CheckFailed, match="is off by"):
+        check_case(Group("cope", "float32", 16), SMALL, torch.device("cpu"))
+
+
+def test_rounding_at_integers_is_no_mistake(monkeypatch):
+    """Positions just above an integer may be taken for just below, where the slope is another one."""
+
+    def kernel(query, key, value, table, *, gate_key, limits, scaling, position_scale):
+        seen = visible(query.shape[2], key.shape[2], torch.arange(query.shape[2]))
+        logits = query @ key.transpose(2, 3) * scaling
+        gates = torch.sigmoid(logits) * seen
+        positions = gates.flip(-1).cumsum(-1).flip(-1)
+        last = table.shape[1] - 1
+        z = query @ table * position_scale
+        floor = (positions.detach() - 4e-5).clamp(0, last).long()
+        step = z.diff(dim=-1, append=z[..., -1:])
+        logits = logits + z.gather(-1, floor) + (positions.clamp(max=last) - floor) * step.gather(-1, floor)
+        return torch.softmax(logits.masked_fill(~seen, -1e30), -1) @ value
+
+    monkeypatch.setattr(kernel_cope, "cope_attention", kernel)
+    group, case = Group("cope", "float32", 16), Case(200, 200)
+    assert check_case(group, case, torch.device("cpu"))[1] <= 1
+    # Compared with these rows, it would be one.
+    monkeypatch.setattr(references, "NEAR", 0.0)
+    with pytest.raises(CheckFailed, match="is off by"):
+        check_case(group, case, torch.device("cpu"))
+
+
+def test_a_case_with_few_rows_to_compare_is_refused(monkeypatch):
+    monkeypatch.setattr(references, "NEAR", 0.01)
+    with pytest.raises(CheckFailed, match="rows are not compared: choose other inputs"):
+        check_case(Group("cope", "float32", 16), Case(100, 100, batch=1, heads=1, groups=1), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("gates", ["key", "separate"])
+def test_undecided_rows(gates):
+    """Positions near integers from 1 to the last, of keys that the row sees."""
+    query, key = torch.zeros(1, 1, 4, 1, dtype=torch.float64), torch.ones(1, 1, 4, 1, dtype=torch.float64)
+    # Every gate of a row is alike: 1/2, nearly 1/2, 0.3, nearly 0.
+    wanted = torch.tensor([0.5, 0.5 + 1e-7, 0.3, 1e-7], dtype=torch.float64)
+    query[0, 0, :, 0] = wanted.logit()
+    given = (query, key) if gates == "key" else (query, torch.zeros_like(key), key)
+    options = {"scaling": 1.0, "num_positions": 3}
+    found = references.undecided_rows(*given, rows=torch.arange(4), **options)
+    # The first row sees one key, up to 0.5.
+    assert found.tolist() == [[[False, True, False, False]]]
+    limits = torch.tensor([[0, 4]] * 4 + [[1, 0]] * 4, dtype=torch.int32)[None, None]
+    found = references.undecided_rows(*given, rows=torch.arange(4), limits=limits, **options)
+    assert found.tolist() == [[[True, True, False, False]]]
 
 
 def test_memory_is_poisoned():

@@ -22,7 +22,7 @@ from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
 
 from .measure import CheckFailed, Refused, captured
-from .references import cope_reference, plain_reference, pope_reference, rope_reference
+from .references import cope_reference, plain_reference, pope_reference, rope_reference, undecided_rows
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -271,10 +271,20 @@ class Workload:
             for dtype in (self.dtype, torch.float64):
                 inputs = self._one_head(self.inputs(kind), dtype)
                 out = self._reference(kind, inputs)
-                grad = self._part(self.grad)[:, :, self.rows].to(dtype)
+                grad = self._checked_gradient(kind).to(dtype)
                 results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
             self._references[kind] = (results[0], results[1])
         return self._references[kind]
+
+    def _checked_gradient(self, kind: str) -> torch.Tensor:
+        """Returns the gradient of the output of the compared rows, 0 where rounding decides (1, 1, rows, D)."""
+        grad = self._part(self.grad)[:, :, self.rows]
+        if not kind.startswith("cope"):
+            return grad
+        query, key, _, table = self._one_head(self.inputs(kind), torch.float64)
+        options: dict[str, Any] = {"rows": self.rows, "scaling": self.scaling, "num_positions": table.shape[1]}
+        with torch.no_grad():
+            return grad.masked_fill(undecided_rows(query, key, **options)[..., None], 0)
 
     def check(self, provider: Provider) -> Errors:
         """Compares output and gradients of one head with float64, those of `ALL_ROWS` rows or of some ranges.
@@ -284,7 +294,7 @@ class Workload:
         """
         inputs = self.inputs(provider.kind)
         only = torch.zeros_like(self.grad)
-        only[-1, -1, self.rows] = self.grad[-1, -1, self.rows]
+        only[-1, -1, self.rows] = self._checked_gradient(provider.kind)[0, 0]
         out = provider.function(*inputs)
         gradients = torch.autograd.grad(out, inputs, only)
         found = [self._part(out.detach())[:, :, self.rows], *(self._part(gradient) for gradient in gradients)]

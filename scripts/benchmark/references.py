@@ -73,6 +73,34 @@ def plain_reference(
     return _attend(_logits(query[:, :, rows], key, scaling), value, seen)
 
 
+# How far from an integer a contextual position must be, so that float32 sums are on its side. (Seen: 3e-6 off.)
+NEAR = 5e-5
+
+
+def undecided_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    gate_key: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor,
+    scaling: float,
+    num_positions: int,
+    limits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the rows with a contextual position within `NEAR` of an integer: bool (B, H, N).
+
+    CoPE's slope jumps at integers: on which side rounding puts such a position decides the gradient of the row, and no
+    result is wrong. Give these rows no gradient. Inputs as for `cope_reference`, in float64.
+    """
+    seen = visible(query.shape[2], key.shape[2], rows, limits=limits)
+    gates = torch.sigmoid(_logits(query[:, :, rows], key if gate_key is None else gate_key, scaling)) * seen
+    positions = gates.flip(-1).cumsum(-1).flip(-1)
+    nearest = positions.round()
+    # Positions do not cross 0, and have no slope beyond the last one.
+    kinks = seen & (nearest >= 1) & (nearest < num_positions)
+    return ((positions - nearest).abs() < NEAR).logical_and(kinks).any(-1)
+
+
 def cope_reference(
     query: torch.Tensor,
     key: torch.Tensor,
