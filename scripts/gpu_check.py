@@ -11,7 +11,7 @@ The check, for CoPE and PoPE in float32, bfloat16 and float16, head dims 16 to 2
 * padding on both sides, holes, packed documents, rows that see nothing;
 * output and every gradient, table and phase shifts included, against full-matrix attention in float64: the error may be
   at most twice that of full-matrix attention by PyTorch in the same type. (Or, because sums in another order cancel
-  differently: 2e-5 in float32, half a unit in the last place in the others, as a share of the norm of the reference, or
+  differently: 5e-5 in float32, half a unit in the last place in the others, as a share of the norm of the reference, or
   of a tenth of the norm of the incoming gradient if that is more.)
 * of CoPE rows with a contextual position within 5e-5 of an integer get no gradient (one row in a hundred): the slope
   jumps there, and rounding decides on which side a position is;
@@ -278,7 +278,7 @@ def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, flo
     for name, first, second in zip(names, *runs):
         if not torch.equal(first, second):
             raise CheckFailed(f"{name} differs between two runs, or is not a number")
-    tolerance = 2e-5 if inputs[0].dtype == torch.float32 else torch.finfo(inputs[0].dtype).eps / 2
+    tolerance = 5e-5 if inputs[0].dtype == torch.float32 else torch.finfo(inputs[0].dtype).eps / 2
     options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
     largest = relative_errors(runs[0], plain, exact, names, **options).share
     with torch.no_grad(), Poisoned():
