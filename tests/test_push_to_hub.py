@@ -50,6 +50,11 @@ def hub(monkeypatch, tmp_path):
         hub.commits.append(files)
         hub.files.update(files)
 
+    def upload_folder(self, *, repo_id, folder_path, **kwargs):
+        assert repo_id == REPOSITORY
+        hub.commits.append({path.name: path.read_bytes() for path in pathlib.Path(folder_path).iterdir()})
+        hub.files.update(hub.commits[-1])
+
     def download(repo_id, filename, **kwargs):
         if filename not in hub.files:
             raise EntryNotFoundError(filename)
@@ -59,7 +64,7 @@ def hub(monkeypatch, tmp_path):
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    monkeypatch.setattr(HfApi, "_validate_yaml", lambda self, content, **kwargs: None)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     # Cards are loaded by the one function that `huggingface_hub.repocard` imports for it.
     monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", download)
     return hub
