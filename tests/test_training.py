@@ -251,13 +251,13 @@ def test_random_state_matters(finished, data_dir, tmp_path, monkeypatch):
         stop_after(patch, 3)
         with pytest.raises(Interrupted):
             train(recipe(), output, data_dir=data_dir)
-    load = Run.load_newest_checkpoint
+    load = Run.load_checkpoint
 
-    def forgetful(self):
-        load(self)
+    def forgetful(self, step):
+        load(self, step)
         torch.manual_seed(123)
 
-    monkeypatch.setattr(Run, "load_newest_checkpoint", forgetful)
+    monkeypatch.setattr(Run, "load_checkpoint", forgetful)
     train(recipe(), output, resume=True, data_dir=data_dir)
     assert metrics(output) != metrics(finished[0])
 
