@@ -108,9 +108,7 @@ def load_checkpoint(
     # The functions of the step stay those of the recipe.
     functions = [None] * len(groups)
     rates = [group["lr"] for group in groups]
-    scheduler.load_state_dict(
-        {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": functions}
-    )
+    scheduler.load_state_dict({"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": functions})
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from ..evaluation.results import provenance, write_json, write_text
 from ..tasks.common import build_tokenizer as build_task_tokenizer
 from .checkpoint import (
     DamagedCheckpoint,
+    file_sha256,
     load_checkpoint,
     random_state,
     read_checkpoint,
@@ -237,7 +238,7 @@ class Run:
         optimizer, self.scheduler = build_optimizer(model, training)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.say(f"{parameters:,} parameters, {training.steps:,} steps on {processes} × {self.accelerator.device}")
+        self.say(f"{parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}")
         if training.trackers:
             self.accelerator.init_trackers(recipe.name, config={"recipe": json.dumps(recipe.resolved())})
 
@@ -570,6 +571,7 @@ class Run:
             "processes": self.accelerator.num_processes,
             "splits_sha256": self.splits_sha256,
             "best": self.best,
+            "best_sha256": None if self.best is None else file_sha256(self._best_file(self.best)),
             "random": gather_object([random_state(self.accelerator.device)]),
         }
         failure: list[TrainingError | None] = [None]
@@ -638,9 +640,7 @@ class Run:
     def _read_checkpoint(self, folders: list[Path]) -> dict[str, Any]:
         """Checks the newest of these checkpoints and returns the contents of its `run.json`."""
         try:
-            state = read_checkpoint(folders[-1])
-            if state["best"] is not None and not self._best_file(state["best"]).exists():
-                raise DamagedCheckpoint(f"{str(self._best_file(state['best']))!r} is missing")
+            state = self._check(folders[-1])
         except DamagedCheckpoint as error:
             raise TrainingError(f"{error}. {self._advice(folders[:-1])}") from error
         if state["processes"] != self.accelerator.num_processes:
@@ -661,11 +661,20 @@ class Run:
             )
         return state
 
+    def _check(self, folder: Path) -> dict[str, Any]:
+        """Returns what `read_checkpoint` does; checks the weights of the best model too."""
+        state = read_checkpoint(folder)
+        if state["best"] is not None:
+            file = self._best_file(state["best"])
+            if not file.exists() or file_sha256(file) != state["best_sha256"]:
+                raise DamagedCheckpoint(f"{str(file)!r}, the best model of {folder.name!r}, is missing or damaged")
+        return state
+
     def _advice(self, folders: list[Path]) -> str:
         """Returns how to go on from the newest of these checkpoints that is whole."""
         for folder in reversed(folders):
             with contextlib.suppress(DamagedCheckpoint):
-                read_checkpoint(folder)
+                self._check(folder)
                 return f"{folder.name!r} is whole: go on from it with --resume-from {int(folder.name[5:])}."
         return "No earlier checkpoint is whole: start again in another folder."
 

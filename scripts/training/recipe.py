@@ -267,8 +267,8 @@ class Recipe:
         # It becomes the name of a folder.
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             raise RecipeError(
-                f"name={self.name!r} is not valid: it must consist of letters, digits, '_', '-' and '.', and begin with "
-                "a letter, a digit or '_'."
+                f"name={self.name!r} is not valid: it must consist of letters, digits, '_', '-' and '.', and begin "
+                "with a letter, a digit or '_'."
             )
         if self.data.streaming and not (self.evaluation.blocks and self.evaluation.final_blocks):
             raise RecipeError(
