@@ -1,5 +1,6 @@
 """The training loop: exact resume, interruption, processes, accumulation, records, and what it refuses."""
 
+import itertools
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toys import SOLVABLE, toy_recipe
-from whatwhere.scripts.training import loop
+from whatwhere.scripts.training import estimate, loop
 from whatwhere.scripts.training.lock import lock_folder
 from whatwhere.scripts.training.loop import Interrupted, Run, TrainingError, train
 from whatwhere.scripts.training.recipe import parse_recipe
@@ -185,6 +186,20 @@ def test_progress_in_a_log(data_dir, tmp_path, monkeypatch, capsys):
     for step, line in enumerate(lines, 1):
         form = rf"tiny: step {step} of 6, loss \d\.\d+, [\d,]+ tokens/s, 00:0\d left"
         assert re.fullmatch(form, line), line
+
+
+def test_estimate(monkeypatch):
+    """With a clock that goes on by a second each time it is asked: passes and updates take one each."""
+    ticks = itertools.count()
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(ticks))
+    state = torch.get_rng_state()
+    # 6 steps of 4 sequences, 2 evaluations of 3 and one of 9, at a third of the cost; 6 updates
+    seconds = estimate.estimate_seconds(recipe(evaluation__final_blocks=9))
+    assert seconds == pytest.approx((6 * 4 + (2 * 3 + 9) / 3) / 4 + 6)
+    assert torch.equal(torch.get_rng_state(), state)
+    large = recipe(data__sequence_length=2048, model__hidden_size=768, model__num_hidden_layers=4)
+    assert estimate.estimate_seconds(large) is None or torch.accelerator.is_available()
+    assert [estimate.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
 
 
 # --- resume
@@ -415,7 +430,9 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save_checkpoint", on_a_full_disk)
-        with pytest.raises(TrainingError, match=r"step-00000004' cannot be written: .*step-00000002', is whole.*--resume"):
+        with pytest.raises(
+            TrainingError, match=r"step-00000004' cannot be written: .*step-00000002', is whole.*--resume"
+        ):
             train(changed, output, data_dir=data_dir)
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
     train(changed, output, resume=True, data_dir=data_dir)

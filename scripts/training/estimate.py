@@ -9,8 +9,8 @@ from ..tasks.common import build_tokenizer as build_task_tokenizer
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe
 
-# Floating-point operations of a step on a CPU beyond which nothing is timed: a few seconds.
-_LARGEST = 3e11
+# Floating-point operations of a step on a CPU beyond which nothing is timed: about a second.
+_LARGEST = 3e10
 
 
 def estimate_seconds(recipe: Recipe) -> float | None:
@@ -42,7 +42,7 @@ def estimate_seconds(recipe: Recipe) -> float | None:
         optimizer, _ = build_optimizer(model, training)
         tokens = torch.randint(config.vocab_size, (rows, length)).to(device)
     forward, update = float("inf"), float("inf")
-    for _ in range(3):
+    for _ in range(2):
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=training.mixed_precision == "bf16"):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
