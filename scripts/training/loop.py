@@ -239,8 +239,6 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self.say(f"{parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}")
-        if training.trackers:
-            self.accelerator.init_trackers(recipe.name, config={"recipe": json.dumps(recipe.resolved())})
 
     @property
     def text_sha256(self) -> str | None:
@@ -270,6 +268,9 @@ class Run:
             text = yaml.safe_dump(self.recipe.resolved(), sort_keys=False, allow_unicode=True)
             with self._writing(self.output / "recipe.yaml"):
                 write_text(self.output / "recipe.yaml", text)
+        if self.recipe.training.trackers:
+            config = {"recipe": json.dumps(self.recipe.resolved())}
+            self.accelerator.init_trackers(self.recipe.name, config=config)
         self.accelerator.wait_for_everyone()
 
     def _remove_leftovers(self) -> None:
@@ -565,20 +566,21 @@ class Run:
         """
         folder = self._checkpoint_folder / f"step-{self.step:08d}"
         draft = folder.with_name(f".{folder.name}")
-        state = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "processes": self.accelerator.num_processes,
-            "splits_sha256": self.splits_sha256,
-            "best": self.best,
-            "best_sha256": None if self.best is None else file_sha256(self._best_file(self.best)),
-            "random": gather_object([random_state(self.accelerator.device)]),
-        }
+        random = gather_object([random_state(self.accelerator.device)])
         failure: list[TrainingError | None] = [None]
         if self.accelerator.is_main_process:
             try:
                 with self._writing(folder):
                     draft.mkdir(parents=True)
+                    state = {
+                        "step": self.step,
+                        "seconds": self.seconds,
+                        "processes": self.accelerator.num_processes,
+                        "splits_sha256": self.splits_sha256,
+                        "best": self.best,
+                        "best_sha256": None if self.best is None else file_sha256(self._best_file(self.best)),
+                        "random": random,
+                    }
                     model = self.accelerator.unwrap_model(self.model)
                     write_checkpoint(draft, model, self.optimizer.optimizer, state)
                     draft.rename(folder)
