@@ -3,6 +3,7 @@
 import time
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer
 from ..tasks.common import build_tokenizer as build_task_tokenizer
@@ -20,8 +21,8 @@ def estimate_seconds(recipe: Recipe) -> float | None:
     be timed: a large model on a CPU.
     """
     data, training, evaluation = recipe.data, recipe.training, recipe.evaluation
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    tokenizer = None
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    tokenizer: PreTrainedTokenizerBase | None = None
     if data.source == "task":
         tokenizer = build_task_tokenizer(data.task_config())
     elif data.tokenizer == "bytes" or data.tokenizer in WORD_TOKENIZERS:
