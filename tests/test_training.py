@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_progress_in_a_log(data_dir, tmp_path, monkeypatch, capsys):
 def test_estimate(monkeypatch):
     """With a clock that goes on by a second each time it is asked: passes and updates take one each."""
     ticks = itertools.count()
-    monkeypatch.setattr(estimate.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     state = torch.get_rng_state()
     # 6 steps of 4 sequences, 2 evaluations of 3 and one of 9, at a third of the cost; 6 updates
     seconds = estimate.estimate_seconds(recipe(evaluation__final_blocks=9))

@@ -42,20 +42,20 @@ def estimate_seconds(recipe: Recipe) -> float | None:
         model = build_model(recipe, config).to(device)
         optimizer, _ = build_optimizer(model, training)
         tokens = torch.randint(config.vocab_size, (rows, length)).to(device)
-    forward, update = float("inf"), float("inf")
-    for _ in range(2):
-        start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=training.mixed_precision == "bf16"):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        loss.item()
-        middle = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        # The first one is slower.
-        forward, update = min(forward, middle - start), min(update, time.perf_counter() - middle)
+        forward, update = float("inf"), float("inf")
+        for _ in range(2):
+            start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, enabled=training.mixed_precision == "bf16"):
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            loss.item()
+            middle = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            # The first one is slower.
+            forward, update = min(forward, middle - start), min(update, time.perf_counter() - middle)
     held_out = (training.steps // evaluation.every if evaluation.every else 0) * (evaluation.blocks or 0)
     held_out += evaluation.final_blocks or 0
     # A forward pass costs a third of both passes.
