@@ -111,6 +111,20 @@ def train(encoding: str, folder: pathlib.Path, overrides: list[str]) -> None:
     loop.train(recipe, folder, resume=resume, arguments=[*arguments, *(["--resume"] if resume else [])])
 
 
+def estimate(folders: dict[str, pathlib.Path], overrides: list[str]) -> str:
+    """Returns a line about how long the training runs that are not finished will take."""
+    from .training.estimate import describe_seconds, estimate_seconds
+    from .training.recipe import load_recipe
+
+    missing = [encoding for encoding, folder in folders.items() if not (folder / "results.json").exists()]
+    seconds = {encoding: estimate_seconds(load_recipe(f"demo_{encoding}", overrides)) for encoding in missing}
+    known = {encoding: value for encoding, value in seconds.items() if value is not None}
+    if not missing or len(known) < len(missing):
+        return "The time of training is not estimated." if missing else "All models are trained."
+    parts = ", ".join(f"{encoding} {describe_seconds(value)}" for encoding, value in known.items())
+    return f"Training will take about {describe_seconds(sum(known.values()))} ({parts}), what follows a minute or two."
+
+
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], **options: Any) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's own part beside it."""
     entries = length_script.evaluate([str(folder) for folder in folders], length_script.load_test_texts(), **options)
@@ -194,6 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     begin = time.perf_counter()
     try:
         options.output.mkdir(parents=True, exist_ok=True)
+        print(estimate(folders, overrides), flush=True)
         for encoding, folder in folders.items():
             with stage(f"train {encoding}", seconds):
                 train(encoding, folder, overrides)

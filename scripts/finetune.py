@@ -24,6 +24,10 @@ What the output folder holds at its top: without --lora or with --merge a whole 
 and if the encoding is new or the checkpoint is a stock one also `base/`, the converted model that the adapter is for.
 (The card of an adapter is peft's own; that of a whole model is ours.)
 Ctrl-C or SIGTERM writes a checkpoint before the run stops; `--resume` goes on from the newest one.
+
+Checkpoints are Trainer's own. Resuming executes nothing that they hold: weights are read as safetensors, the optimiser,
+the schedule and the random states by `torch.load(weights_only=True)`, and `training_args.bin`, a pickle that Trainer
+writes, is never read. (Do not load it yourself from a folder that you do not trust.)
 """
 
 import argparse
@@ -32,15 +36,15 @@ import json
 import math
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_encodings import reach
@@ -51,6 +55,7 @@ from .data.pack import add_labels, make_blocks
 from .data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 from .evaluation.card import write_card
 from .evaluation.results import provenance, write_json
+from .training.lock import lock_folder
 from .training.loop import Interrupted, TrainingError, check_folder, stop_signals
 from .training.model import FAMILIES
 from .training.recipe import differences
@@ -217,6 +222,11 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
         Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
     """
     _check_ranges(options)
+    with lock_folder(Path(options.output)):
+        return _finetune(options, arguments)
+
+
+def _finetune(options: argparse.Namespace, arguments: list[str] | None) -> dict[str, Any]:
     output = Path(options.output)
     settings = settings_of(options)
     check_folder(output, resume=options.resume, record="finetune.json")
@@ -253,8 +263,7 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
 
     with stop_signals() as received:
         trainer = _trainer(model, options, blocks, received)
-        checkpoints = output / "checkpoints"
-        last = get_last_checkpoint(str(checkpoints)) if options.resume and checkpoints.exists() else None
+        last = _newest_checkpoint(output / "checkpoints", processes.num_processes) if options.resume else None
         trainer.train(resume_from_checkpoint=last)
     if received and trainer.state.global_step < options.steps:
         raise Interrupted(received[0], trainer.state.global_step)
@@ -443,6 +452,49 @@ def _trainer(model: Any, options: argparse.Namespace, blocks: dict[str, Any], re
         data_collator=lambda rows: add_labels({"input_ids": torch.stack([row["input_ids"] for row in rows])}),
         callbacks=[StopOnSignal()],
     )
+
+
+def _newest_checkpoint(checkpoints: Path, processes: int) -> str | None:
+    """Returns the newest of Trainer's checkpoints after checking its files; None if there is none.
+
+    Trainer itself goes on without a word if the states of the optimiser or of the random numbers are missing.
+
+    Raises:
+        FinetuneError: a file is missing, cut or changed.
+    """
+    folders = sorted(checkpoints.glob("checkpoint-*"), key=lambda folder: int(folder.name.rpartition("-")[2]))
+    while folders:
+        try:
+            # Trainer writes this file last.
+            json.loads((folders[-1] / "trainer_state.json").read_text(encoding="utf-8"))
+            break
+        except (OSError, ValueError):
+            print(f"{str(folders.pop())!r} was not written to its end: looking for an earlier checkpoint")
+    if not folders:
+        return None
+    ranks = [""] if processes == 1 else [f"_{rank}" for rank in range(processes)]
+    names = ["optimizer.pt", "scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
+    weights = sorted(folders[-1].glob("*.safetensors"))
+    for file in (*[folders[-1] / name for name in names], *(weights or [folders[-1] / "model.safetensors"])):
+        if reason := _damage(file):
+            earlier = f"Delete this folder to go on from {folders[-2].name!r}" if folders[1:] else "Start again"
+            raise FinetuneError(f"{str(file)!r} is damaged: {reason}. {earlier}.")
+    return str(folders[-1])
+
+
+def _damage(file: Path) -> str | None:
+    """Returns what is wrong with a file of safetensors or `torch.save`, or None."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return None
+        with zipfile.ZipFile(file) as archive:
+            # The checksums of all parts.
+            return "it was changed" if archive.testzip() else None
+    except FileNotFoundError:
+        return "it is missing"
+    except (OSError, SafetensorError, zipfile.BadZipFile) as error:
+        return str(error)
 
 
 def _is_ours(checkpoint: str) -> bool:

@@ -16,7 +16,8 @@ RECIPE is a YAML file or the name of a shipped one (their comments explain every
 line: `--set training.steps=2000 --set model.position_encoding=alibi`.
 
 Ctrl-C or SIGTERM writes a checkpoint before the run stops. `--resume` goes on from the newest checkpoint, exactly: the
-weights and metrics are those of a run that was never interrupted.
+weights and metrics are those of a run that was never interrupted. If that checkpoint is damaged, `--resume-from 400`
+goes on from the one after step 400.
 """
 
 import argparse
@@ -41,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
     result.add_argument("--output", metavar="DIR", help="where the run goes; default runs/<the recipe's name>")
     result.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    result.add_argument(
+        "--resume-from",
+        type=int,
+        metavar="STEP",
+        help="go on from the checkpoint after this step, and delete those after it",
+    )
     result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
     return result
 
@@ -53,7 +60,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         recipe = load_recipe(options.recipe, options.set)
         output = options.output or os.path.join("runs", recipe.name)
-        results = train(recipe, output, resume=options.resume, data_dir=options.data_dir, arguments=arguments)
+        results = train(
+            recipe,
+            output,
+            resume=options.resume,
+            resume_from=options.resume_from,
+            data_dir=options.data_dir,
+            arguments=arguments,
+        )
     except (ValueError, OSError, TrainingError) as error:
         sys.exit(f"error: {error}")
     except (Interrupted, KeyboardInterrupt) as stop:

@@ -94,6 +94,7 @@ def test_wall_times(finished):
     assert len(seconds) == 8
     assert seconds["total"] >= max(value for name, value in seconds.items() if name != "total")
     assert all(f"=== {name}: " in printed for name in seconds if name != "total")
+    assert printed.startswith("Training will take about ")
 
 
 def test_a_finished_run_of_the_same_recipe_is_reused(finished, capsys):

@@ -1,6 +1,7 @@
 """Fine-tuning with the stock Trainer: stock and own checkpoints, full and LoRA, new encodings, resume, refusals."""
 
 import json
+import pickle
 import signal
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 
 from whatwhere.scripts import finetune as script
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.training.lock import lock_folder
 from whatwhere.scripts.training.loop import Interrupted, TrainingError
 
 # peft 0.21 asks the model by the name that transformers has replaced.
@@ -299,6 +301,64 @@ def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         assert torch.equal(others[name], weight), name
+
+
+@pytest.fixture
+def interrupted(run, stock, monkeypatch):
+    """The arguments and the folder of a run that was interrupted after step 2, with a checkpoint after each step."""
+    from transformers import Trainer
+
+    arguments = [stock["llama"], "--save-every", "1"]
+    training_step, calls = Trainer.training_step, []
+
+    def stopping(self, *args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return training_step(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", stopping)
+        with pytest.raises(Interrupted, match="after step 2"):
+            run(*arguments, output="parts")
+    return arguments
+
+
+def test_resume_executes_nothing(run, interrupted, tmp_path):
+    """Trainer reads the files that are no safetensors by torch.load with weights_only=True, and not at all its own."""
+
+    class Trap:
+        def __reduce__(self):
+            return open, (str(tmp_path / "trap"), "w")
+
+    folder = tmp_path / "parts" / "checkpoints" / "checkpoint-2"
+    torch.save(Trap(), folder / "training_args.bin")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        content = (folder / name).read_bytes()
+        torch.save(Trap(), folder / name)
+        with pytest.raises(pickle.UnpicklingError):
+            run(*interrupted, "--resume", output="parts")
+        (folder / name).write_bytes(content)
+    run(*interrupted, "--resume", output="parts")
+    assert not (tmp_path / "trap").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
+def test_damaged_checkpoint(run, interrupted, tmp_path, name):
+    file = tmp_path / "parts" / "checkpoints" / "checkpoint-2" / name
+    content = file.read_bytes()
+    for damaged in (None, content[:-20]):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{name}' is damaged: .* to go on from 'checkpoint-1'\.$"):
+            run(*interrupted, "--resume", output="parts")
+    # as if it was killed while it saved
+    (file.parent / "trainer_state.json").unlink()
+    run(*interrupted, "--resume", output="parts")
+
+
+def test_one_run_a_folder(run, stock, tmp_path):
+    with lock_folder(tmp_path / "run"), pytest.raises(TrainingError, match=r"is in use: process \d+ on "):
+        run(stock["llama"], output="run")
 
 
 def test_what_resume_refuses(run, stock):

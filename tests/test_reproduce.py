@@ -1,6 +1,7 @@
 """The papers' tables: figures, plans, verdicts and reports on made-up numbers, and one run that is interrupted."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from whatwhere.scripts.reproduce import report, runs
 from whatwhere.scripts.reproduce.report import ALONE, DIFFERS, NOT_RUN, ORDER, UNPRINTED, WITHIN, Cell, judge, ordered
 from whatwhere.scripts.reproduce.runs import plan, unique
 from whatwhere.scripts.reproduce.tables import TABLES, Figure
+from whatwhere.scripts.training import estimate
 from whatwhere.scripts.training.loop import Run
 from whatwhere.scripts.training.model import build_config, build_model
 from whatwhere.scripts.training.recipe import RECIPES, load_recipe
@@ -274,7 +276,7 @@ def test_plan(tmp_path):
     assert halved["cope-half-dimension", "in"][0].recipe.model["n_embd"] == 32
 
 
-def test_columns_without_a_small_version(tmp_path, capsys):
+def test_columns_without_a_small_version(tmp_path, capsys, monkeypatch):
     table = TABLES["cope_5"]
     assert {column for _, column in plan(table, output=tmp_path)} == {"validation", "test", "code"}
     small = plan(table, output=tmp_path, small=True)
@@ -282,10 +284,16 @@ def test_columns_without_a_small_version(tmp_path, capsys):
     assert not [run for run in unique(small) if run.recipe.name != "wikitext103_small"]
     with pytest.raises(ValueError, match="--small is not valid for rows cope-rope of cope_5: no column"):
         plan(table, output=tmp_path, small=True, rows=["cope-rope"])
+    monkeypatch.setattr(estimate, "estimate_seconds", lambda recipe: 3600.0)
     script.main(["cope_5", "--small", "--dry-run", "--output", str(tmp_path)])
-    assert "  Code, Test PPL: left out, code_cope has no small version for it\n0 of 7" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "  Code, Test PPL: left out, code_cope has no small version for it\n0 of 7" in said
+    assert said.endswith("Time on this machine, in one process: about 7.0 h for 7 runs that are not done.\n")
+    monkeypatch.setattr(estimate, "estimate_seconds", lambda recipe: None)
     script.main(["cope_5", "--dry-run", "--output", str(tmp_path)])
-    assert "left out" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "left out" not in said
+    assert "runs are not estimated: their models are too large to be timed here.\n" in said
 
 
 def test_sums_keep_the_recipe_s_cope(tmp_path):
@@ -580,6 +588,7 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     assert f"  done      {tmp_path}/indirect_indexing_small/rope-seed0\n" in listed
     assert f"  interrupted after step 2  {tmp_path}/indirect_indexing_small/pope-seed0\n" in listed
     assert "  rope, accuracy: 1 of 1\n  pope, accuracy: 0 of 1\n1 of 2 runs are done." in listed
+    assert re.search(r"about [\d.]+ (s|min) for 1 runs that are not done", listed)
 
     made = []
     train = runs.train

@@ -1,11 +1,18 @@
 """The training loop: exact resume, interruption, processes, accumulation, records, and what it refuses."""
 
+import itertools
 import json
 import os
+import pickle
+import re
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +24,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toys import SOLVABLE, toy_recipe
-from whatwhere.scripts.training import loop
+from whatwhere.scripts.training import estimate, loop
+from whatwhere.scripts.training.lock import lock_folder
 from whatwhere.scripts.training.loop import Interrupted, Run, TrainingError, train
 from whatwhere.scripts.training.recipe import parse_recipe
 
@@ -165,6 +173,36 @@ def test_seed_decides_the_run(finished, data_dir, tmp_path):
     assert metrics(tmp_path / "other")[0]["loss"] != metrics(finished[0])[0]["loss"]
 
 
+def test_progress_in_a_log(data_dir, tmp_path, monkeypatch, capsys):
+    train(recipe(), tmp_path / "quiet", data_dir=data_dir)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tiny")]
+    assert said[0] == "tiny: reading and tokenising the data"
+    assert re.fullmatch(r"tiny: [\d,]+ parameters, 6 steps on cpu", said[1])
+    assert len(said) == 2, "a run of a second needs no lines about its progress"
+    monkeypatch.setattr(loop, "_FIRST_LINE", 0.0)
+    monkeypatch.setattr(loop, "_NEXT_LINE", 0.0)
+    train(recipe(), tmp_path / "slow", data_dir=data_dir)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tiny: step")]
+    assert len(lines) == 6
+    for step, line in enumerate(lines, 1):
+        form = rf"tiny: step {step} of 6, loss \d\.\d+, [\d,]+ tokens/s, 00:0\d left"
+        assert re.fullmatch(form, line), line
+
+
+def test_estimate(monkeypatch):
+    """With a clock that goes on by a second each time it is asked: passes and updates take one each."""
+    ticks = itertools.count()
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    state = torch.get_rng_state()
+    # 6 steps of 4 sequences, 2 evaluations of 3 and one of 9, at a third of the cost; 6 updates
+    seconds = estimate.estimate_seconds(recipe(evaluation__final_blocks=9))
+    assert seconds == pytest.approx((6 * 4 + (2 * 3 + 9) / 3) / 4 + 6)
+    assert torch.equal(torch.get_rng_state(), state)
+    large = recipe(data__sequence_length=2048, model__hidden_size=768, model__num_hidden_layers=4)
+    assert estimate.estimate_seconds(large) is None or torch.accelerator.is_available()
+    assert [estimate.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
+
+
 # --- resume
 
 
@@ -251,13 +289,13 @@ def test_random_state_matters(finished, data_dir, tmp_path, monkeypatch):
         stop_after(patch, 3)
         with pytest.raises(Interrupted):
             train(recipe(), output, data_dir=data_dir)
-    load = Run.load_newest_checkpoint
+    load = Run.load_checkpoint
 
-    def forgetful(self):
-        load(self)
+    def forgetful(self, step):
+        load(self, step)
         torch.manual_seed(123)
 
-    monkeypatch.setattr(Run, "load_newest_checkpoint", forgetful)
+    monkeypatch.setattr(Run, "load_checkpoint", forgetful)
     train(recipe(), output, resume=True, data_dir=data_dir)
     assert metrics(output) != metrics(finished[0])
 
@@ -281,9 +319,210 @@ def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
     other.mkdir()
     for file in data_dir.iterdir():
         (other / file.name).write_text(file.read_text().replace("cow", "sow"))
-    with pytest.raises(TrainingError, match="other text"):
+    with pytest.raises(TrainingError, match=r"other text.*Different: train, validation, test\.$"):
         train(recipe(), output, resume=True, data_dir=other)
+    for split in ("train", "validation"):
+        shutil.copy(data_dir / f"{split}.jsonl", other)
+        with pytest.raises(TrainingError, match="other text") as caught:
+            train(recipe(), output, resume=True, data_dir=other)
+    assert str(caught.value).endswith("Different: test.")
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory, data_dir):
+    """The folder of a run with checkpoints after the steps 2 and 4; `finished` is what it comes to."""
+    output = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Interrupted):
+            train(recipe(training__checkpoint_every=2), output, data_dir=data_dir)
+    return output
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = str(file)
+
+    def __reduce__(self):
+        return open, (self.file, "w")
+
+
+def test_resume_executes_nothing(finished, interrupted, data_dir, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".jsonl", ".yaml"}
+    for name in ("custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "scheduler.bin"):
+        (output / "checkpoints" / "step-00000004" / name).write_bytes(pickle.dumps(Trap(tmp_path / name)))
+    train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert_same_run(output, finished[0])
+
+
+def test_earlier_checkpoints_are_refused(interrupted, data_dir, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    folder = output / "checkpoints" / "step-00000004"
+    (folder / "manifest.json").unlink()
+    (folder / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Trap(tmp_path / "trap")))
+    with pytest.raises(TrainingError, match=r"step-00000004' was written by an earlier version.*pickled"):
+        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+    assert not (tmp_path / "trap").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.json"])
+def test_damaged_checkpoint(interrupted, data_dir, tmp_path, name, damage):
+    """The file is named, nothing is changed, and the checkpoint before it is offered."""
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    file = output / "checkpoints" / "step-00000004" / name
+    content = bytearray(file.read_bytes())
+    if damage == "changed":
+        # a digit of a random state or of a checksum, or a bit of a weight
+        content[-60] ^= 1
+    file.write_bytes(content[:-30] if damage == "cut" else content)
+    if damage == "missing":
+        file.unlink()
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(TrainingError) as caught:
+        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+    message = str(caught.value)
+    assert str(file) in message or (name == "manifest.json" and "step-00000004" in message)
+    assert message.endswith("'step-00000002' is whole: go on from it with --resume-from 2.")
+    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+
+
+def test_resume_from_an_earlier_checkpoint(finished, interrupted, data_dir, tmp_path):
+    output, changed = tmp_path / "run", recipe(training__checkpoint_every=2)
+    shutil.copytree(interrupted, output)
+    (output / "checkpoints" / "step-00000004" / "run.json").write_text("")
+    with pytest.raises(TrainingError, match=r"--resume-from 3 is not valid.*Allowed: 2, 4\.$"):
+        train(changed, output, resume_from=3, data_dir=data_dir)
+    train(changed, output, resume_from=2, data_dir=data_dir)
+    assert_same_run(output, finished[0])
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_no_checkpoint_is_whole(interrupted, data_dir, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    for file in output.rglob("optimizer.safetensors"):
+        file.unlink()
+    with pytest.raises(TrainingError, match=r"optimizer\.safetensors'.*No earlier checkpoint is whole: start again"):
+        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+
+
+def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
+    """A checkpoint that cannot be written: the one before is named, and the run goes on from it."""
+    output, changed = tmp_path / "run", recipe(training__checkpoint_every=2)
+    save, (soft, hard) = Run.save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_a_full_disk(self):
+        if self.step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, hard))
+        try:
+            save(self)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save_checkpoint", on_a_full_disk)
+        with pytest.raises(
+            TrainingError, match=r"step-00000004' cannot be written: .*step-00000002', is whole.*--resume"
+        ):
+            train(changed, output, data_dir=data_dir)
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
+    train(changed, output, resume=True, data_dir=data_dir)
+    assert_same_run(output, finished[0])
+
+
+def test_leftovers_are_removed(finished, interrupted, data_dir, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    for folder in (output / ".final", output / "checkpoints" / ".step-00000005"):
+        folder.mkdir()
+        (folder / ".tmpAbCdEf").write_text("half a file")
+    for folder in (output, output / "checkpoints"):
+        (folder / ".tmpAbCdEf").write_text("half a file")
+    (output / ".recipe.yaml.partial").write_text("half")
+    # of a run that was killed
+    (output / ".lock").touch()
+    (output / ".lock.json").write_text('{"pid": 1, "host": "gone"}')
+    train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+    assert not list(output.rglob(".*"))
+    assert_same_run(output, finished[0])
+
+
+def test_files_are_replaced_as_a_whole(interrupted, data_dir, tmp_path, monkeypatch):
+    """A disk that fails while recipe.yaml or metrics.jsonl is written: the old file stays."""
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n')
+    before = {name: (output / name).read_bytes() for name in ("recipe.yaml", "metrics.jsonl")}
+
+    def failing(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(TrainingError, match=r"metrics\.jsonl' cannot be written: No space left.*step-00000004'"):
+            train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+    assert before == {name: (output / name).read_bytes() for name in before}
+
+
+@pytest.mark.parametrize("content", ["", "- 1", "{"], ids=["empty", "a list", "cut"])
+def test_damaged_recipe(interrupted, data_dir, tmp_path, content):
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    (output / "recipe.yaml").write_text(content)
+    with pytest.raises(TrainingError, match=r"recipe\.yaml' cannot be read"):
+        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+
+
+def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
+    """A second run is refused, and says who holds the folder; the first goes on."""
+    output, train_step, refused = tmp_path / "run", Run.train_step, []
+
+    def while_another_starts(self, batch):
+        for resume in (False, True):
+            with pytest.raises(TrainingError) as caught:
+                train(recipe(), output, resume=resume, data_dir=data_dir)
+            refused.append(str(caught.value))
+        return train_step(self, batch)
+
+    monkeypatch.setattr(Run, "train_step", while_another_starts)
+    train(recipe(training__steps=2), output, data_dir=data_dir)
+    assert len(refused) == 4
+    expected = f"output={str(output)!r} is in use: process {os.getpid()} on {socket.gethostname()} is training there."
+    assert all(message.startswith(expected) for message in refused)
+    assert not list(output.glob(".*"))
+
+
+def test_lock_of_a_killed_process(tmp_path):
+    code = (
+        "import os, pathlib, signal\n"
+        "from whatwhere.scripts.training.lock import lock_folder\n"
+        f"with lock_folder(pathlib.Path({str(tmp_path)!r})):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    assert (tmp_path / ".lock").exists()
+    with lock_folder(tmp_path):
+        assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_time_out_may_resume(finished, interrupted, data_dir, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(interrupted, output)
+    changed = recipe(training__checkpoint_every=2, training__ddp_timeout=5)
+    train(changed, output, resume=True, data_dir=data_dir)
+    assert_same_run(output, finished[0])
 
 
 # --- words that are no text, and the best model
@@ -392,6 +631,24 @@ def test_best_model_survives_a_kill(finished_words, chorales, tmp_path, monkeypa
     assert results["kept"] == finished_words[1]["kept"]
     names = [path.name for path in (output / "checkpoints").glob("*best*")]
     assert names == [f"best-{results['kept']['step']:08d}.safetensors"]
+
+
+def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path, monkeypatch):
+    """Falling back does not lose the best model that was known then; a damaged one is noticed."""
+    output, changed = tmp_path / "run", of_words(training__checkpoint_every=1)
+    last = finished_words[1]["kept"]["step"]
+    assert last > 1
+    with monkeypatch.context() as patch:
+        stop_after(patch, last - 1)
+        with pytest.raises(Interrupted):
+            train(changed, output, data_dir=chorales)
+    folder = output / "checkpoints"
+    (folder / f"best-{last:08d}.safetensors").write_bytes(b"")
+    with pytest.raises(TrainingError, match=rf"best-{last:08d}\.safetensors'.*damaged.*--resume-from {last - 1}\.$"):
+        train(changed, output, resume=True, data_dir=chorales)
+    results = train(changed, output, resume_from=last - 1, data_dir=chorales)
+    assert_same_run(output, finished_words[0])
+    assert results["kept"] == finished_words[1]["kept"]
 
 
 # --- toy tasks
@@ -559,6 +816,15 @@ def test_missing_tracker(data_dir, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_folder_with_dots(tmp_path, data_dir, monkeypatch):
+    """`runs/..` is the present folder, although `runs` does not exist."""
+    (tmp_path / "mine.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainingError, match="is not empty"):
+        train(recipe(), "runs/..", data_dir=data_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
 def test_recipe_errors_come_before_the_folder(data_dir, tmp_path):
     with pytest.raises(ValueError, match="position_encoding='nope'"):
         train(recipe(model__position_encoding="nope"), tmp_path / "run", data_dir=data_dir)
@@ -667,6 +933,43 @@ def test_two_processes_equal_one(data_dir, tmp_path):
     )
     for name, weight in weights.items():
         torch.testing.assert_close(other_weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGSTOP, r"has not answered for 12 seconds \(training\.ddp_timeout\)"), (signal.SIGKILL, "has ended")],
+    ids=["frozen", "killed"],
+)
+def test_another_process_stops_working(data_dir, tmp_path, number, reason):
+    """Without torchrun, which would end the other process."""
+    changed = recipe(training__steps=100_000, training__checkpoint_every=5, training__ddp_timeout=12)
+    output, command = tmp_path / "run", [sys.executable, *TRAIN, write_recipe(tmp_path, changed)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    one, other = (
+        launch(
+            [*command, "--output", str(output), "--data-dir", str(data_dir)],
+            env={**group, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not list(output.glob("checkpoints/step-*")):
+            assert one.poll() is None, one.stdout.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        other.send_signal(number)
+        said, _ = one.communicate(timeout=100)
+    finally:
+        other.kill()
+        one.kill()
+    assert one.returncode == 1, said
+    message = said.splitlines()[-1]
+    assert re.search(f"error: another of 2 processes {reason}", message), said
+    assert re.search(r"The last checkpoint, 'step-0000\d+', is whole: go on from it with --resume\.", message)
 
 
 def test_processes_must_divide_the_batch(data_dir, tmp_path, monkeypatch):

@@ -17,10 +17,15 @@ import pathlib
 import transformers
 
 from ...model_card import folder_card, read_results
+from .results import write_text
 
 
-def write_card(folder: str | pathlib.Path) -> pathlib.Path:
+def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
     """Writes README.md into a checkpoint folder and returns its path.
+
+    Args:
+        folder: the checkpoint.
+        name: of the model; by default that of the folder.
 
     Raises:
         ValueError: the folder holds no checkpoint of this package, or a results file is broken.
@@ -33,9 +38,9 @@ def write_card(folder: str | pathlib.Path) -> pathlib.Path:
         raise ValueError(
             f"folder={str(folder)!r} holds a model of type {config.model_type!r}, which is not one of ours."
         )
-    card = folder_card(folder, config, results=read_results(folder), name=folder.resolve().name)
+    card = folder_card(folder, config, results=read_results(folder), name=name or folder.resolve().name)
     path = folder / "README.md"
-    card.save(path)
+    write_text(path, str(card))
     return path
 
 

@@ -14,6 +14,7 @@ A checkpoint folder may hold three of them; cards and figures are made from thes
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import shlex
@@ -70,8 +71,16 @@ def write_json(path: str | pathlib.Path, content: dict[str, Any]) -> None:
     except ValueError as error:
         raise ValueError(f"{path.name} would hold a number that is not finite: {error}") from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    write_text(path, text)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file, whole or not at all, and waits until it is on the disk."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
 
 

@@ -25,7 +25,8 @@ Every run is one of `whatwhere.scripts.train` in a folder of its own, `OUTPUT/<r
 finished run is not made again, by no table that needs it; an interrupted one goes on, exactly. Ctrl-C or SIGTERM writes
 a checkpoint first: the same command goes on. A folder that holds a run of another recipe is an error.
 
-`--dry-run` lists runs and cells with what is done and what is missing, and trains nothing; `--report-only` reports what
+`--dry-run` lists runs and cells with what is done and what is missing, estimates the time of what is missing on this
+machine (from finished runs, or by timing a few steps), and trains nothing; `--report-only` reports what
 is there, which must be one finished run at least. `--set KEY=VALUE` changes every recipe; what the rows and columns
 decide cannot be changed, and runs that are not those of the paper any more are never called exact.
 
@@ -68,6 +69,30 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def estimate(planned: dict[tuple[str, str], list[runs.Run]]) -> str:
+    """Returns a line about how long the runs that are not done will take: as long as finished ones, or by timing."""
+    from ..training.estimate import describe_seconds, estimate_seconds
+
+    wanted = runs.unique(planned)
+
+    def system(run: runs.Run) -> str:
+        return str({**run.recipe.resolved(), "seed": None})
+
+    done = {system(run): float(results["seconds"]) for run in wanted if (results := run.results()) is not None}
+    missing = [run for run in wanted if run.state() != "done"]
+    seconds: dict[str, float | None] = dict(done)
+    for run in missing:
+        if system(run) not in seconds:
+            seconds[system(run)] = estimate_seconds(run.recipe)
+    known = [value for run in missing if (value := seconds[system(run)]) is not None]
+    if not missing:
+        return "Nothing is missing."
+    unknown = len(missing) - len(known)
+    parts = [f"about {describe_seconds(sum(known))} for {len(known)} runs that are not done"] if known else []
+    parts += [f"{unknown} runs are not estimated: their models are too large to be timed here"] if unknown else []
+    return f"Time on this machine, in one process: {'; '.join(parts)}."
+
+
 def listing(planned: dict[tuple[str, str], list[runs.Run]], left_out: dict[str, str]) -> str:
     """Returns a line for every run, with its state and its command, and one for every cell and column left out."""
     states = {run.folder: run.state() for run in runs.unique(planned)}
@@ -102,7 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         if options.dry_run:
             if speaks:
-                print(listing(planned, report.left_out(table) if options.small else {}))
+                print(listing(planned, report.left_out(table) if options.small else {}), flush=True)
+                print(estimate(planned))
             return
         # A report of nothing must not take the place of an earlier one.
         if options.report_only and not any(run.state() == "done" for run in runs.unique(planned)):

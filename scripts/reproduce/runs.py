@@ -28,6 +28,7 @@ IMMATERIAL = {
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.trackers",
+    "training.ddp_timeout",
     # If the last model is kept.
     "evaluation.every",
 }

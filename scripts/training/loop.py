@@ -3,20 +3,26 @@
 A finished folder holds the model and its tokenizer at the top (`from_pretrained(folder)` loads it), `README.md` (the
 card), `recipe.yaml` (every key resolved), `metrics.jsonl`, `results.json` and `checkpoints/`.
 
+A folder is locked as long as a run writes to it, and its files are replaced as a whole: a reader, or a run that was
+killed, never leaves half of one. Nothing in it is executed when a run is resumed: tensors are read as safetensors, the
+rest as JSON and YAML.
+
 A run is a function of its recipe, its corpus and the number of processes. Interrupted and resumed, it gives the same
 metrics and the same weights, bit for bit, as if it had not been interrupted (on one kind of machine, and as far as the
 device's operations are deterministic).
 """
 
 import contextlib
+import datetime
+import fnmatch
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +32,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from tqdm.auto import tqdm
 
@@ -37,14 +44,30 @@ from ..data.samples import TaskBatches, TaskSamples
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..evaluation.answers import count_errors, summarise
 from ..evaluation.card import write_card
-from ..evaluation.results import check_writable, provenance, write_json
+from ..evaluation.results import provenance, write_json, write_text
 from ..tasks.common import build_tokenizer as build_task_tokenizer
+from .checkpoint import (
+    DamagedCheckpoint,
+    file_sha256,
+    load_checkpoint,
+    random_state,
+    read_checkpoint,
+    set_random_state,
+    write_checkpoint,
+)
+from .lock import LOCK, OWNER, TrainingError, lock_folder
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe, differences
 
 try:
     from accelerate import Accelerator
-    from accelerate.utils import set_seed
+    from accelerate.utils import (
+        DistributedType,
+        InitProcessGroupKwargs,
+        broadcast_object_list,
+        gather_object,
+        set_seed,
+    )
 except ImportError as error:
     raise ImportError('training needs `accelerate`: pip install "whatwhere[train]"') from error
 
@@ -52,9 +75,15 @@ except ImportError as error:
 # Nats a token; its exponential still fits a float.
 _HOPELESS = 700.0
 
+# Seconds until the first line about progress in a log, and between two lines.
+_FIRST_LINE, _NEXT_LINE = 10.0, 60.0
 
-class TrainingError(RuntimeError):
-    """A run that cannot start or go on, with the reason."""
+# What a run that was killed may leave behind in its folder, beside checkpoints.
+_LEFTOVERS = (".tmp*", ".*.partial", ".final")
+
+# In the messages of gloo and NCCL.
+_TIMED_OUT = ("Timed out waiting", "timed out", "timeout")
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 class Interrupted(Exception):
@@ -70,6 +99,7 @@ def train(
     output: str | os.PathLike[str],
     *,
     resume: bool = False,
+    resume_from: int | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     arguments: list[str] | None = None,
     end: bool = True,
@@ -80,6 +110,7 @@ def train(
         recipe: see `load_recipe`.
         output: a folder that does not exist or is empty, or with `resume` that of the interrupted run.
         resume: go on from the newest checkpoint.
+        resume_from: go on from the checkpoint after this step, and delete those after it.
         data_dir: the folder of `data.source: local`.
         arguments: the command line, for the records; by default that of this process.
         end: whether this is the last run of these processes; otherwise their group stays, for the next one.
@@ -90,19 +121,21 @@ def train(
         ValueError: the recipe's model or data are not valid.
     """
     output = Path(output)
-    check_folder(output, resume=resume, record="recipe.yaml")
-    if resume:
-        check_recipe(output, recipe)
-    build_config(recipe)
-    run = Run(recipe, output, data_dir)
-    if resume:
-        run.load_newest_checkpoint()
-    run.train()
-    return run.finish(arguments, end=end)
+    resume = resume or resume_from is not None
+    with lock_folder(output):
+        check_folder(output, resume=resume, record="recipe.yaml")
+        if resume:
+            check_recipe(output, recipe)
+        build_config(recipe)
+        run = Run(recipe, output, data_dir)
+        with run.explaining_errors():
+            run.begin(resume=resume, resume_from=resume_from)
+            run.train()
+            return run.finish(arguments, end=end)
 
 
 def check_folder(output: Path, *, resume: bool, record: str) -> None:
-    """Refuses a folder that cannot be written, that holds something already, or that holds no run to resume.
+    """Refuses a folder that holds something already, or that holds no run to resume.
 
     Args:
         output: the folder, which need not exist.
@@ -112,22 +145,36 @@ def check_folder(output: Path, *, resume: bool, record: str) -> None:
     Raises:
         TrainingError: the folder is refused.
     """
-    try:
-        check_writable(output)
-    except OSError as error:
-        raise TrainingError(str(error)) from error
-    if not resume and output.exists() and any(output.iterdir()):
+    # `runs/..` is the present folder, whether `runs` exists or not.
+    found = {path.name for path in output.resolve().iterdir()} if output.resolve().exists() else set()
+    if not resume and (found := {name for name in found if not _is_ours(name)}):
         raise TrainingError(f"output={str(output)!r} is not empty. Choose another folder, or go on with --resume.")
-    if resume and not (output / record).exists():
+    if resume and record not in found:
         raise TrainingError(f"output={str(output)!r} holds no run to resume: it has no {record}.")
-    if resume and (output / "results.json").exists():
+    if resume and "results.json" in found:
         raise TrainingError(f"output={str(output)!r} holds a finished run: there is nothing to resume.")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file of an output folder is the lock, or was left behind when a run was killed."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in (LOCK, OWNER, *_LEFTOVERS))
 
 
 def check_recipe(output: Path, recipe: Recipe) -> None:
     """Refuses to resume a run with another recipe than it was started with; raises TrainingError."""
-    old = yaml.safe_load((output / "recipe.yaml").read_text(encoding="utf-8"))
-    if changed := differences(old, recipe.resolved()):
+    file = output / "recipe.yaml"
+    try:
+        old = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(old, dict):
+            raise ValueError("it holds no recipe.")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise TrainingError(
+            f"{str(file)!r} cannot be read: {error} The run in this folder cannot be resumed without it: write the "
+            "recipe of the run to it, or start again in another folder."
+        ) from error
+    # How long processes wait changes nothing about the run.
+    changed = [line for line in differences(old, recipe.resolved()) if not line.startswith("training.ddp_timeout:")]
+    if changed:
         raise TrainingError(
             f"output={str(output)!r} holds a run of another recipe, which cannot be resumed with this one. Different "
             f"(before → now): {'; '.join(changed)}."
@@ -143,7 +190,6 @@ class Run:
         self.step, self.seconds = 0, 0.0
         # Of the lowest validation loss so far, if that model is to be kept: the loss, and the step it was seen at.
         self.best: dict[str, Any] | None = None
-        self._best_at_checkpoint: int | None = None
         training = recipe.training
         self.accelerator = Accelerator(
             mixed_precision=training.mixed_precision,
@@ -151,7 +197,17 @@ class Run:
             project_dir=str(output),
             # Without this, each of several processes on a machine without a GPU would believe that it is alone.
             cpu=not torch.accelerator.is_available(),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=training.ddp_timeout))],
         )
+        if self.accelerator.distributed_type in (
+            DistributedType.DEEPSPEED,
+            DistributedType.FSDP,
+            DistributedType.MEGATRON_LM,
+        ):
+            raise TrainingError(
+                f"accelerate's distributed_type={self.accelerator.distributed_type.value!r} is not valid: training is "
+                "data-parallel only, and checkpoints hold whole models."
+            )
         processes = self.accelerator.num_processes
         if training.batch_size % (processes * (training.micro_batch_size or 1)):
             raise TrainingError(
@@ -167,11 +223,12 @@ class Run:
         self.micro_batch_size = training.micro_batch_size or training.batch_size // processes
         self.batches: ShuffledBatches | StreamedBatches | TaskBatches
         self.held_out: dict[str, Any]
-        # Says whether a resumed run reads the same text. A stream is not known before it was read.
-        self.text_sha256: str | None = None
+        # Of every split: whether a resumed run reads the same text. A stream is not known before it was read.
+        self.splits_sha256: dict[str, str | None] = {}
         # Of a toy task the answers are scored, of text the bits per byte, of words that are no text the loss alone.
         self.is_task = recipe.data.source == "task"
         self.bytes_per_token: torch.Tensor | None = None
+        self.say("reading and tokenising the data")
         if self.is_task:
             self._prepare_task()
         else:
@@ -180,13 +237,54 @@ class Run:
         model = build_model(recipe, build_config(recipe, self.tokenizer))
         optimizer, self.scheduler = build_optimizer(model, training)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.accelerator.register_for_checkpointing(self.scheduler)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.say(f"{parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}")
+
+    @property
+    def text_sha256(self) -> str | None:
+        """The fingerprint of the training text or samples; None for a stream."""
+        return self.splits_sha256["train"]
+
+    def say(self, message: str) -> None:
+        """Prints a line about the run, once for all processes, to standard error."""
         if self.accelerator.is_main_process:
-            output.mkdir(parents=True, exist_ok=True)
-            text = yaml.safe_dump(recipe.resolved(), sort_keys=False, allow_unicode=True)
-            (output / "recipe.yaml").write_text(text, encoding="utf-8")
-        if training.trackers:
-            self.accelerator.init_trackers(recipe.name, config={"recipe": json.dumps(recipe.resolved())})
+            print(f"{self.recipe.name}: {message}", file=sys.stderr, flush=True)
+
+    def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
+        """Prepares the folder, and goes to the checkpoint from which the run is resumed.
+
+        Args:
+            resume: go on from the newest checkpoint.
+            resume_from: go on from the checkpoint after this step, and delete those after it.
+
+        Raises:
+            TrainingError: see `load_checkpoint`.
+        """
+        if resume:
+            self.load_checkpoint(resume_from)
+        if self.accelerator.is_main_process:
+            self.output.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            text = yaml.safe_dump(self.recipe.resolved(), sort_keys=False, allow_unicode=True)
+            with self._writing(self.output / "recipe.yaml"):
+                write_text(self.output / "recipe.yaml", text)
+        if self.recipe.training.trackers:
+            config = {"recipe": json.dumps(self.recipe.resolved())}
+            self.accelerator.init_trackers(self.recipe.name, config=config)
+        self.accelerator.wait_for_everyone()
+
+    def _remove_leftovers(self) -> None:
+        """Deletes what a run that was killed left behind."""
+        found = [path for pattern in _LEFTOVERS for path in self.output.glob(pattern)]
+        for path in [*found, *self._checkpoint_folder.glob(".*")]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    @property
+    def _checkpoint_folder(self) -> Path:
+        return self.output / "checkpoints"
 
     def _prepare_data(self) -> None:
         data, training, evaluation = self.recipe.data, self.recipe.training, self.recipe.evaluation
@@ -225,7 +323,9 @@ class Run:
         else:
             blocks = make_blocks(corpus["train"], self.tokenizer, sequence_length=length, pack=pack)
             self.batches = ShuffledBatches(blocks, training.batch_size, self.recipe.seed)
-            self.text_sha256 = blocks_sha256(blocks)
+            self.splits_sha256["train"] = blocks_sha256(blocks)
+        self.splits_sha256.setdefault("train", None)
+        self.splits_sha256 |= {split: blocks_sha256(blocks) for split, blocks in self.held_out.items()}
 
     def _prepare_task(self) -> None:
         data, seed = self.recipe.data, self.recipe.seed
@@ -255,10 +355,11 @@ class Run:
                 tested, self.tokenizer, "test", count=tested.test_samples, block=block
             )
         # Samples are drawn as they are needed. The first ones tell whether a resumed run draws the same.
-        digest = hashlib.sha256(json.dumps(config.symbols).encode())
-        for index in range(8):
-            digest.update(samples.row(index)[0].tobytes())
-        self.text_sha256 = digest.hexdigest()
+        for split, drawn in {"train": samples, **self.held_out}.items():
+            digest = hashlib.sha256(json.dumps(drawn.config.symbols).encode())
+            for index in range(min(8, 8 if drawn.count is None else drawn.count)):
+                digest.update(drawn.row(index)[0].tobytes())
+            self.splits_sha256[split] = digest.hexdigest()
 
     def train(self) -> None:
         """Trains from the present step to the last one.
@@ -271,10 +372,11 @@ class Run:
         # Samples of a task differ in length, and most of their tokens are not scored; separate documents are padded.
         unit = "samples" if self.is_task else "sequences" if self.is_padded else "tokens"
         per_step = training.batch_size * (self.recipe.data.sequence_length if unit == "tokens" else 1)
-        # On a terminal only: a log file gets one line an evaluation.
+        # On a terminal only: a log gets a line a minute.
         hidden = None if self.accelerator.is_main_process else True
         bar = tqdm(total=training.steps, initial=self.step, desc=self.recipe.name, unit="step", disable=hidden)
         started, marked, marked_step = time.monotonic() - self.seconds, time.monotonic(), self.step
+        begun, first_step, next_line = marked, self.step, marked + _FIRST_LINE
         with bar, stop_signals() as received:
             while self.step < training.steps:
                 rate = self.scheduler.get_last_lr()[0]
@@ -286,16 +388,25 @@ class Run:
                     values = {"loss": loss.item(), "gradient_norm": norm.item()}
                     self._require_finite(values)
                     now = time.monotonic()
+                    speed = (self.step - marked_step) * per_step / (now - marked)
                     self.log(
                         {
                             **values,
                             "learning_rate": rate,
                             unit: self.step * per_step,
-                            f"{unit}_per_second": (self.step - marked_step) * per_step / (now - marked),
+                            f"{unit}_per_second": speed,
                         }
                     )
                     marked, marked_step = now, self.step
-                    bar.set_postfix(loss=f"{values['loss']:.3f}")
+                    bar.set_postfix({"loss": f"{values['loss']:.3f}", f"{unit}/s": f"{speed:,.0f}"})
+                if bar.disable and self.accelerator.is_main_process and (now := time.monotonic()) >= next_line:
+                    next_line = now + _NEXT_LINE
+                    speed = (self.step - first_step) / (now - begun)
+                    left = tqdm.format_interval((training.steps - self.step) / speed)
+                    self.say(
+                        f"step {self.step:,} of {training.steps:,}, loss {loss.item():.3f}, "
+                        f"{speed * per_step:,.0f} {unit}/s, {left} left"
+                    )
                 if every and (last or self.step % every == 0):
                     scores = self.evaluate("validation", self.recipe.evaluation.blocks)
                     self.log({f"validation_{name}": value for name, value in scores.items()})
@@ -324,29 +435,31 @@ class Run:
         """Saves the weights if the validation loss is the lowest so far."""
         if self.best is not None and loss >= self.best["validation_loss"]:
             return
-        before, self.best = self.best, {"step": self.step, "validation_loss": loss}
+        self.best = {"step": self.step, "validation_loss": loss}
         if self.accelerator.is_main_process:
             file = self._best_file(self.best)
-            draft = file.with_name(f".{file.name}")
             file.parent.mkdir(parents=True, exist_ok=True)
-            save_model(self.accelerator.unwrap_model(self.model), str(draft))
-            draft.replace(file)
-            # A run that is resumed from the newest checkpoint needs the best weights that it knew of.
-            if before is not None and before["step"] != self._best_at_checkpoint:
-                self._best_file(before).unlink(missing_ok=True)
+            draft = file.with_name(f".{file.name}")
+            with self._writing(file):
+                save_model(self.accelerator.unwrap_model(self.model), str(draft))
+                draft.replace(file)
+            self._forget_other_bests()
         self.accelerator.wait_for_everyone()
 
     def _best_file(self, best: dict[str, Any]) -> Path:
-        return self.output / "checkpoints" / f"best-{best['step']:08d}.safetensors"
+        return self._checkpoint_folder / f"best-{int(best['step']):08d}.safetensors"
 
     def _forget_other_bests(self) -> None:
-        """Deletes the weights of all best models but the present one, which the newest checkpoint knows."""
-        self._best_at_checkpoint = self.best["step"] if self.best is not None else None
-        if self.accelerator.is_main_process:
-            for pattern in ("best-*", ".best-*"):
-                for file in (self.output / "checkpoints").glob(pattern):
-                    if self.best is None or file != self._best_file(self.best):
-                        file.unlink()
+        """Deletes the weights of all best models but the present one and those that checkpoints know of."""
+        wanted = {self._best_file(self.best)} if self.best is not None else set()
+        for folder in self._checkpoints():
+            with contextlib.suppress(OSError, ValueError):
+                state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+                if state["best"] is not None:
+                    wanted.add(self._best_file(state["best"]))
+        for file in self._checkpoint_folder.glob("best-*"):
+            if file not in wanted:
+                file.unlink()
 
     def _agree(self, received: list[int]) -> bool:
         """Returns whether any process was asked to stop: all of them must leave the loop at the same step."""
@@ -439,84 +552,186 @@ class Run:
     def log(self, values: dict[str, float]) -> None:
         """Appends a line to `metrics.jsonl` and tells the trackers."""
         if self.accelerator.is_main_process:
-            with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            path = self.output / "metrics.jsonl"
+            with self._writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self.step, **values}) + "\n")
         if self.recipe.training.trackers:
             self.accelerator.log(values, step=self.step)
 
     def save_checkpoint(self) -> None:
-        """Writes model, optimiser, schedule, random states and position; a checkpoint is there whole or not at all."""
-        folder = self.output / "checkpoints" / f"step-{self.step:08d}"
-        draft = folder.with_name(f".{folder.name}")
-        if self.accelerator.is_main_process:
-            # what a killed run left unfinished
-            for stale in folder.parent.glob(".step-*"):
-                shutil.rmtree(stale)
-            draft.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        # Of a head that shares the embeddings' weight, accelerate warns each time; loading ties it again.
-        logger = logging.getLogger("accelerate.utils.other")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
-        self.accelerator.save_state(str(draft))
-        logger.setLevel(level)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            write_json(
-                draft / "run.json",
-                {
-                    "step": self.step,
-                    "seconds": self.seconds,
-                    "processes": self.accelerator.num_processes,
-                    "text_sha256": self.text_sha256,
-                    "best": self.best,
-                },
-            )
-            shutil.rmtree(folder, ignore_errors=True)
-            draft.rename(folder)
-            for old in self._checkpoints()[: -self.recipe.training.keep_checkpoints]:
-                shutil.rmtree(old)
-        self._forget_other_bests()
-        self.accelerator.wait_for_everyone()
-
-    def _checkpoints(self) -> list[Path]:
-        return sorted((self.output / "checkpoints").glob("step-*"))
-
-    def load_newest_checkpoint(self) -> None:
-        """Goes to the newest checkpoint; without one, the run starts from its beginning.
+        """Writes model, optimiser, random states and position; a checkpoint is there whole or not at all.
 
         Raises:
-            TrainingError: the checkpoint was made by another number of processes, or on other text.
+            TrainingError: a file cannot be written.
         """
-        folder = self._checkpoints()[-1] if self._checkpoints() else None
-        state: dict[str, Any] = {"step": 0, "seconds": 0.0}
-        if folder is None:
-            self.accelerator.print(f"{self.recipe.name}: no checkpoint yet, starting from the beginning")
+        folder = self._checkpoint_folder / f"step-{self.step:08d}"
+        draft = folder.with_name(f".{folder.name}")
+        random = gather_object([random_state(self.accelerator.device)])
+        failure: list[TrainingError | None] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                with self._writing(folder):
+                    draft.mkdir(parents=True)
+                    state = {
+                        "step": self.step,
+                        "seconds": self.seconds,
+                        "processes": self.accelerator.num_processes,
+                        "splits_sha256": self.splits_sha256,
+                        "best": self.best,
+                        "best_sha256": None if self.best is None else file_sha256(self._best_file(self.best)),
+                        "random": random,
+                    }
+                    model = self.accelerator.unwrap_model(self.model)
+                    write_checkpoint(draft, model, self.optimizer.optimizer, state)
+                    draft.rename(folder)
+            except TrainingError as error:
+                shutil.rmtree(draft, ignore_errors=True)
+                failure = [error]
+            else:
+                for old in self._checkpoints()[: -self.recipe.training.keep_checkpoints]:
+                    self._remove(old)
+                self._forget_other_bests()
+        # No process goes on without a checkpoint.
+        broadcast_object_list(failure)
+        if failure[0] is not None:
+            raise failure[0]
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(self._checkpoint_folder.glob("step-*"))
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        """Deletes a checkpoint; if the process is killed meanwhile, none is there that lacks files."""
+        draft = folder.with_name(f".{folder.name}")
+        folder.rename(draft)
+        shutil.rmtree(draft)
+
+    def load_checkpoint(self, step: int | None = None) -> None:
+        """Goes to the newest checkpoint, or to that after `step`; without any, the run starts from its beginning.
+
+        Raises:
+            TrainingError: there is no such checkpoint, it is damaged, or it was made by another number of processes,
+                on another kind of device, or on other text.
+        """
+        folders = self._checkpoints()
+        if step is not None:
+            folders = [folder for folder in folders if folder.name <= f"step-{step:08d}"]
+            if not folders or folders[-1].name != f"step-{step:08d}":
+                allowed = ", ".join(str(int(folder.name[5:])) for folder in self._checkpoints()) or "none"
+                raise TrainingError(
+                    f"--resume-from {step!r} is not valid: there is no checkpoint after this step. Allowed: {allowed}."
+                )
+        state: dict[str, Any] = {"step": 0, "seconds": 0.0, "best": None}
+        if not folders:
+            self.say("no checkpoint yet, starting from the beginning")
         else:
-            state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            if state["processes"] != self.accelerator.num_processes:
-                raise TrainingError(
-                    f"the run in {str(self.output)!r} was made by {state['processes']} processes and cannot be resumed "
-                    f"exactly by {self.accelerator.num_processes}."
-                )
-            if state["text_sha256"] != self.text_sha256:
-                raise TrainingError(
-                    f"the run in {str(self.output)!r} was made on other text: the corpus, the Python version or the "
-                    "tokenizer has changed since."
-                )
-            self.accelerator.load_state(str(folder))
-            self.accelerator.print(f"{self.recipe.name}: resuming after step {state['step']}")
-        self.step, self.seconds, self.best = state["step"], state["seconds"], state.get("best")
-        self._forget_other_bests()
-        metrics = self.output / "metrics.jsonl"
-        if self.accelerator.is_main_process and metrics.exists():
-            # Steps after the checkpoint are made again; the last line may have been cut off.
-            lines = [
-                line for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
-            ]
-            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-            metrics.write_text("".join(kept), encoding="utf-8")
+            state = self._read_checkpoint(folders)
+            model = self.accelerator.unwrap_model(self.model)
+            load_checkpoint(folders[-1], model, self.optimizer.optimizer, self.scheduler, state)
+            set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
+            self.say(f"resuming after step {state['step']:,}")
+        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+        # No process reads any longer what is deleted now.
         self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            for newer in self._checkpoints()[len(folders) :]:
+                self._remove(newer)
+            self._forget_other_bests()
+            self._cut_metrics()
+
+    def _read_checkpoint(self, folders: list[Path]) -> dict[str, Any]:
+        """Checks the newest of these checkpoints and returns the contents of its `run.json`."""
+        try:
+            state = self._check(folders[-1])
+        except DamagedCheckpoint as error:
+            raise TrainingError(f"{error}. {self._advice(folders[:-1])}") from error
+        if state["processes"] != self.accelerator.num_processes:
+            raise TrainingError(
+                f"the run in {str(self.output)!r} was made by {state['processes']} processes and cannot be resumed "
+                f"exactly by {self.accelerator.num_processes}."
+            )
+        made_on = state["random"][0]["device_type"]
+        if made_on != self.accelerator.device.type:
+            raise TrainingError(
+                f"the run in {str(self.output)!r} was made on {made_on!r} and cannot be resumed exactly on "
+                f"{self.accelerator.device.type!r}."
+            )
+        if changed := [name for name, digest in self.splits_sha256.items() if state["splits_sha256"][name] != digest]:
+            raise TrainingError(
+                f"the run in {str(self.output)!r} was made on other text: the corpus, the Python version or the "
+                f"tokenizer has changed since. Different: {', '.join(changed)}."
+            )
+        return state
+
+    def _check(self, folder: Path) -> dict[str, Any]:
+        """Returns what `read_checkpoint` does; checks the weights of the best model too."""
+        state = read_checkpoint(folder)
+        if state["best"] is not None:
+            file = self._best_file(state["best"])
+            if not file.exists() or file_sha256(file) != state["best_sha256"]:
+                raise DamagedCheckpoint(f"{str(file)!r}, the best model of {folder.name!r}, is missing or damaged")
+        return state
+
+    def _advice(self, folders: list[Path]) -> str:
+        """Returns how to go on from the newest of these checkpoints that is whole."""
+        for folder in reversed(folders):
+            with contextlib.suppress(DamagedCheckpoint):
+                self._check(folder)
+                return f"{folder.name!r} is whole: go on from it with --resume-from {int(folder.name[5:])}."
+        return "No earlier checkpoint is whole: start again in another folder."
+
+    def _cut_metrics(self) -> None:
+        """Removes the lines of steps that are made again; the last line may have been cut off."""
+        metrics = self.output / "metrics.jsonl"
+        if not metrics.exists():
+            return
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        try:
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        except (ValueError, TypeError, KeyError) as error:
+            raise TrainingError(
+                f"{str(metrics)!r} is damaged: not every line is JSON with a step ({error}). Remove that line, and "
+                "resume again."
+            ) from error
+        with self._writing(metrics):
+            write_text(metrics, "".join(kept))
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        """Turns an error of writing a file (a full disk, most often) into a TrainingError that says how to go on."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self._last_checkpoint()}") from error
+
+    def _last_checkpoint(self) -> str:
+        """Returns where the run can go on."""
+        if not (folders := self._checkpoints()):
+            return "There is no checkpoint yet."
+        return f"The last checkpoint, {folders[-1].name!r}, is whole: go on from it with --resume."
+
+    @contextlib.contextmanager
+    def explaining_errors(self) -> Iterator[None]:
+        """Turns an error of waiting for another process into a TrainingError."""
+        try:
+            yield
+        except RuntimeError as error:
+            text, processes = str(error), self.accelerator.num_processes
+            if processes == 1 or isinstance(error, TrainingError):
+                raise
+            if any(words in text for words in _TIMED_OUT):
+                what = (
+                    f"has not answered for {self.recipe.training.ddp_timeout} seconds (training.ddp_timeout): it hangs"
+                )
+            elif any(words in text for words in _GONE):
+                what = "has ended"
+            else:
+                raise
+            raise TrainingError(
+                f"another of {processes} processes {what}. Process {self.accelerator.process_index} stops after step "
+                f"{self.step}. {self._last_checkpoint()} ({text.splitlines()[0]})"
+            ) from error
 
     def _score_text(self) -> dict[str, Any]:
         """Returns what `results.json` says about a model of text alone."""
@@ -565,13 +780,20 @@ class Run:
         """
         recipe = self.recipe
         if self.best is not None:
-            load_model(self.accelerator.unwrap_model(self.model), str(self._best_file(self.best)))
+            file = self._best_file(self.best)
+            try:
+                load_model(self.accelerator.unwrap_model(self.model), str(file))
+            except (OSError, SafetensorError, RuntimeError) as error:
+                raise TrainingError(f"{str(file)!r}, the best model, cannot be read: {error}") from error
         scored = self._score_task() if self.is_task else self._score_text()
         results: dict[str, Any] = {}
         if self.accelerator.is_main_process:
-            model = self.accelerator.unwrap_model(self.model)
-            model.save_pretrained(self.output)
-            self.tokenizer.save_pretrained(self.output)
+            # `results.json` comes last: with it, the run is finished.
+            draft = self.output / ".final"
+            with self._writing(draft):
+                model = self.accelerator.unwrap_model(self.model)
+                model.save_pretrained(draft)
+                self.tokenizer.save_pretrained(draft)
             results = {
                 **scored,
                 "recipe": recipe.resolved(),
@@ -583,12 +805,16 @@ class Run:
                 "processes": self.accelerator.num_processes,
                 "device": str(self.accelerator.device),
                 "text_sha256": self.text_sha256,
-                "weights_sha256": weights_fingerprint(self.output),
+                "weights_sha256": weights_fingerprint(draft),
                 "commit": _commit(),
                 **provenance("whatwhere.scripts.train", arguments),
             }
-            write_json(self.output / "results.json", results)
-            write_card(self.output)
+            with self._writing(draft):
+                write_json(draft / "results.json", results)
+                write_card(draft, name=self.output.resolve().name)
+                for file in sorted(draft.iterdir(), key=lambda file: file.name == "results.json"):
+                    file.replace(self.output / file.name)
+                draft.rmdir()
         # Freed while all processes are there: gloo can wait for ever for a neighbour that has gone.
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.wait_for_everyone()

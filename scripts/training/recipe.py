@@ -14,6 +14,7 @@ import yaml
 
 from whatwhere.position_encoding import describe_type, matches_type, suggest
 
+DDP_TIMEOUT = 600
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
@@ -203,6 +204,8 @@ class TrainingRecipe:
     checkpoint_every: int | None = _field(None, minimum=1)
     keep_checkpoints: int = _field(2, minimum=1)
     trackers: list = dataclasses.field(default_factory=list)
+    # Seconds that a process waits for the others before the run ends with an error.
+    ddp_timeout: int = _field(DDP_TIMEOUT, minimum=1)
 
     def validate(self) -> None:
         """Checks the fields against each other."""
@@ -261,8 +264,12 @@ class Recipe:
 
     def validate(self) -> None:
         """Checks the fields against each other."""
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            raise RecipeError(f"name={self.name!r} is not valid: it must consist of letters, digits, '_', '-' and '.'.")
+        # It becomes the name of a folder.
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise RecipeError(
+                f"name={self.name!r} is not valid: it must consist of letters, digits, '_', '-' and '.', and begin "
+                "with a letter, a digit or '_'."
+            )
         if self.data.streaming and not (self.evaluation.blocks and self.evaluation.final_blocks):
             raise RecipeError(
                 "evaluation.blocks and evaluation.final_blocks must be given when data.streaming is true."
@@ -276,12 +283,14 @@ class Recipe:
     def resolved(self) -> dict[str, Any]:
         """Returns every key with its value: `parse_recipe` makes an equal recipe of it.
 
-        A recipe of text has no keys of toy tasks, and none says that the last model is kept: recipes that are older
-        than that key stay equal.
+        A recipe of text has no keys of toy tasks, and none says that the last model is kept or how long processes wait
+        by default: recipes that are older than those keys stay equal.
         """
         values = dataclasses.asdict(self)
         if self.evaluation.keep == "last":
             del values["evaluation"]["keep"]
+        if self.training.ddp_timeout == DDP_TIMEOUT:
+            del values["training"]["ddp_timeout"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]

@@ -1,0 +1,67 @@
+"""The lock of an output folder: one run at a time writes to it."""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    from filelock import FileLock, Timeout
+except ImportError as error:
+    raise ImportError('training needs `filelock`: pip install "whatwhere[train]"') from error
+
+from ..evaluation.results import check_writable
+
+# The lock, and who holds it.
+LOCK, OWNER = ".lock", ".lock.json"
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot start or go on, with the reason."""
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which is made if it does not exist, and then removed if nothing was written to it.
+
+    The operating system releases the lock of a process that was killed. Of several processes of one run (torchrun,
+    accelerate launch) the first one holds it.
+
+    Raises:
+        TrainingError: another run holds it, or the folder cannot be written.
+    """
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise TrainingError(str(error)) from error
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    # `runs/..` is the present folder, whether `runs` exists or not.
+    folder = folder.resolve()
+    existed = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, owner = FileLock(folder / LOCK, timeout=0), folder / OWNER
+    try:
+        lock.acquire()
+    except Timeout as error:
+        holder = "another process"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(owner.read_text(encoding="utf-8"))
+            holder = f"process {found['pid']} on {found['host']}"
+        raise TrainingError(
+            f"output={str(folder)!r} is in use: {holder} is training there. Wait for it, stop it, or choose another "
+            "folder."
+        ) from error
+    try:
+        owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            owner.unlink(missing_ok=True)
+            (folder / LOCK).unlink(missing_ok=True)
+            if not existed:
+                folder.rmdir()
+        lock.release()
