@@ -49,23 +49,24 @@ from transformers.trainer_utils import get_last_checkpoint
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_encodings import reach
 
-from .data.corpora import CORPORA, load_corpus
-from .data.corpus import DATA_DIR_VARIABLE, SOURCES, find_files, load_text
-from .data.pack import add_labels, iterate_blocks, make_blocks
-from .data.tokenize import build_tokenizer, bytes_per_token
-from .evaluation.card import write_card
-from .evaluation.results import provenance, write_json
-from .training.loop import HOPELESS, Interrupted, TrainingError, check_folder, stop_signals
-from .training.model import FAMILIES
-from .training.recipe import differences
+from .extras import leave
 
 try:
     import datasets
     import peft
     from accelerate import PartialState
+
+    from .data.corpora import CORPORA, load_corpus
+    from .data.corpus import DATA_DIR_VARIABLE, SOURCES, find_files, load_text
+    from .data.pack import add_labels, iterate_blocks, make_blocks
+    from .data.tokenize import build_tokenizer, bytes_per_token
+    from .evaluation.card import write_card
+    from .evaluation.results import provenance, write_json
+    from .training.loop import HOPELESS, Interrupted, TrainingError, check_folder, stop_signals
+    from .training.model import FAMILIES
+    from .training.recipe import differences
 except ImportError as error:
-    needed = "`accelerate`, `datasets` and `peft`"
-    raise ImportError(f'fine-tuning needs {needed}: pip install "whatwhere[train]"') from error
+    leave(__name__, error)
 
 # The name before Transformers renamed it.
 _CHECKPOINTING = (

@@ -35,8 +35,13 @@ import sys
 
 import yaml
 
-from .training.loop import Interrupted, TrainingError, train
-from .training.recipe import load_recipe
+from .extras import leave
+
+try:
+    from .training.loop import Interrupted, TrainingError, train
+    from .training.recipe import load_recipe
+except ImportError as error:
+    leave(__name__, error)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -35,6 +35,8 @@ try:
 except ImportError as error:
     raise ImportError('the corpora need `datasets`: pip install "whatwhere[train]"') from error
 
+from .tokenize import text_of
+
 SPLITS = ("train", "validation", "test")
 SOURCES = ("stdlib", "hub", "local", "corpus")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
@@ -371,6 +373,8 @@ def _read(files: list[str], what: str, *, text_field: str, streaming: bool, piec
     features = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
     try:
         if kind != "text":
+            for file in files if kind == "json" else ():
+                _refuse_binary(file)
             rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
             return _with_text(rows, text_field, what)
         if streaming:
@@ -378,15 +382,26 @@ def _read(files: list[str], what: str, *, text_field: str, streaming: bool, piec
         else:
             # `datasets` reads the files again if one of these values changes.
             state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
-            settings = {"files": files, "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
+            # No list, for it would read the files of one by themselves.
+            settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
             rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=features)
         return rows if pieces and not streaming else rows.remove_columns("document")
-    except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:
-        reason = error.__cause__ or error or "it holds nothing"
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
+        reason = str(error.__cause__ or error) or "it holds nothing"
         raise ValueError(f"{what} cannot be read: {reason}") from error
 
 
-def _text_rows(files: list[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
+def _refuse_binary(file: str) -> None:
+    """Raises ValueError if a JSON file begins with NUL bytes, of which `datasets` says that it is empty."""
+    try:
+        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as content:
+            if b"\0" in content.read(1 << 16):
+                raise ValueError(f"file {file!r} holds NUL bytes: it is no jsonl file in UTF-8.")
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"file {file!r} cannot be read: {error}") from error
+
+
+def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
     """Yields the text of files, one a row or in pieces; `state` only tells `datasets` whether they are the same."""
     for number, file in enumerate(files):
         texts = read_text(file) if pieces else ["".join(read_text(file))]
@@ -477,14 +492,6 @@ def _check_split_names(splits: Mapping[str, Any]) -> None:
             + (f"{unknown[0]!r} is no split; " if unknown else f"{missing[0]!r} is missing; ")
             + "it must have 'train' and 'validation', and may have 'test'."
         )
-
-
-def text_of(row: Mapping[str, Any]) -> str:
-    """Returns the text of a document; raises ValueError if it has none."""
-    text = row.get("text")
-    if not isinstance(text, str):
-        raise ValueError(f"A document has text={text!r}; it must be a string. Its other fields: {sorted(row)}.")
-    return text
 
 
 def _kind_or_none(file: str) -> str | None:

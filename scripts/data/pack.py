@@ -1,6 +1,7 @@
 """Blocks for training: of a fixed length, cut from joined documents, or each of one document and padded."""
 
 import hashlib
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -94,7 +95,8 @@ def make_blocks(
         batches.append(pyarrow.table(arrays))
     if not batches:
         raise short
-    return datasets.Dataset(pyarrow.concat_tables(batches)).with_format("torch")
+    # Without a fingerprint `datasets` would make one of a copy of all blocks.
+    return datasets.Dataset(pyarrow.concat_tables(batches), fingerprint=uuid.uuid4().hex).with_format("torch")
 
 
 class SeparateBlocks:

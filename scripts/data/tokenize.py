@@ -21,7 +21,6 @@ try:
 except ImportError as error:
     raise ImportError('the tokenizers need `tokenizers`: pip install "whatwhere[train]"') from error
 
-from .corpus import text_of
 from .genome import GENOME_PATTERN, GENOME_WORDS
 from .music import CHORALE_WORDS, remi_words
 
@@ -36,7 +35,7 @@ WORD_TOKENIZERS = ("jsb", "remi", "6mer")
 
 # Long documents are tokenised in pieces of about so many characters, several at a time.
 _PIECE = 1 << 16
-_BATCH = 4 * _PIECE
+_BATCH = 2 * _PIECE
 # Characters on either side of a cut with which it is checked.
 _CONTEXT = 200
 # A cut is made between a word or number and the white space after it.
@@ -95,6 +94,14 @@ def build_tokenizer(
     if model_max_length is not None:
         tokenizer.model_max_length = model_max_length
     return tokenizer
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """Returns the text of a document; raises ValueError if it has none."""
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise ValueError(f"A document has text={text!r}; it must be a string. Its other fields: {sorted(row)}.")
+    return text
 
 
 def tokenize_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
