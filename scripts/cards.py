@@ -42,6 +42,7 @@ from .evaluation import windows
 from .evaluation.figures import new_figure
 from .evaluation.results import check_writable, write_json
 from .evaluation.zero_shot import TABLE_5, TASKS
+from .extras import explain
 
 # Points of a curve: more are not seen.
 POINTS = 100
@@ -484,7 +485,7 @@ def main(arguments: list[str] | None = None) -> None:
         ):
             print(path)
     except (ValueError, OSError, ImportError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"error: {explain(error)}\n")
 
 
 def make(

@@ -37,6 +37,7 @@ from .evaluation import code_completion
 from .evaluation import length as length_evaluation
 from .evaluation.card import write_card
 from .evaluation.results import collect_lm_eval, provenance, versions, write_json
+from .extras import explain
 
 ENCODINGS = ("rope", "pope", "cope")
 # The checkpoint that lm-eval scores and that is loaded without the package.
@@ -184,7 +185,10 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    from .training.loop import Interrupted, TrainingError
+    try:
+        from .training.loop import Interrupted, TrainingError
+    except ImportError as error:
+        sys.exit(f"error: {explain(error)}")
 
     parser = argparse.ArgumentParser(
         prog="python -m whatwhere.scripts.demo", description=(__doc__ or "").split("\n")[0]
@@ -223,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
         with stage(f"{CHOSEN} in a clean process", seconds):
             print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
     except (ValueError, OSError, ImportError, DemoError, TrainingError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"error: {explain(error)}\n")
     except (Interrupted, KeyboardInterrupt) as stop:
         parser.exit(130, f"{str(stop).strip() or 'interrupted'}. Run the same command again to go on.\n")
     total = round(time.perf_counter() - begin, 1)

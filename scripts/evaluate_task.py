@@ -39,12 +39,17 @@ from safetensors import SafetensorError
 
 from ..position_encoding import suggest
 from ..position_encodings import reach
-from .data.samples import TaskSamples
-from .evaluation.answers import choice_likelihoods, score_samples
-from .evaluation.results import check_writable, provenance, write_json
-from .tasks.alice import LARGEST_ANSWER, AliceConfig
-from .tasks.registry import PROBES, TASKS, task_config
-from .training.recipe import Recipe, differences, load_recipe, parse_recipe
+from .extras import leave
+
+try:
+    from .data.samples import TaskSamples
+    from .evaluation.answers import choice_likelihoods, score_samples
+    from .evaluation.results import check_writable, provenance, write_json
+    from .tasks.alice import LARGEST_ANSWER, AliceConfig
+    from .tasks.registry import PROBES, TASKS, task_config
+    from .training.recipe import Recipe, differences, load_recipe, parse_recipe
+except ImportError as error:
+    leave(__name__, error)
 
 # Names of the metrics in tables.
 _TITLES = {

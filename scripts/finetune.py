@@ -4,6 +4,10 @@ On a laptop, without a download (continues a model that `python -m whatwhere.scr
 
     python -m whatwhere.scripts.finetune runs/demo_pope --steps 50 --output runs/demo_pope_finetuned
 
+On your own text, files of which a part is held out (what is a document, and which part: see whatwhere.scripts.train):
+
+    python -m whatwhere.scripts.finetune runs/demo_pope --train-file mytext/*.txt --output runs/mine
+
 On a GPU, GPT-2 with CoPE in place of its absolute positions, LoRA on every linear layer, the new position parameters
 trained in full, the result merged into one model:
 
@@ -41,7 +45,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -49,24 +52,25 @@ from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArg
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_encodings import reach
 
-from .data.corpora import CORPORA, load_corpus
-from .data.corpus import DATA_DIR_VARIABLE, SOURCES, load_text, text_of
-from .data.pack import add_labels, make_blocks
-from .data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
-from .evaluation.card import write_card
-from .evaluation.results import provenance, write_json
-from .training.lock import lock_folder
-from .training.loop import Interrupted, TrainingError, check_folder, stop_signals
-from .training.model import FAMILIES
-from .training.recipe import differences
+from .extras import leave
 
 try:
     import datasets
     import peft
     from accelerate import PartialState
+
+    from .data.corpora import CORPORA, load_corpus
+    from .data.corpus import DATA_DIR_VARIABLE, SOURCES, find_files, load_text
+    from .data.pack import add_labels, iterate_blocks, make_blocks
+    from .data.tokenize import build_tokenizer, bytes_per_token
+    from .evaluation.card import write_card
+    from .evaluation.results import provenance, write_json
+    from .training.lock import lock_folder
+    from .training.loop import HOPELESS, Interrupted, TrainingError, check_folder, stop_signals
+    from .training.model import FAMILIES
+    from .training.recipe import differences
 except ImportError as error:
-    needed = "`accelerate`, `datasets` and `peft`"
-    raise ImportError(f'fine-tuning needs {needed}: pip install "whatwhere[train]"') from error
+    leave(__name__, error)
 
 # The name before Transformers renamed it.
 _CHECKPOINTING = (
@@ -96,11 +100,23 @@ def parser() -> argparse.ArgumentParser:
         "--rope-parameters", type=json.loads, metavar="JSON", help="in place of the checkpoint's own, as a whole"
     )
     result.add_argument(
+        "--train-file",
+        nargs="+",
+        metavar="FILE",
+        help="your own text: text (UTF-8), jsonl or parquet files, folders or patterns",
+    )
+    result.add_argument(
+        "--validation-file",
+        nargs="+",
+        metavar="FILE",
+        help="text to evaluate on; default: a part of --train-file, which is held out",
+    )
+    result.add_argument(
         "--data",
-        default="stdlib",
         choices=(*SOURCES, *CORPORA),
         metavar="SOURCE",
-        help=f"{', '.join(SOURCES)}, or a corpus by its name ({', '.join(CORPORA)}); default %(default)s",
+        help=f"{', '.join(SOURCES)}, or a corpus by its name ({', '.join(CORPORA)}); default stdlib, with --train-file "
+        "local",
     )
     result.add_argument("--dataset", metavar="ID", help="the Hub dataset of --data hub")
     result.add_argument("--dataset-config", metavar="NAME", help="its configuration")
@@ -154,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options that make a run what it is, as `finetune.json` holds them."""
     settings = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
+    settings["data"] = _source(options)
     return json.loads(json.dumps(settings))
 
 
@@ -222,6 +239,7 @@ def finetune(options: argparse.Namespace, arguments: list[str] | None = None) ->
         Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
     """
     _check_ranges(options)
+    _check_text(options)
     with lock_folder(Path(options.output)):
         return _finetune(options, arguments)
 
@@ -245,10 +263,12 @@ def _finetune(options: argparse.Namespace, arguments: list[str] | None) -> dict[
     model, fresh = load_model(
         options.checkpoint, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
     )
-    tokenizer, blocks, split = _load_data(options, model.config)
+    tokenizer, blocks, split, note = _load_data(options, model.config)
     if processes.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / "finetune.json", settings)
+        if options.train_file and not options.validation_file:
+            print(note)
         if fresh:
             print(f"newly initialised: {', '.join(sorted(fresh))}")
     if options.lora:
@@ -264,12 +284,15 @@ def _finetune(options: argparse.Namespace, arguments: list[str] | None) -> dict[
     with stop_signals() as received:
         trainer = _trainer(model, options, blocks, received)
         last = _newest_checkpoint(output / "checkpoints", processes.num_processes) if options.resume else None
+        # The same numbers are drawn in training as without this evaluation.
+        with torch.random.fork_rng():
+            before = trainer.evaluate()["eval_loss"]
         trainer.train(resume_from_checkpoint=last)
     if received and trainer.state.global_step < options.steps:
         raise Interrupted(received[0], trainer.state.global_step)
 
     loss = trainer.evaluate()["eval_loss"]
-    if not math.isfinite(loss):
+    if not loss < HOPELESS:
         raise TrainingError(f"eval_loss={loss!r}: training has diverged. Nothing was saved after the last checkpoint.")
     if not processes.is_main_process:
         return {}
@@ -281,13 +304,16 @@ def _finetune(options: argparse.Namespace, arguments: list[str] | None) -> dict[
     tokenizer.save_pretrained(output)
     labels = blocks["test"][:]["input_ids"][:, 1:].flatten()
     size = int(bytes_per_token(tokenizer)[labels].sum())
+
+    def metrics(loss: float) -> dict[str, Any]:
+        perplexity = {"perplexity": {"value": math.exp(loss)}} if loss < HOPELESS else {}
+        return {"bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)}, **perplexity}
+
     whole = not options.lora or options.merge
     results = {
-        "metrics": {
-            "bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)},
-            "perplexity": {"value": math.exp(loss)},
-        },
-        "data": {"source": options.data, "dataset": options.dataset, "splits": options.splits, "split": split},
+        "metrics": metrics(loss),
+        "metrics_before": metrics(before) if math.isfinite(before) else {},
+        "data": {"source": settings["data"], "dataset": options.dataset, "splits": options.splits, "split": split},
         "length": blocks["test"][0]["input_ids"].shape[0],
         "tokens": len(labels),
         "base_model": None if os.path.exists(options.checkpoint) else options.checkpoint,
@@ -322,8 +348,38 @@ def _check_ranges(options: argparse.Namespace) -> None:
         raise FinetuneError(f"--lora-dropout={options.lora_dropout!r} is not valid: it must be in [0, 1).")
 
 
-def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str, Any], str]:
-    """Returns the tokenizer, the blocks of `train` and `test`, and the name of the split that serves as `test`."""
+def _source(options: argparse.Namespace) -> str:
+    return options.data or ("local" if options.train_file else "stdlib")
+
+
+def _check_text(options: argparse.Namespace) -> None:
+    """Refuses options of the text that do not fit together, and local files that are not there; reads nothing."""
+    source = _source(options)
+    if source in CORPORA:
+        useless = ("dataset", "dataset_config", "splits", "text_field", "train_file", "validation_file")
+    elif source == "local":
+        useless = ("dataset", "dataset_config", *(("data_dir",) if options.train_file else ()))
+    else:
+        useless = ("train_file", "validation_file")
+    for name in useless:
+        value = getattr(options, name)
+        if value is not None and (name, value) != ("text_field", "text"):
+            what = "--train-file" if name == "data_dir" else f"--data {source}"
+            raise FinetuneError(f"--{name.replace('_', '-')}={value!r} has no effect with {what}.")
+    if options.streaming and source == "stdlib":
+        raise FinetuneError("--streaming has no effect with --data stdlib.")
+    if source == "local":
+        find_files(
+            options.data_dir,
+            options.splits,
+            options.train_file,
+            options.validation_file,
+            streaming=options.streaming,
+        )
+
+
+def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str, Any], str, str]:
+    """Returns the tokenizer, the blocks of `train` and `test`, the split that serves as `test`, and what it is."""
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     limit = reach(config)
     if limit is not None and length > limit:
@@ -340,8 +396,6 @@ def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str,
             f"--tokenizer={options.tokenizer!r} is not valid: it has {len(tokenizer)} tokens, the model has "
             f"{config.vocab_size}."
         )
-    if options.streaming and options.data == "stdlib":
-        raise FinetuneError("--streaming has no effect with --data stdlib.")
     corpus = _load_corpus(options)
     split = "test" if "test" in corpus else "validation"
     train: Any
@@ -353,30 +407,30 @@ def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str,
     else:
         train = make_blocks(corpus["train"], tokenizer, sequence_length=length)
     test = make_blocks(corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks)
-    return tokenizer, {"train": train, "test": test}, split
+    return tokenizer, {"train": train, "test": test}, split, corpus[split].info.description
 
 
 def _load_corpus(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the splits of the text; of a corpus that is known by name, `train` and one held-out split."""
-    if options.data not in CORPORA:
+    source = _source(options)
+    if source not in CORPORA:
         return load_text(
-            options.data,
+            source,
             data_dir=options.data_dir,
             dataset=options.dataset,
             dataset_config=options.dataset_config,
             splits=options.splits,
             text_field=options.text_field,
+            train_file=options.train_file,
+            validation_file=options.validation_file,
             streaming=options.streaming,
+            pieces=True,
         )
-    for name, default in (("dataset", None), ("dataset_config", None), ("splits", None), ("text_field", "text")):
-        if (value := getattr(options, name)) != default:
-            raise FinetuneError(f"--{name.replace('_', '-')}={value!r} has no effect with --data {options.data}.")
     local = options.data_dir or os.environ.get(DATA_DIR_VARIABLE)
-    known = CORPORA[options.data].local if local else CORPORA[options.data].hub
+    known = CORPORA[source].local if local else CORPORA[source].hub
     splits = ("train", "test" if "test" in known else "validation")
     return {
-        split: load_corpus(options.data, split, data_dir=options.data_dir, streaming=options.streaming)
-        for split in splits
+        split: load_corpus(source, split, data_dir=options.data_dir, streaming=options.streaming) for split in splits
     }
 
 
@@ -384,16 +438,10 @@ def _endless_blocks(documents: Any, tokenizer: Any, length: int) -> Iterator[dic
     """Yields blocks of documents in their order, from the beginning again when they end."""
     for epoch in itertools.count():
         documents.set_epoch(epoch)
-        tokens: list[int] = []
         found = False
-        # One at a time: a batch of books would take minutes before the first step.
-        for ids in tokenize_documents(tokenizer, map(text_of, documents), batch=1):
-            tokens += ids
-            whole = len(tokens) - len(tokens) % length
-            for start in range(0, whole, length):
-                found = True
-                yield {"input_ids": np.array(tokens[start : start + length])}
-            del tokens[:whole]
+        for block in iterate_blocks(documents, tokenizer, length, "concat"):
+            found = True
+            yield block
         if not found:
             raise FinetuneError(f"--sequence-length={length!r} is not valid: the text holds fewer tokens.")
 
@@ -515,8 +563,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{str(stop).strip() or 'interrupted'}. {advice}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", 2))
     if results:
-        scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results["metrics"].items())
-        print(f"{options.output}: {scores}")
+        for when, key in (("before", "metrics_before"), ("after", "metrics")):
+            scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results[key].items())
+            print(f"{options.output}, {when} fine-tuning: {scores}")
 
 
 if __name__ == "__main__":

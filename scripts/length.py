@@ -64,6 +64,7 @@ from .evaluation.checkpoints import load_config, load_model, load_tokenizer, nam
 from .evaluation.curves import Curve, Finetuning, WindowResults, curves_of, evaluate_windows
 from .evaluation.results import check_writable, provenance, write_json
 from .evaluation.variants import VARIANTS
+from .extras import explain
 
 DEFAULT_MULTIPLES = (1.0, 2.0, 4.0, 8.0, 10.0)
 # Windows of a corpus that is known by name, unless --windows says others.
@@ -337,7 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             _compare_on_the_same_tokens(options, origin)
     except (ValueError, OSError, ImportError) as error:
-        parse.exit(2, f"error: {error}\n")
+        parse.exit(2, f"error: {explain(error)}\n")
     except KeyboardInterrupt as stop:
         advice = "The same command goes on from what was measured." if in_windows else "Nothing was written."
         parse.exit(130, f"{str(stop).strip() or 'interrupted'}. {advice}\n")

@@ -24,7 +24,8 @@ limit (all but `absolute` and plain `relative`). The tasks of local files are `w
 
 Output: `lm_eval.json` in each checkpoint's folder, from which `python -m whatwhere.scripts.evaluation.card FOLDER`
 makes its card, and lm-eval's whole report under `lm_eval/` there (for a Hub id both are in a folder of `--output`);
-`zero_shot.md` and `zero_shot.json` in `--output`, beside the paper's Table 5. Scores that a folder holds about other
+`zero_shot.md` and `zero_shot.json` in `--output`, beside the paper's Table 5; by default that is the folder of the
+checkpoint if there is one, else `zero_shot/`. Scores that a folder holds about other
 tasks of the same weights stay, and so do scores of more questions than were asked now.
 """
 
@@ -40,6 +41,7 @@ from ..model_card import weights_fingerprint
 from .evaluation import zero_shot
 from .evaluation.results import check_writable, provenance, write_json
 from .evaluation.tasks.zero_shot_files import DATA_DIR_VARIABLE, data_folder
+from .extras import explain
 
 
 def result_folder(checkpoint: str, output: pathlib.Path) -> pathlib.Path:
@@ -112,7 +114,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--attn-implementation", help="default: the model's own choice")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("zero_shot"), help="default %(default)s/")
+    parser.add_argument(
+        "--output", type=pathlib.Path, help="default: the folder of the one checkpoint, or zero_shot/ for several"
+    )
     parser.add_argument(
         "--print-task-folder", action="store_true", help="print the folder for lm_eval --include_path, and stop"
     )
@@ -120,10 +124,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.print_task_folder:
         print(zero_shot.TASK_FOLDER)
         return
+    if options.output is None:
+        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
+        options.output = pathlib.Path(options.checkpoints[0] if alone else "zero_shot")
     try:
         table = evaluate(options, provenance("whatwhere.scripts.zero_shot", arguments))
     except (ValueError, OSError, ImportError) as error:
-        parser.exit(2, f"error: {error}\n")
+        parser.exit(2, f"error: {explain(error)}\n")
     except KeyboardInterrupt:
         parser.exit(130, "interrupted. Checkpoints that were done have their lm_eval.json.\n")
     print(table)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 import whatwhere
 from tiny import tiny_model
 from whatwhere.scripts.data import corpus
+from whatwhere.scripts.data import tokenize as tokens
 from whatwhere.scripts.data.pack import (
     IGNORED,
     ShuffledBatches,
@@ -114,6 +116,144 @@ def test_local_text_is_one_document_a_file(folder, streaming, monkeypatch):
     loaded = corpus.load_text("local", splits=splits, streaming=streaming)
     assert [row["text"] for row in loaded["train"]] == ["one\ntwo\n", "three\n\nfour é"]
     assert [row["text"] for row in loaded["test"]] == ["three\n\nfour é"]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_line_ends_and_byte_order_mark_of_text_files(tmp_path, name, streaming):
+    """The mark is removed at the start, not inside; every line end becomes a newline."""
+    content = "\ufeffone\r\ntwo\rthree \ufeff\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    splits = {"train": name, "validation": name}
+    for pieces in (False, True):
+        loaded = corpus.load_text("local", data_dir=tmp_path, splits=splits, streaming=streaming, pieces=pieces)
+        assert "".join(row["text"] for row in loaded["train"]) == "one\ntwo\nthree \ufeff\n"
+
+
+def test_text_of_jsonl_is_taken_as_it_is(tmp_path):
+    row = {"text": "one\r\ntwo\rthree \ufeff\n"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\n")
+    splits = {"train": "a.jsonl", "validation": "mark.jsonl"}
+    loaded = corpus.load_text("local", data_dir=tmp_path, splits=splits)
+    assert loaded["train"]["text"][:] == loaded["validation"]["text"][:] == [row["text"]]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", bytes(1000), r"a\.txt' is not UTF-8 text: it holds NUL characters"),
+        ("a.txt", "text".encode("utf-16"), r"a\.txt' cannot be read as UTF-8 text"),
+        ("a.txt", b"caf\xe9", r"a\.txt' cannot be read as UTF-8 text"),
+        ("a.txt.gz", b"no gzip", r"a\.txt\.gz' cannot be read as UTF-8 text"),
+        (
+            "a.txt.gz",
+            gzip.compress(os.urandom(4000).hex().encode())[:2000],
+            r"a\.txt\.gz' cannot be read as UTF-8 text",
+        ),
+        ("a.jsonl", bytes(1000), r"a\.jsonl' holds NUL bytes"),
+    ],
+    ids=["nul", "utf-16", "latin-1", "no gzip", "cut gzip", "nul jsonl"],
+)
+def test_files_that_are_no_text(tmp_path, name, content, message, streaming):
+    (tmp_path / name).write_bytes(content)
+    splits = {"train": name, "validation": name}
+    with pytest.raises(ValueError, match=message):
+        list(corpus.load_text("local", data_dir=tmp_path, splits=splits, streaming=streaming)["train"])
+
+
+@pytest.mark.parametrize("pattern", ["../secret.txt", "books/../../secret.txt", "..", "/etc/passwd"])
+def test_patterns_stay_inside_the_data_folder(folder, pattern):
+    (folder.parent / "secret.txt").write_text("secret")
+    with pytest.raises(ValueError, match=r"relative to the data folder and without '\.\.'"):
+        corpus.load_text("local", data_dir=folder, splits={"train": pattern, "validation": "valid.jsonl"})
+
+
+# --- own text
+
+
+def documents_of(rows):
+    """The documents of rows, of which some may be pieces."""
+    documents = {}
+    for number, row in enumerate(rows):
+        key = row.get("document", number)
+        documents[key] = documents.get(key, "") + row["text"]
+    return list(documents.values())
+
+
+def test_own_text_of_one_file(tmp_path, monkeypatch):
+    """The end of a single document is held out: nothing is lost, nothing is in both parts."""
+    text = "".join(f"line {i}, café\n" for i in range(4000))
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    loaded = corpus.load_text("local", train_file="a.txt")
+    (train,), (validation,) = documents_of(loaded["train"]), documents_of(loaded["validation"])
+    assert train + validation == text
+    assert validation.startswith("line ")
+    assert 0.03 < len(validation) / len(text) < 0.07
+    note = loaded["validation"].info.description
+    assert note.startswith("no validation_file: the last 5% of the document are held out")
+    given = corpus.load_text("local", train_file=["a.txt"], validation_file="a.txt")
+    assert given["train"]["text"][:] == given["validation"]["text"][:] == [text]
+    blocks = [block["input_ids"] for block in iterate_blocks(loaded["train"], build_tokenizer("bytes"), 8, "concat")]
+    assert bytes(torch.from_numpy(numpy.concatenate(blocks)).tolist()) == train.encode()[: 8 * len(blocks)]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("count", [3, 60])
+def test_own_text_of_many_documents(tmp_path, kind, count):
+    import datasets
+
+    texts = [f"document {i} " + "word " * 100 for i in range(count)]
+    rows = datasets.Dataset.from_dict({"body": texts})
+    field = "text" if kind == "txt" else "body"
+    if kind == "txt":
+        for i, text in enumerate(texts):
+            (tmp_path / f"{i:02d}.txt").write_text(text)
+        (tmp_path / "LICENSE").write_text("of another kind")
+    elif kind == "jsonl":
+        rows.to_json(tmp_path / "a.jsonl")
+    else:
+        rows.to_parquet(tmp_path / "a.parquet")
+    loaded = corpus.load_text("local", train_file=str(tmp_path), text_field=field)
+    train, validation = documents_of(loaded["train"]), documents_of(loaded["validation"])
+    note = loaded["validation"].info.description
+    if count == 3:
+        assert [one + end for one, end in zip(train, validation)] == texts
+        assert all(len(end) < 40 for end in validation)
+        assert "the last 5% of each of the 3 documents" in note
+    else:
+        assert sorted(train + validation) == sorted(texts)
+        assert len(validation) == 3
+        assert "3 of 60 documents, drawn at random" in note
+        again = corpus.load_text("local", train_file=str(tmp_path), text_field=field)
+        assert documents_of(again["validation"]) == validation
+
+
+def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    books = {"validation_file": "valid.jsonl", "text_field": "body"}
+    loaded = corpus.load_text("local", train_file="books/*", validation_file="books/1.txt", streaming=True)
+    assert [row["text"] for row in loaded["train"]] == ["one\ntwo\n", "three\n\nfour é"]
+    (folder / "empty").mkdir()
+    (folder / "table.csv").write_text("a,b")
+    for options, message in (
+        ({"train_file": "nothing.txt"}, "train_file='nothing.txt' is not valid: there is no such file"),
+        ({"train_file": ["valid.jsonl", "no*"], **books}, r"train_file='no\*' is not valid"),
+        ({"train_file": "valid.jsonl", "validation_file": "nix"}, "validation_file='nix'"),
+        ({"train_file": "empty"}, "the folder holds no .txt"),
+        ({"train_file": "table.csv"}, "'table.csv' is of no known kind"),
+        ({"train_file": "."}, "train_file mixes json and text files"),
+        ({"validation_file": "valid.jsonl"}, "needs train_file"),
+        ({"train_file": "valid.jsonl", "splits": {"train": "a"}}, "exclude each other"),
+        ({"train_file": "valid.jsonl", "streaming": True}, "streaming=True needs validation_file"),
+        ({"train_file": ["books/1.txt", 3]}, "train_file=3 is not valid"),
+        ({"train_file": "valid.jsonl"}, "text_field='text' is not valid: train_file has the columns 'id', 'body'"),
+        ({}, r"source='local' needs files: .*Example: --train-file mytext/\*\.txt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            corpus.load_text("local", **options)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +359,80 @@ def test_round_trip(tokenizer, text):
     assert tokenizer.decode(ids[:-1]) == text
     # every way of asking for it
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def random_prose(generator: random.Random) -> str:
+    """Words, numbers, CJK, punctuation, every kind of white space, and long runs with none."""
+    kinds = [
+        lambda: "".join(generator.choice("abcdeéß") for _ in range(generator.randint(1, 12))),
+        lambda: str(generator.randint(0, 99999)),
+        lambda: generator.choice([" ", "  ", "\n", "\r\n", "\t", "   \n ", "\u3000", "\xa0", " \u0301"]),
+        lambda: "".join(chr(generator.randint(0x4E00, 0x4E40)) for _ in range(generator.randint(1, 200))),
+        lambda: generator.choice("!?,.。、'\"-_") * generator.randint(1, 5),
+        lambda: generator.choice(["'s", "don't", "I'LL", "<|endoftext|>"]),
+        lambda: generator.choice("x ") * generator.randint(1, 300),
+        lambda: random_text(generator.randint(0, 10**9), 1),
+    ]
+    parts = (generator.choice(kinds)() + generator.choice(["", " "]) for _ in range(generator.randint(0, 60)))
+    return "".join(parts)
+
+
+def bpe_of_kind(kind: str, texts: list[str]):
+    """A BPE that separates words as the tokenizers of some models do."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    joined = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pattern = r"(?i:'s|'t|'ll)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    if kind in ("llama3", "qwen"):
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), joined])
+    elif kind == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    elif kind == "prefix space":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    else:
+        backend.pre_tokenizer = (
+            joined if kind == "merges across words" else pre_tokenizers.ByteLevel(add_prefix_space=False)
+        )
+    if kind == "qwen":
+        backend.normalizer = normalizers.NFC()
+    if kind == "strip":
+        backend.normalizer = normalizers.Strip()
+    options = {"vocab_size": 500, "special_tokens": ["<e>"], "show_progress": False}
+    backend.train_from_iterator(texts, trainers.BpeTrainer(**options))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+
+
+CUT = ("bytes", "bpe", "llama3", "qwen", "metaspace", "prefix space")
+
+
+@pytest.mark.parametrize("kind", [*CUT, "merges across words", "strip"])
+def test_pieces_are_tokenised_as_the_whole(kind, monkeypatch):
+    """The tokens of a document do not depend on its pieces; tokenizers for which they would are given the whole."""
+    monkeypatch.setattr(tokens, "_PIECE", 64)
+    monkeypatch.setattr(tokens, "_BATCH", 256)
+    monkeypatch.setattr(tokens, "_CONTEXT", 16)
+    generator = random.Random(0)
+    texts = [random_prose(generator) for _ in range(120)] + ["word " * 100]
+    if kind in ("bytes", "bpe"):
+        tokenizer = build_tokenizer(kind, **({} if kind == "bytes" else {"vocab_size": 500, "texts": texts}))
+    else:
+        tokenizer = bpe_of_kind(kind, texts)
+    end, longer = [tokenizer.eos_token_id], 0
+    for text in texts:
+        whole = tokenizer([text], add_special_tokens=False, split_special_tokens=True)["input_ids"][0] + end
+        pieces = list(tokens.tokenize_pieces(tokenizer, [{"text": text}]))
+        assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert numpy.concatenate([ids for ids, _ in pieces]).tolist() == whole
+        longer += len(pieces) > 1
+        # as it is read from a file in pieces, with another document after it
+        starts = sorted(generator.sample(range(len(text) + 1), min(5, len(text) + 1)))
+        rows = [text[start:stop] for start, stop in zip([0, *starts], [*starts, len(text)])]
+        rows = [*({"text": row, "document": 0} for row in rows), {"text": "a b", "document": 1}]
+        ids = numpy.concatenate([ids for ids, _ in tokens.tokenize_pieces(tokenizer, rows)]).tolist()
+        assert ids == whole + next(iter(tokenize_documents(tokenizer, ["a b"])))
+    assert (longer > 50) == (kind in CUT)
 
 
 def test_byte_tokens_are_the_bytes():

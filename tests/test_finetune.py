@@ -261,6 +261,8 @@ def test_an_endless_stream_begins_again(stock):
         (["--data", "pg19", "--text-field", "page"], "--text-field='page' has no effect"),
         (["--data", "stdlib", "--streaming"], "--streaming has no effect with --data stdlib"),
         (["--data", "wikitext103"], "split='train' of corpus 'wikitext103' is not known"),
+        (["--data", "pg19", "--train-file", "a.txt"], r"--train-file=\['a.txt'\] has no effect with --data pg19"),
+        (["--train-file", "a.txt"], "--data-dir=.* has no effect with --train-file"),
     ],
 )
 def test_text_options_without_effect(stock, tmp_path, arguments, message):
@@ -269,6 +271,45 @@ def test_text_options_without_effect(stock, tmp_path, arguments, message):
     )
     with pytest.raises(ValueError, match=message):
         script.finetune(options, arguments=[])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train-file", "no.txt"], "train_file='no.txt' is not valid: there is no such file"),
+        (["--data", "local"], "source='local' needs files: .*Example: --train-file"),
+        (["--data", "local", "--validation-file", "no.txt"], "needs train_file"),
+    ],
+)
+def test_errors_of_the_text_come_before_the_model(stock, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
+    monkeypatch.setattr(script, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    options = script.parser().parse_args([stock["llama"], *arguments, "--output", str(tmp_path / "run")])
+    with pytest.raises(ValueError, match=message):
+        script.finetune(options, arguments=[])
+    assert not (tmp_path / "run").exists()
+
+
+def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("how now brown cow, " * 100)
+    arguments = [stock["llama"], "--train-file", str(tmp_path / "a.txt"), "--cpu", "--output", str(tmp_path / "run")]
+    fast = ["--steps", "4", "--batch-size", "2", "--sequence-length", "16", "--learning-rate", "0.01"]
+    script.main([*arguments, *fast])
+    said = capsys.readouterr().out
+    assert "the last 5% of the document are held out" in said
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["data"]["source"] == "local"
+    before, after = (results[key]["bits_per_byte"]["value"] for key in ("metrics_before", "metrics"))
+    assert after < before
+    assert f"before fine-tuning: bits_per_byte {before:.4f}, perplexity" in said
+    assert f"after fine-tuning: bits_per_byte {after:.4f}, perplexity" in said
+    # that of the checkpoint itself, on the same text
+    model, _ = script.load_model(stock["llama"])
+    text = ("how now brown cow, " * 100)[-96:].encode()
+    model.eval()
+    with torch.no_grad():
+        loss = model(torch.tensor([list(text[:16])]), labels=torch.tensor([list(text[:16])])).loss
+    assert before == pytest.approx(loss.item() / 0.6931, rel=0.2)
 
 
 # --- resume

@@ -323,6 +323,13 @@ def test_some_of_the_text(run):
     assert [(cell["windows"], cell["dropped_tokens"]) for cell in entry["cells"]] == [(6, 0), (2, 32)]
 
 
+def test_windows_that_the_text_cannot_fill_are_skipped(run, capsys):
+    content = run(["rope"], "--windows", "16,999", "--document-tokens", "48")
+    assert [cell["length"] for cell in content["checkpoints"][0]["cells"]] == [16]
+    said = "windows of 999 tokens are skipped, because the longest of 3 texts has 48 tokens to score"
+    assert said in capsys.readouterr().err
+
+
 def test_articles_are_joined(root, run, tmp_path):
     content = run(["rope"], "--windows", "16", data="wikitext103")
     (cell,) = content["checkpoints"][0]["cells"]
@@ -491,7 +498,7 @@ def test_finetune(root, run, tmp_path, monkeypatch, capsys):
         (["--windows", "16", "--documents", "0"], "documents=0 is not valid: it must be at least 1"),
         (["--windows", "16", "--variants", "yarm"], "variants='yarm' is not valid. Did you mean 'yarn'"),
         (["--windows", "16", "--variants", "relative-capped"], "it serves no checkpoint (rope: no relative-capped"),
-        (["--windows", "16,999"], "the longest of 3 documents has 200 tokens to score"),
+        (["--windows", "998,999"], "windows=998 is not valid: the longest of 3 documents has 200 tokens to score"),
         (["--windows", "16", "--data", "pg20"], "data='pg20' is not valid"),
         (["--windows", "16", "--data", "pg19:tset"], "Did you mean 'test'"),
         (["--windows", "16", "--finetune", "--finetune-batch-size", "9"], "it must divide finetune-batch-size=9"),

@@ -167,3 +167,40 @@ def test_no_machine_paths_in_the_repository() -> None:
         found = pattern.search(text)
         if path != pathlib.Path(__file__).resolve():
             assert not found, f"{relative(path)} names a path of one machine: {found and found.group()!r}"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "module", "extra"),
+    [
+        ("train", ["demo_rope"], "datasets", "train"),
+        ("finetune", ["x", "--output", "y"], "accelerate", "train"),
+        ("evaluate_task", ["x"], "datasets", "train"),
+        ("demo", [], "accelerate", "train"),
+        ("length", ["x", "--data", "pg19"], "datasets", "train"),
+        ("zero_shot", ["CHECKPOINT"], "lm_eval", "eval"),
+        ("reproduce", ["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
+        ("evaluation.code_completion", ["--output", "y"], "datasets", "train"),
+    ],
+)
+def test_base_install_is_told_the_extra(tmp_path, script, arguments, module, extra):
+    """A script whose modules are missing says so in one line."""
+    hidden = ("accelerate", "datasets", "peft", "lm_eval", "evaluate", "matplotlib", "miditok", "symusic", "pyarrow")
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({hidden!r}))\n"
+        "name, *sys.argv[1:] = sys.argv[1:]\n"
+        "runpy.run_module(name, run_name='__main__', alter_sys=True)\n"
+    )
+    if "CHECKPOINT" in arguments:
+        from tiny import tiny_model
+        from whatwhere.scripts.data.tokenize import build_tokenizer
+
+        tiny_model("llama", "rope").save_pretrained(tmp_path / "CHECKPOINT")
+        build_tokenizer("bytes").save_pretrained(tmp_path / "CHECKPOINT")
+    command = [sys.executable, "-c", code, f"whatwhere.scripts.{script}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    assert f'pip install "whatwhere[{extra}]"' in done.stderr, done.stderr
+    assert module in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")

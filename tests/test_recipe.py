@@ -143,7 +143,17 @@ BAD = {
         "data.dataset='a/b' has no effect with data.source='corpus'",
     ),
     "hub without dataset": (changed(data__source="hub"), "data.dataset=None"),
-    "local without patterns": (changed(data__source="local"), "data.splits=None"),
+    "local without patterns": (changed(data__source="local"), "data.splits=None.*Example: --train-file mytext"),
+    "own text of another source": (
+        changed(data__source="hub", data__dataset="a/b", data__train_file="a.txt"),
+        "data.train_file='a.txt' has no effect with data.source='hub'",
+    ),
+    "own text and patterns": (
+        changed(data__train_file="a.txt", data__splits={"train": "a"}), "data.splits={'train': 'a'} has no effect with"
+    ),
+    "validation text alone": (changed(data__source="local", data__validation_file="a"), "without data.train_file"),
+    "own text as a stream": (changed(data__train_file="a.txt", data__streaming=True), "needs data.validation_file"),
+    "own text of a wrong type": (changed(data__train_file=3), "data.train_file=3 is not valid.*type str"),
     "dataset unused": (changed(data__dataset="me/x"), "data.dataset='me/x' has no effect"),
     "streaming unused": (changed(data__streaming=True), "data.streaming=True has no effect"),
     "bpe without size": (changed(data__tokenizer="bpe"), "data.vocab_size=None.*'bpe' needs it"),
@@ -234,6 +244,44 @@ def test_valid_recipe_is_valid():
     build_config(parse_recipe(VALID))
     reaching = changed(model__position_encoding="alibi", model__max_position_embeddings=8)
     assert build_config(parse_recipe(reaching)).max_position_embeddings == 8
+
+
+def test_all_errors_are_reported_together():
+    values = changed(
+        seed=-1,
+        data__source="web",
+        data__sequence_lenth=3,
+        training__steps=0,
+        training__learning_rate="fast",
+        model__hiden_size=8,
+        evaluation__keep="best",
+        nmae="x",
+    )
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(values)
+    fragments = ("seed=-1", "'web'", "'data.sequence_lenth'", "training.steps=0", "learning_rate='fast'", "hiden_size")
+    for fragment in (*fragments, "evaluation.keep='best'", "unknown key 'nmae'"):
+        assert sum(fragment in problem for problem in caught.value.problems) == 1, fragment
+    assert len(caught.value.problems) == 8
+    assert str(caught.value) == "\n- ".join(["the recipe has 8 errors:", *caught.value.problems])
+    # of fields together, too
+    with pytest.raises(RecipeError, match=r"(?s)2 errors.*warmup_steps=10.*micro_batch_size=3"):
+        parse_recipe(changed(training__warmup_steps=10, training__micro_batch_size=3))
+
+
+def test_own_text_replaces_that_of_a_recipe(tmp_path):
+    own = load_recipe("wikitext103_small", ["seed=2"], train_file=["a.txt", "b/*"], validation_file=["c.txt"])
+    data = own.resolved()["data"]
+    assert (data["source"], data["train_file"], data["validation_file"]) == ("local", ["a.txt", "b/*"], ["c.txt"])
+    assert data["splits"] is None
+    assert (own.data.vocab_size, own.data.sequence_length, own.seed) == (4096, 512, 2)
+    assert parse_recipe(own.resolved()) == own
+    assert load_recipe("text_hub", train_file=["a.jsonl"]).data.streaming is False
+    # in a recipe the source follows from the files, and older recipes stay equal
+    assert parse_recipe(changed(data__train_file="a.txt")).data.source == "local"
+    assert not {"train_file", "validation_file"} & set(parse_recipe(VALID).resolved()["data"])
+    with pytest.raises(RecipeError, match=r"validation_file=\['c'\] is not valid without data.train_file"):
+        load_recipe("demo_rope", validation_file=["c"])
 
 
 def test_resolved_recipe_says_which_model_is_kept_unless_it_is_the_last():

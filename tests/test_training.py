@@ -1019,12 +1019,36 @@ def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:]) + 2
 
 
+def test_errors_of_model_and_text_come_together(tmp_path):
+    bad = recipe(data__source="local", data__splits=None, data__train_file="no.txt", model__hiden_size=8)
+    with pytest.raises(ValueError, match=r"(?s)2 errors.*hiden_size.*data.train_file='no.txt' is not valid"):
+        loop.train(bad, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_own_text(tmp_path, capsys):
+    """Two files, of which the last lines are held out; a resumed run would find the same text."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}: line {i}\n" for i in range(200)))
+    own = recipe(data__source="local", data__splits=None, data__train_file=str(tmp_path / "*.txt"))
+    results = loop.train(own, tmp_path / "run", arguments=[])
+    assert "the last 5% of each of the 2 documents are held out" in capsys.readouterr().out
+    assert results["data"]["split"] == "validation"
+    assert results["data"]["train_file"] == str(tmp_path / "*.txt")
+    assert "train_file" in (tmp_path / "run" / "recipe.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["no_such_recipe"], "error: recipe 'no_such_recipe'"),
         (["demo_rope", "--set", "training.stepps=1"], "Did you mean 'steps'"),
         (["demo_rope", "--set", "data.source=local", "--set", "data.splits={train: a, validation: b}"], "--data-dir"),
+        (
+            ["demo_rope", "--train-file", "no.txt"],
+            "error: data.train_file='no.txt' is not valid: there is no such file",
+        ),
+        (["demo_rope", "--train-file", "no.txt", "--data-dir", "x"], "--data-dir='x' has no effect with --train-file"),
     ],
 )
 def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ from safetensors.torch import save
 
 from ..evaluation.checkpoints import load_tokenizer
 from ..evaluation.results import check_writable, provenance, write_json
+from ..extras import explain
 from . import common, deltas, frequencies, maps, page
 
 MODULE = "whatwhere.scripts.analysis"
@@ -203,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_writable(options.output)
         printed = COMMANDS[options.command](options, provenance(MODULE, arguments))
     except (ValueError, OSError, ImportError) as error:
-        one.exit(2, f"error: {error}\n")
+        one.exit(2, f"error: {explain(error)}\n")
     print(printed)
     print(f"In {options.output}: {FILES[options.command]}")
 

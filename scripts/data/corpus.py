@@ -6,10 +6,16 @@ Every source gives the same thing, a dictionary of splits whose rows hold a docu
   hash of the file's path inside the library, 90 % train, 5 % validation, 5 % test. A file keeps its split when other
   files come and go, but the text differs between Python versions: results of two versions are not comparable.
 * `hub`: any dataset of the Hugging Face Hub, downloaded or streamed.
-* `local`: `.jsonl`, `.jsonl.gz`, `.txt` and `.txt.gz` files in a folder, chosen for each split by glob patterns.
+* `local`: `.txt`, `.jsonl` and `.parquet` files (the first two also with `.gz`), chosen for each split by glob patterns
+  inside a data folder, or named one by one (`train_file`, `validation_file`).
 * `corpus`: corpora known by name (`corpora.py`), from a data folder or else the Hub.
+
+A document is a text file, a line of a jsonl file or a row of a parquet file. Text files are UTF-8: a byte order mark is
+removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is taken as it is.
 """
 
+import glob
+import gzip
 import hashlib
 import os
 import re
@@ -19,15 +25,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import whatwhere
+
 try:
     import datasets
     import pyarrow
 except ImportError as error:
     raise ImportError('the corpora need `datasets`: pip install "whatwhere[train]"') from error
 
+from .tokenize import text_of
+
 SPLITS = ("train", "validation", "test")
 SOURCES = ("stdlib", "hub", "local", "corpus")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
+
+# Endings of files (text and jsonl files may end in .gz too), and what `datasets` calls the kind.
+_ENDINGS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# Text files of any size are read in pieces of so many characters.
+_PIECE = 1 << 16
+# The part of a text without validation files that is held out; of fewer documents than this, the end of each one.
+_HELD_OUT = 0.05
+_FEW = 20
+OWN_TEXT = (
+    "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
+    "mytext/*.txt, ...}."
+)
 
 # What the embedded corpus leaves out: other people's packages; tests (as long as the library itself, and repetitive);
 # files written by programs, which are no code (`pydoc_data`), nearly equal to each other and so would leak from train
@@ -46,7 +70,10 @@ def load_text(
     dataset_config: str | None = None,
     splits: Mapping[str, str | Sequence[str]] | None = None,
     text_field: str = "text",
+    train_file: str | Sequence[str] | None = None,
+    validation_file: str | Sequence[str] | None = None,
     streaming: bool = False,
+    pieces: bool = False,
 ) -> dict[str, Any]:
     """Loads the splits of a corpus.
 
@@ -60,19 +87,37 @@ def load_text(
             "validation": "train[:1000]"}`; by default each split under its own name. For `local`, our split to one or
             more glob patterns relative to `data_dir`: `{"train": "wikipedia_en/train-*.jsonl.gz", ...}`. For `corpus`,
             to the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test": "wikitext103:test", ...}`.
-        text_field: the column or key that holds the document (`hub` and jsonl files).
+        text_field: the column or key that holds the document (`hub`, jsonl and parquet files).
+        train_file: for `local` without `splits`: one or more files, folders or glob patterns, relative to the current
+            folder; a folder stands for all text, jsonl and parquet files in it.
+        validation_file: the same for the validation split; by default a part of `train_file` is held out: 5 % of the
+            documents, drawn at random, or of fewer than 20 documents the last 5 % of each one.
         streaming: read lazily instead of downloading or copying first (not `stdlib`).
+        pieces: a row of a text file holds a piece of it, for files of any size; `document` is the number of the file.
+            Without effect on jsonl and parquet files, other sources and streams.
 
     Returns:
         A `datasets.DatasetDict` (`IterableDatasetDict` when streaming) with the rows' documents in `text`. There is
         always a `train` and a `validation` split; `test` may be missing for `hub` and `local`.
+
+    Raises:
+        ValueError: an argument or a file is not valid.
     """
     if source == "stdlib":
         return _load_stdlib()
     if source == "hub":
         return _load_hub(dataset, dataset_config, splits or {s: s for s in SPLITS}, text_field, streaming)
     if source == "local":
-        return _load_local(data_dir or os.environ.get(DATA_DIR_VARIABLE), splits, text_field, streaming)
+        files = find_files(data_dir, splits, train_file, validation_file, streaming=streaming)
+        result = {
+            name: _read(
+                found, what, text_field=text_field, streaming=streaming, pieces=pieces or "validation" not in files
+            )
+            for name, (what, found) in files.items()
+        }
+        if "validation" not in result:
+            result["train"], result["validation"] = hold_out(result["train"])
+        return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
     if source == "corpus":
         return _load_corpora(data_dir, splits, streaming)
     raise ValueError(f"source={source!r} is not valid. Allowed: {', '.join(map(repr, SOURCES))}.")
@@ -203,63 +248,239 @@ def _load_corpora(
     return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
 
 
-def _load_local(
+def find_files(
     data_dir: str | os.PathLike[str] | None,
     splits: Mapping[str, str | Sequence[str]] | None,
-    text_field: str,
-    streaming: bool,
-) -> dict[str, Any]:
-    if not data_dir:
-        raise ValueError(f"source='local' needs a folder: give --data-dir, or set {DATA_DIR_VARIABLE}.")
-    root = Path(data_dir).expanduser()
-    if not root.is_dir():
+    train_file: str | Sequence[str] | None,
+    validation_file: str | Sequence[str] | None,
+    *,
+    streaming: bool = False,
+) -> dict[str, tuple[str, list[str]]]:
+    """Finds the files of `source="local"`, without reading them; the arguments are those of `load_text`.
+
+    Returns:
+        for each split what it was asked for by, in words for messages, and its files. There is no `validation` if a
+        part of the training text is to be held out.
+
+    Raises:
+        ValueError: nothing was asked for, or it is not there, or is of no known kind.
+    """
+    own = {"train_file": train_file, "validation_file": validation_file}
+    given = [name for name, value in own.items() if value]
+    if given and splits:
+        raise ValueError(
+            f"{given[0]}={own[given[0]]!r} and splits={dict(splits)!r} exclude each other: give one of them."
+        )
+    if validation_file and not train_file:
+        raise ValueError(f"validation_file={validation_file!r} needs train_file. {OWN_TEXT}")
+    if train_file:
+        if streaming and not validation_file:
+            raise ValueError("streaming=True needs validation_file: no part of a stream can be held out.")
+        return {
+            name.removesuffix("_file"): (name, _own_files(name, [value] if isinstance(value, str) else value))
+            for name, value in own.items()
+            if value
+        }
+    data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
+    root = Path(data_dir).expanduser() if data_dir else None
+    if root is not None and not root.is_dir():
         raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
-    _check_split_names(splits or {})
+    if not splits:
+        raise ValueError(
+            f"source='local' needs files: train_file, or splits={{'train': PATTERN, 'validation': PATTERN}} inside "
+            f"--data-dir. {OWN_TEXT}"
+        )
+    if root is None:
+        raise ValueError(
+            f"splits={dict(splits)!r} are patterns inside a data folder: give --data-dir, or set {DATA_DIR_VARIABLE}."
+        )
+    _check_split_names(splits)
     result = {}
-    for name, patterns in (splits or {}).items():
+    for name, patterns in splits.items():
         patterns = [patterns] if isinstance(patterns, str) else patterns
         if not isinstance(patterns, (list, tuple)) or not all(
-            isinstance(pattern, str) and pattern and not Path(pattern).is_absolute() for pattern in patterns
+            isinstance(pattern, str) and pattern and not Path(pattern).is_absolute() and ".." not in Path(pattern).parts
+            for pattern in patterns
         ):
             raise ValueError(
                 f"splits[{name!r}]={patterns!r} is not valid: it must be a pattern, or a list of patterns, relative to "
-                "the data folder."
+                "the data folder and without '..'."
             )
-        result[name] = read_files(root, name, patterns, text_field=text_field, streaming=streaming)
-    return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
+        result[name] = f"splits[{name!r}]={patterns!r}", _matches(root, name, patterns)
+    return result
+
+
+def _own_files(name: str, entries: Sequence[str]) -> list[str]:
+    files: list[str] = []
+    for entry in entries:
+        if not isinstance(entry, str) or not entry:
+            raise ValueError(f"{name}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
+        path = os.path.expanduser(entry)
+        if os.path.isdir(path):
+            found = sorted(str(file) for file in Path(path).rglob("*") if _kind_or_none(str(file)) and file.is_file())
+            reason = f"the folder holds no {_allowed_endings()} file"
+        else:
+            # A name with brackets is a file before it is a pattern.
+            found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            reason = "there is no such file or folder, and no file matches it as a pattern"
+        if not found:
+            raise ValueError(f"{name}={entry!r} is not valid: {reason}.")
+        files += [file for file in found if file not in files]
+    _kind_of_all(files, name)
+    return files
 
 
 def read_files(
     root: Path, name: str, patterns: Sequence[str], *, text_field: str = "text", streaming: bool = False
 ) -> Any:
-    """Returns the documents of local files: a line of a jsonl file, or a whole text file, each.
+    """Returns the documents of local files: a line of a jsonl file, a row of a parquet file or a whole text file, each.
 
     Args:
         root: the folder.
         name: of the split, for messages.
         patterns: globs relative to `root`; files are read in the order of the patterns, then of their names.
-        text_field: the key of jsonl files that holds the document.
+        text_field: the key or column of jsonl and parquet files that holds the document.
         streaming: read lazily instead of copying first.
 
     Raises:
         ValueError: a pattern matches nothing, or a file cannot be read.
     """
+    files = _matches(root, name, patterns)
+    return _read(files, f"splits[{name!r}]={patterns!r}", text_field=text_field, streaming=streaming)
+
+
+def _matches(root: Path, name: str, patterns: Sequence[str]) -> list[str]:
     files: list[str] = []
     for pattern in patterns:
         found = sorted(str(file) for file in root.glob(pattern) if file.is_file())
         if not found:
             raise ValueError(f"splits[{name!r}]={pattern!r} matches no file in {str(root)!r}.")
         files += [file for file in found if file not in files]
+    _kind_of_all(files, f"splits[{name!r}]={patterns!r}")
+    return files
+
+
+def _kind_of_all(files: Iterable[str], what: str) -> str:
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
-        raise ValueError(f"splits[{name!r}]={patterns!r} mixes text and jsonl files: take one kind for a split.")
-    options = {"sample_by": "document"} if kinds == {"text"} else {}
+        raise ValueError(f"{what} mixes {' and '.join(sorted(kinds))} files: take one kind for a split.")
+    return kinds.pop()
+
+
+def _read(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
+    """Returns the rows of files of one kind; `what` names them in messages."""
+    kind = _kind_of_all(files, what)
+    features = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
     try:
-        rows = datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=streaming, **options)
-        return _with_text(rows, "text" if options else text_field, f"splits[{name!r}]")
-    except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:
-        reason = error.__cause__ or error or "it holds nothing"
-        raise ValueError(f"splits[{name!r}]={patterns!r} cannot be read: {reason}") from error
+        if kind != "text":
+            for file in files if kind == "json" else ():
+                _refuse_binary(file)
+            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
+            return _with_text(rows, text_field, what)
+        if streaming:
+            rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=features)
+        else:
+            # `datasets` reads the files again if one of these values changes.
+            state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
+            # No list, for it would read the files of one by themselves.
+            settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
+            rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=features)
+        return rows if pieces and not streaming else rows.remove_columns("document")
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
+        reason = str(error.__cause__ or error) or "it holds nothing"
+        raise ValueError(f"{what} cannot be read: {reason}") from error
+
+
+def _refuse_binary(file: str) -> None:
+    """Raises ValueError if a JSON file begins with NUL bytes, of which `datasets` says that it is empty."""
+    try:
+        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as content:
+            if b"\0" in content.read(1 << 16):
+                raise ValueError(f"file {file!r} holds NUL bytes: it is no jsonl file in UTF-8.")
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"file {file!r} cannot be read: {error}") from error
+
+
+def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
+    """Yields the text of files, one a row or in pieces; `state` only tells `datasets` whether they are the same."""
+    for number, file in enumerate(files):
+        texts = read_text(file) if pieces else ["".join(read_text(file))]
+        for text in texts:
+            yield {"text": text, "document": number}
+
+
+def read_text(file: str) -> Iterator[str]:
+    """Yields a text file in pieces, at least 20 unless it is very short; each ends with a line or a word if it can.
+
+    Raises:
+        ValueError: the file is not UTF-8 text.
+    """
+    # Of a gzipped file the size is unknown: there are more pieces then.
+    size = min(_PIECE, os.path.getsize(file) // _FEW + 1)
+    rest, yielded = "", False
+    try:
+        with (
+            gzip.open(file, "rt", encoding="utf-8-sig")
+            if file.endswith(".gz")
+            else open(file, encoding="utf-8-sig") as text
+        ):
+            while more := text.read(size):
+                if "\0" in more:
+                    raise ValueError(f"file {file!r} is not UTF-8 text: it holds NUL characters.")
+                rest += more
+                cut = rest.rfind("\n") + 1 or rest.rfind(" ") + 1 or len(rest)
+                yield rest[:cut]
+                rest, yielded = rest[cut:], True
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
+    if rest or not yielded:
+        yield rest
+
+
+def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Returns the rows without the held-out part, and that part; see `load_text`.
+
+    Which documents are held out depends on their number alone. `info.description` of the second says what was done.
+
+    Raises:
+        ValueError: there is too little text.
+    """
+    few = len(rows.unique("document")) if "document" in rows.column_names else len(rows)
+    if few < _FEW and "document" not in rows.column_names:
+        rows = _cut(rows)
+    numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
+    if few < _FEW:
+        # The last pieces of each document.
+        held_out = np.zeros(len(numbers), dtype=bool)
+        for document in range(few):
+            places = np.flatnonzero(numbers == document)
+            held_out[places[len(places) - max(1, round(_HELD_OUT * len(places))) :]] = True
+    else:
+        chosen = np.random.default_rng(0).permutation(few)[: round(_HELD_OUT * few)]
+        held_out = np.isin(numbers, chosen)
+    if held_out.all():
+        raise ValueError("train_file holds too little text to hold out a part of it. Give validation_file.")
+    train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
+    if few < _FEW:
+        what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
+    else:
+        what = f"{len(chosen)} of {few} documents, drawn at random"
+    validation.info.description = f"no validation_file: {what} are held out for validation and not trained on"
+    return train, validation
+
+
+def _cut(rows: datasets.Dataset) -> datasets.Dataset:
+    """Returns the documents of a few rows in 20 pieces each, as `read_text` reads files."""
+    texts, numbers = [], []
+    for number, row in enumerate(rows):
+        text = text_of(row)
+        size = len(text) // _FEW + 1
+        for start in range(0, len(text), size):
+            texts.append(text[start : start + size])
+            numbers.append(number)
+    return datasets.Dataset(
+        pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string()), "document": pyarrow.array(numbers)})
+    )
 
 
 def _check_split_names(splits: Mapping[str, Any]) -> None:
@@ -273,21 +494,19 @@ def _check_split_names(splits: Mapping[str, Any]) -> None:
         )
 
 
-def text_of(row: Mapping[str, Any]) -> str:
-    """Returns the text of a document; raises ValueError if it has none."""
-    text = row.get("text")
-    if not isinstance(text, str):
-        raise ValueError(f"A document has text={text!r}; it must be a string. Its other fields: {sorted(row)}.")
-    return text
+def _kind_or_none(file: str) -> str | None:
+    ending = Path(file.removesuffix(".gz")).suffix
+    return None if ending == ".parquet" and file.endswith(".gz") else _ENDINGS.get(ending)
+
+
+def _allowed_endings() -> str:
+    return ", ".join(_ENDINGS) + " (or .txt.gz, .raw.gz, .jsonl.gz, .json.gz)"
 
 
 def _kind(file: str) -> str:
-    name = file.removesuffix(".gz")
-    if name.endswith((".jsonl", ".json")):
-        return "json"
-    if name.endswith((".txt", ".raw")):
-        return "text"
-    raise ValueError(f"file {Path(file).name!r} is of no known kind. Allowed: .jsonl, .txt, .raw, and each with .gz.")
+    if kind := _kind_or_none(file):
+        return kind
+    raise ValueError(f"file {Path(file).name!r} is of no known kind. Allowed: {_allowed_endings()}.")
 
 
 def _with_text(rows: Any, text_field: str, what: str) -> Any:

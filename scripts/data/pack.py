@@ -1,6 +1,7 @@
 """Blocks for training: of a fixed length, cut from joined documents, or each of one document and padded."""
 
 import hashlib
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -11,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 try:
     import datasets
+    import pyarrow
 except ImportError as error:
     raise ImportError('packing needs `datasets`: pip install "whatwhere[train]"') from error
 
-from .corpus import text_of
-from .tokenize import tokenize_documents
+from .tokenize import tokenize_pieces
 
 IGNORED = -100
 
@@ -29,7 +30,7 @@ def iterate_blocks(
     """Yields blocks of `sequence_length` tokens.
 
     Args:
-        documents: rows with a `text`.
+        documents: rows with a `text`, and a `document` if that is a piece of one (see `tokenize_pieces`).
         tokenizer: see `build_tokenizer`.
         sequence_length: the tokens in a block.
         pack: `concat` gives `input_ids` only: attention crosses documents. `documents` gives `position_ids` too, which
@@ -38,26 +39,29 @@ def iterate_blocks(
             of its own, the last of which is shorter (int32 (T), T from 2 to `sequence_length`): nothing is joined,
             nothing is dropped but a single token at a document's end, which has no other to be predicted from.
     """
-    if pack == "separate":
-        for ids in tokenize_documents(tokenizer, (text_of(row) for row in documents)):
-            for start in range(0, len(ids) - 1, sequence_length):
-                yield {"input_ids": np.array(ids[start : start + sequence_length], dtype=np.int32)}
-        return
-    tokens: list[int] = []
-    positions: list[int] = []
-    for ids in tokenize_documents(tokenizer, (text_of(row) for row in documents)):
-        tokens += ids
-        positions += range(len(ids))
-        whole = len(tokens) - len(tokens) % sequence_length
+    ids = np.empty(0, dtype=np.int32)
+    # Of each token in its document; only documents that are kept apart need them.
+    positions = np.empty(0, dtype=np.int32)
+    position = 0
+    for piece, last in tokenize_pieces(tokenizer, documents):
+        ids = np.concatenate([ids, piece])
+        if pack == "documents":
+            positions = np.concatenate([positions, np.arange(position, position + len(piece), dtype=np.int32)])
+            position = 0 if last else position + len(piece)
+        whole = len(ids) - len(ids) % sequence_length
         for start in range(0, whole, sequence_length):
-            block = {"input_ids": np.array(tokens[start : start + sequence_length], dtype=np.int32)}
+            block = {"input_ids": ids[start : start + sequence_length]}
             if pack == "documents":
-                position_ids = np.array(positions[start : start + sequence_length], dtype=np.int32)
+                position_ids = positions[start : start + sequence_length].copy()
                 # A document that began in an earlier block starts again at 0: its beginning can not be seen.
                 position_ids[np.cumsum(position_ids == 0) == 0] -= position_ids[0]
                 block["position_ids"] = position_ids
             yield block
-        del tokens[:whole], positions[:whole]
+        ids, positions = ids[whole:], positions[whole:]
+        if pack == "separate" and last:
+            if len(ids) > 1:
+                yield {"input_ids": ids}
+            ids = ids[:0]
 
 
 def make_blocks(
@@ -73,13 +77,26 @@ def make_blocks(
     Raises:
         ValueError: the split is shorter than one block.
     """
-    blocks = list(islice(iterate_blocks(documents, tokenizer, sequence_length, pack), limit))
-    if not blocks:
-        raise ValueError(f"sequence_length={sequence_length!r} is not valid: a split of the corpus holds fewer tokens.")
+    blocks = islice(iterate_blocks(documents, tokenizer, sequence_length, pack), limit)
+    short = ValueError(f"sequence_length={sequence_length!r} is not valid: a split of the corpus holds fewer tokens.")
     if pack == "separate":
-        return SeparateBlocks([block["input_ids"] for block in blocks], tokenizer.pad_token_id, sequence_length)
-    columns = {name: [block[name] for block in blocks] for name in blocks[0]}
-    return datasets.Dataset.from_dict(columns).with_format("torch")
+        separate = [block["input_ids"].copy() for block in blocks]
+        if not separate:
+            raise short
+        return SeparateBlocks(separate, tokenizer.pad_token_id, sequence_length)
+    batches = []
+    # A table of some blocks at a time: 4 bytes a token.
+    while some := list(islice(blocks, 1024)):
+        arrays = {}
+        for name in some[0]:
+            values = pyarrow.array(np.concatenate([block[name] for block in some]))
+            offsets = np.arange(0, len(values) + 1, sequence_length, dtype=np.int32)
+            arrays[name] = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), values)
+        batches.append(pyarrow.table(arrays))
+    if not batches:
+        raise short
+    # Without a fingerprint `datasets` would make one of a copy of all blocks.
+    return datasets.Dataset(pyarrow.concat_tables(batches), fingerprint=uuid.uuid4().hex).with_format("torch")
 
 
 class SeparateBlocks:

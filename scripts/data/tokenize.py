@@ -5,11 +5,14 @@ Bits per byte compare models with different tokenizers only if the bytes are tho
 """
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -29,6 +32,14 @@ PADDING = "<|padding|>"
 # Tokenizers of documents that are no text: music and genomes, as words of a small vocabulary. Their tokens stand for no
 # bytes, so that models have a loss and a perplexity but no bits per byte.
 WORD_TOKENIZERS = ("jsb", "remi", "6mer")
+
+# Long documents are tokenised in pieces of about so many characters, several at a time.
+_PIECE = 1 << 16
+_BATCH = 2 * _PIECE
+# Characters on either side of a cut with which it is checked.
+_CONTEXT = 200
+# A cut is made between a word or number and the white space after it.
+_WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
 
 _BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 
@@ -85,9 +96,15 @@ def build_tokenizer(
     return tokenizer
 
 
-def tokenize_documents(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], batch: int = 64
-) -> Iterator[list[int]]:
+def text_of(row: Mapping[str, Any]) -> str:
+    """Returns the text of a document; raises ValueError if it has none."""
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise ValueError(f"A document has text={text!r}; it must be a string. Its other fields: {sorted(row)}.")
+    return text
+
+
+def tokenize_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
     """Yields the token ids of each document, followed by the end-of-text token if the tokenizer has one.
 
     A document of words between spaces also begins with the beginning-of-text token, if there is one.
@@ -97,32 +114,115 @@ def tokenize_documents(
     Raises:
         ValueError: a document holds a word that a tokenizer of words does not know.
     """
+    ids: list[int] = []
+    for piece, last in tokenize_pieces(tokenizer, ({"text": text} for text in texts)):
+        ids += piece.tolist()
+        if last:
+            yield ids
+            ids = []
+
+
+def tokenize_pieces(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """Yields the token ids of documents in pieces, int32 (tokens), and whether a piece is the last of its document.
+
+    Joined, the pieces of a document are what `tokenize_documents` yields: what the tokenizer makes of its whole text.
+    A document is cut only after a word or number that white space follows, and only where the tokenizer separates
+    words there and gives the same tokens with and without the cut. Where there is no such place (long runs without
+    white space, a tokenizer that does not separate words) pieces are longer, up to the whole document.
+
+    Args:
+        tokenizer: see `build_tokenizer`.
+        rows: with `text`, a document or, where there is also a `document`, the next piece of the document of that
+            number.
+
+    Raises:
+        ValueError: a document holds a word that a tokenizer of words does not know, or has no text.
+    """
     of_words = _is_of_words(tokenizer)
     begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    first = True
 
-    def encode(documents: list[str]) -> Iterator[list[int]]:
+    def encode(pieces: list[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
+        nonlocal first
+        texts = [text for text, _ in pieces]
         if of_words:
-            _check_words(tokenizer, documents)
-        encoded = tokenizer(
-            documents,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        for ids in encoded["input_ids"]:
-            yield [*begin, *ids, *end]
+            _check_words(tokenizer, texts)
+        for ids, (_, last) in zip(_encode(tokenizer, texts), pieces):
+            yield np.array([*(begin if first else []), *ids, *(end if last else [])], dtype=np.int32), last
+            first = last
 
-    documents: list[str] = []
-    for text in texts:
-        documents.append(text)
-        if len(documents) == batch:
-            yield from encode(documents)
-            documents = []
-    if documents:
-        yield from encode(documents)
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for text, last in _pieces(tokenizer, rows):
+        batch.append((text, last))
+        size += len(text)
+        if size >= _BATCH or len(batch) == 64:
+            yield from encode(batch)
+            batch, size = [], 0
+    if batch:
+        yield from encode(batch)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Yields the text of rows cut into pieces as `tokenize_pieces` says, and whether a piece ends a document."""
+    cuttable = _may_be_cut(tokenizer)
+    # What is not yet yielded of the present document, and how much of it holds no place to cut.
+    rest, searched, document = "", 0, None
+    started = False
+    for row in rows:
+        text, number = text_of(row), row.get("document")
+        if started and (number is None or number != document):
+            yield rest, True
+            rest, searched = "", 0
+        started, document = True, number
+        for start in range(0, len(text), _PIECE):
+            rest += text[start : start + _PIECE]
+            if cuttable and len(rest) >= _PIECE + _CONTEXT:
+                cut = _place_to_cut(tokenizer, rest, searched)
+                if cut:
+                    yield rest[:cut], False
+                    rest = rest[cut:]
+                searched = 0 if cut else len(rest) - _CONTEXT
+    if started:
+        yield rest, True
+
+
+def _may_be_cut(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer separates words before it merges anything, or merges nothing."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.pre_tokenizer is None:
+        return False
+    words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("word word")]
+    return len(words) > 1 or not json.loads(backend.to_str())["model"].get("merges", True)
+
+
+def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int | None:
+    """Returns the last place from `start` on at which a text may be cut, with some text on its right; None if none."""
+    stop = len(text) - _CONTEXT
+    # The end is enough, unless words are very long.
+    for first in (max(start, stop - 4096), start):
+        places = [match.start() for match in _WORD_END.finditer(text, max(first, 1), stop)]
+        for place in places[-8:][::-1]:
+            left, right = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
+            together, one, other = _encode(tokenizer, [left + right, left, right])
+            # White space alone on the right would hide a tokenizer that strips it.
+            if together == one + other and not right.isspace():
+                return place
+    return None
 
 
 def evaluation_stream(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:

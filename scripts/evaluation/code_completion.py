@@ -18,6 +18,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from ..extras import explain
+
 TASK = "whatwhere_code_completion"
 CONTEXT_LINES = 12
 CHOICES = 4
@@ -104,8 +106,6 @@ def write_task(output: str | pathlib.Path, texts: Sequence[str], count: int = 20
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    from ..data.corpus import load_text
-
     parser = argparse.ArgumentParser(
         prog="python -m whatwhere.scripts.evaluation.code_completion", description=(__doc__ or "").split("\n")[0]
     )
@@ -114,9 +114,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     options = parser.parse_args(arguments)
     try:
+        from ..data.corpus import load_text
+
         task = write_task(options.output, load_text()["test"]["text"], options.questions, seed=options.seed)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {explain(error)}\n")
     print(
         f"{options.questions} questions: {task.with_suffix('.jsonl')}; run lm_eval with --include_path {options.output}"
     )

@@ -180,7 +180,7 @@ def tokenise(
 
     Args:
         tokenizer: each document ends with its end-of-text token.
-        texts: the documents; no more are read than are wanted, one at a time.
+        texts: the documents; no more are read than are wanted.
         documents: take only the first so many.
         document_tokens: score only the first so many tokens of each.
         joined: as one text.
@@ -195,7 +195,7 @@ def tokenise(
             f"tokenizer={tokenizer.name_or_path!r} is not valid: it has no end-of-text token (`eos_token`)."
         )
     stop = None if document_tokens is None else document_tokens + 1
-    ids = tokenize_documents(tokenizer, itertools.islice(texts, documents), batch=1)
+    ids = tokenize_documents(tokenizer, itertools.islice(texts, documents))
     parts = [torch.tensor(document[:stop], dtype=torch.int32) for document in ids]
     if not parts:
         raise ValueError("data is not valid: it holds no document.")
@@ -221,7 +221,7 @@ def evaluate_windows(
         curves: what is measured.
         texts: gives the documents, each time from the first one on.
         results: `data` says how many of them are read, how much of each, and whether they are joined.
-        lengths: of windows, in tokens.
+        lengths: of windows, in tokens; those that no document fills are skipped, and reported.
         device: None for the GPU if there is one.
         dtype: of the model's weights and activations. The loss is float32 whatever it is.
         attn_implementation: None for the model's default.
@@ -230,7 +230,7 @@ def evaluate_windows(
         report: is told what a reader should know.
 
     Raises:
-        ValueError: a checkpoint cannot be loaded, or no document is long enough for a window.
+        ValueError: a checkpoint cannot be loaded, or no document is long enough for any window.
     """
     from ..data.tokenize import bytes_per_token
 
@@ -252,7 +252,12 @@ def evaluate_windows(
             written_by = key, parts
         parts = written_by[1]
         # Mistakes should not wait for the shorter windows.
-        windows.check_lengths(parts, lengths)
+        filled, skipped = windows.fillable(parts, lengths)
+        if skipped:
+            report(
+                f"{curve.name}: windows of {', '.join(map(str, skipped))} tokens are skipped, because the longest of "
+                f"{len(parts)} texts has {max(map(len, parts)) - 1} tokens to score."
+            )
         config = load_config(curve.checkpoint, trust_remote_code=trust_remote_code)
         folder = pathlib.Path(curve.checkpoint)
         local = weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
@@ -277,7 +282,7 @@ def evaluate_windows(
         )
         measured = {cell["length"] for cell in entry["cells"]}
         model, loaded = None, None
-        for length in lengths:
+        for length in filled:
             if length in measured:
                 continue
             config, changed = curve.config(length, trust_remote_code)

@@ -64,14 +64,16 @@ def windows_in(texts: Sequence[torch.Tensor], length: int) -> list[int]:
     return [max(0, len(ids) - 1) // length for ids in texts]
 
 
-def check_lengths(texts: Sequence[torch.Tensor], lengths: Sequence[int]) -> None:
-    """Raises ValueError if there is a length of which no text holds a window."""
+def fillable(texts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Returns the lengths of which a text holds a window, and the others; raises ValueError if all are others."""
     longest = max(len(ids) - 1 for ids in texts)
-    if max(lengths) > longest:
+    filled = [length for length in lengths if length <= longest]
+    if not filled:
         raise ValueError(
-            f"windows={max(lengths)!r} is not valid: the longest of {len(texts)} documents has {longest} tokens to "
+            f"windows={min(lengths)!r} is not valid: the longest of {len(texts)} documents has {longest} tokens to "
             "score. Use shorter windows, or more of each document (--document-tokens), or join documents (--join)."
         )
+    return filled, [length for length in lengths if length > longest]
 
 
 def quadratic_memory(model: Any, length: int) -> str | None:
@@ -121,7 +123,7 @@ def measure_windows(
     Raises:
         ValueError: no text holds a window.
     """
-    check_lengths(texts, [length])
+    fillable(texts, [length])
     counts = windows_in(texts, length)
     model.eval()
     plain_head = has_plain_head(model, texts[0][None, : min(16, length)].to(model.device, torch.int64))

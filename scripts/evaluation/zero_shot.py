@@ -125,10 +125,8 @@ def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
     Raises:
         ImportError: lm-eval is not installed.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ImportError(f'Zero-shot evaluation needs lm-eval: pip install "whatwhere[eval]" ({error}).') from error
+    from lm_eval.tasks import TaskManager
+
     metadata = None if data_dir is None else {"data_dir": str(data_dir)}
     return TaskManager(include_path=str(TASK_FOLDER), metadata=metadata)
 

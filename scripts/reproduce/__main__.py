@@ -44,6 +44,7 @@ import shlex
 import sys
 
 from ..evaluation.results import check_writable, provenance
+from ..extras import explain
 from . import report, runs
 from .tables import TABLES
 
@@ -148,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(report.markdown(found))
             print(f"Written: {', '.join(map(str, written))}")
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {explain(error)}")
 
 
 def train_all(

@@ -38,7 +38,7 @@ from tqdm.auto import tqdm
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..data.corpus import DATA_DIR_VARIABLE, load_text
+from ..data.corpus import DATA_DIR_VARIABLE, find_files, load_text
 from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, blocks_sha256, make_blocks
 from ..data.samples import TaskBatches, TaskSamples
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
@@ -57,7 +57,7 @@ from .checkpoint import (
 )
 from .lock import LOCK, OWNER, TrainingError, lock_folder
 from .model import build_config, build_model, build_optimizer
-from .recipe import Recipe, differences
+from .recipe import Recipe, RecipeError, differences
 
 try:
     from accelerate import Accelerator
@@ -73,7 +73,7 @@ except ImportError as error:
 
 
 # Nats a token; its exponential still fits a float.
-_HOPELESS = 700.0
+HOPELESS = 700.0
 
 # Seconds until the first line about progress in a log, and between two lines.
 _FIRST_LINE, _NEXT_LINE = 10.0, 60.0
@@ -126,7 +126,7 @@ def train(
         check_folder(output, resume=resume, record="recipe.yaml")
         if resume:
             check_recipe(output, recipe)
-        build_config(recipe)
+        check_text_and_model(recipe, data_dir)
         run = Run(recipe, output, data_dir)
         with run.explaining_errors():
             run.begin(resume=resume, resume_from=resume_from)
@@ -179,6 +179,27 @@ def check_recipe(output: Path, recipe: Recipe) -> None:
             f"output={str(output)!r} holds a run of another recipe, which cannot be resumed with this one. Different "
             f"(before → now): {'; '.join(changed)}."
         )
+
+
+def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
+    """Refuses a recipe whose model is not valid or whose local files are not there, before anything is read.
+
+    Raises:
+        RecipeError: with all reasons.
+    """
+    problems: list[str] = []
+    try:
+        build_config(recipe)
+    except RecipeError as error:
+        problems += error.problems
+    data = recipe.data
+    if data.source == "local":
+        try:
+            find_files(data_dir, data.splits, data.train_file, data.validation_file, streaming=data.streaming)
+        except ValueError as error:
+            problems.append(f"data.{error}")
+    if problems:
+        raise RecipeError(*problems)
 
 
 class Run:
@@ -295,8 +316,13 @@ class Run:
             dataset_config=data.dataset_config,
             splits=data.splits,
             text_field=data.text_field,
+            train_file=data.train_file,
+            validation_file=data.validation_file,
             streaming=data.streaming,
+            pieces=True,
         )
+        if data.train_file and not data.validation_file:
+            self.accelerator.print(f"{self.recipe.name}: {corpus['validation'].info.description}")
         texts = corpus["train"]["text"] if data.tokenizer == "bpe" else None
         self.tokenizer = build_tokenizer(data.tokenizer, vocab_size=data.vocab_size, texts=texts)
         if data.tokenizer not in WORD_TOKENIZERS:
@@ -539,7 +565,7 @@ class Run:
                 sums += torch.tensor([outputs.loss.item(), labels.numel(), stood_for])
         nats, *counts = self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum").tolist()
         tokens = counts[0]
-        if not nats / tokens < _HOPELESS:
+        if not nats / tokens < HOPELESS:
             raise TrainingError(
                 f"a loss of {nats / tokens!r} nats a token on the {split} split at step {self.step}: training has "
                 "diverged."
@@ -739,6 +765,8 @@ class Run:
         split = "test" if "test" in self.held_out else "validation"
         scores = self.evaluate(split, self.recipe.evaluation.final_blocks)
         about = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
+        if data.train_file:
+            about |= {"train_file": data.train_file, "validation_file": data.validation_file}
         if data.source == "corpus":
             about["place"] = "local files" if self.data_dir else "the Hub"
         sequences = self.step * self.recipe.training.batch_size

@@ -1,5 +1,6 @@
 """The model and the optimiser of a recipe: the one place that knows which classes `model.family` stands for."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
     """
     fields = dict(recipe.model)
     family = fields.pop("family")
-    if family not in FAMILIES:
-        raise RecipeError(f"model.family={family!r} is not valid. {suggest(family, FAMILIES)}")
     length = recipe.data.longest_input()
     if not {"max_position_embeddings", "n_positions"} & set(fields):
         fields["max_position_embeddings"] = length
@@ -52,10 +51,9 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
                 f"model.vocab_size={fields['vocab_size']!r} is not valid: data.{key}={getattr(recipe.data, key)!r} has "
                 f"{len(tokenizer)} tokens."
             )
-    try:
-        config = FAMILIES[family][0](**fields)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"model is not valid: {error}") from error
+    if problem := model_problem({"family": family, **fields}):
+        raise RecipeError(problem)
+    config = FAMILIES[family][0](**fields)
     limit = reach(config)
     if limit is not None and length > limit:
         what = (
@@ -66,6 +64,19 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
             f"{limit} tokens. Allowed: at most {limit}, or a larger model.max_position_embeddings."
         )
     return config
+
+
+def model_problem(fields: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the fields of a recipe's `model`, `family` among them, or None."""
+    fields = dict(fields)
+    family = fields.pop("family")
+    if family not in FAMILIES:
+        return f"model.family={family!r} is not valid. {suggest(family, FAMILIES)}"
+    try:
+        FAMILIES[family][0](**fields)
+    except (TypeError, ValueError) as error:
+        return f"model is not valid: {error}"
+    return None
 
 
 def build_model(recipe: Recipe, config: Any) -> Any:

@@ -6,7 +6,7 @@ position encoding cannot reach is an error that names the field, shows the value
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,12 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be run, with the reason."""
+    """A recipe that cannot be run, with all reasons that are known."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        lines = [f"the recipe has {len(problems)} errors:", *problems]
+        super().__init__(problems[0] if len(problems) == 1 else "\n- ".join(lines))
 
 
 def _field(default: Any = dataclasses.MISSING, **limits: float) -> Any:
@@ -40,6 +45,9 @@ class DataRecipe:
     dataset: str | None = None
     dataset_config: str | None = None
     splits: dict | None = None
+    # For `source: local`: files, folders or patterns, relative to the current folder; `splits` are the other way.
+    train_file: str | list | None = None
+    validation_file: str | list | None = None
     text_field: str = "text"
     streaming: bool = False
     shuffle_buffer: int = _field(1000, minimum=1)
@@ -54,56 +62,64 @@ class DataRecipe:
     train_samples: int | None = _field(None, minimum=1)
     loss: Literal["answer", "all"] | None = None
 
-    def validate(self) -> None:
-        """Checks the fields against each other."""
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with the fields together."""
         # What the other kind of source is about.
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
             if (field.name in _TASK_KEYS) != (self.source == "task") and value != field.default:
-                raise RecipeError(f"data.{field.name}={value!r} has no effect with data.source={self.source!r}.")
+                yield (f"data.{field.name}={value!r} has no effect with data.source={self.source!r}.")
         if self.source == "hub" and not self.dataset:
-            raise RecipeError(
-                f"data.dataset={self.dataset!r} is not valid: data.source='hub' needs the id of a dataset."
+            yield (f"data.dataset={self.dataset!r} is not valid: data.source='hub' needs the id of a dataset.")
+        if self.source == "local" and not self.splits and not self.train_file:
+            from ..data.corpus import OWN_TEXT
+
+            yield (
+                f"data.splits={self.splits!r} is not valid: data.source='local' needs data.train_file (or data.splits, "
+                f"which maps each split to patterns inside --data-dir). {OWN_TEXT}"
             )
-        if self.source == "local" and not self.splits:
-            raise RecipeError(f"data.splits={self.splits!r} is not valid: data.source='local' needs a pattern a split.")
+        if self.train_file and self.splits:
+            yield f"data.splits={self.splits!r} has no effect with data.train_file={self.train_file!r}."
+        if self.validation_file and not self.train_file:
+            yield f"data.validation_file={self.validation_file!r} is not valid without data.train_file."
+        if self.train_file and self.streaming and not self.validation_file:
+            yield "data.streaming=True needs data.validation_file: no part of a stream can be held out."
         if self.source == "corpus":
-            self._check_corpora()
+            yield from self._corpus_problems()
         for key in {
-            "stdlib": ("dataset", "dataset_config", "splits", "streaming"),
+            "stdlib": ("dataset", "dataset_config", "splits", "streaming", "train_file", "validation_file"),
+            "hub": ("train_file", "validation_file"),
             "local": ("dataset", "dataset_config"),
-            "corpus": ("dataset", "dataset_config"),
+            "corpus": ("dataset", "dataset_config", "train_file", "validation_file"),
         }.get(self.source, ()):
             if getattr(self, key):
-                raise RecipeError(f"data.{key}={getattr(self, key)!r} has no effect with data.source={self.source!r}.")
+                yield (f"data.{key}={getattr(self, key)!r} has no effect with data.source={self.source!r}.")
         if (self.vocab_size is None) == (self.tokenizer == "bpe"):
-            raise RecipeError(
+            yield (
                 f"data.vocab_size={self.vocab_size!r} is not valid with data.tokenizer={self.tokenizer!r}: 'bpe' "
                 "needs it, the others have their own."
             )
         if self.tokenizer in ("jsb", "6mer") and self.pack != "separate":
-            raise RecipeError(
+            yield (
                 f"data.pack={self.pack!r} is not valid with data.tokenizer={self.tokenizer!r}, which has no token that "
                 "ends a document. Allowed: 'separate'."
             )
         if self.tokenizer == "bpe" and self.streaming:
-            raise RecipeError(
-                "data.tokenizer='bpe' is trained on the whole training split: it needs data.streaming=false."
-            )
+            yield ("data.tokenizer='bpe' is trained on the whole training split: it needs data.streaming=false.")
 
-    def _check_corpora(self) -> None:
+    def _corpus_problems(self) -> Iterator[str]:
         from ..data.corpora import parse_choice
 
         if not self.splits:
-            raise RecipeError(
+            yield (
                 f"data.splits={self.splits!r} is not valid: data.source='corpus' needs the split of a corpus a split, "
                 "such as 'pg19:train'."
             )
-        for name, choice in self.splits.items():
+        for name, choice in (self.splits or {}).items():
             try:
                 parse_choice(choice)
             except ValueError as error:
-                raise RecipeError(f"data.splits[{name!r}]={choice!r} is not valid: {error}") from error
+                yield f"data.splits[{name!r}]={choice!r} is not valid: {error}"
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
         """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
@@ -207,30 +223,30 @@ class TrainingRecipe:
     # Seconds that a process waits for the others before the run ends with an error.
     ddp_timeout: int = _field(DDP_TIMEOUT, minimum=1)
 
-    def validate(self) -> None:
-        """Checks the fields against each other."""
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with the fields together."""
         if self.warmup_steps >= self.steps:
-            raise RecipeError(
+            yield (
                 f"training.warmup_steps={self.warmup_steps!r} is not valid: it must be below "
                 f"training.steps={self.steps!r}."
             )
         if self.minimum_learning_rate and self.schedule != "cosine":
-            raise RecipeError(
+            yield (
                 f"training.minimum_learning_rate={self.minimum_learning_rate!r} has no effect with "
                 f"training.schedule={self.schedule!r}. Allowed: 'cosine'."
             )
         if self.minimum_learning_rate > self.learning_rate:
-            raise RecipeError(
+            yield (
                 f"training.minimum_learning_rate={self.minimum_learning_rate!r} is not valid: it must be at most "
                 f"training.learning_rate={self.learning_rate!r}."
             )
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            raise RecipeError(
+            yield (
                 f"training.micro_batch_size={self.micro_batch_size!r} is not valid: it must divide "
                 f"training.batch_size={self.batch_size!r}."
             )
         if not all(isinstance(tracker, str) for tracker in self.trackers):
-            raise RecipeError(f"training.trackers={self.trackers!r} is not valid: it must be a list of names.")
+            yield (f"training.trackers={self.trackers!r} is not valid: it must be a list of names.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,10 +259,10 @@ class EvaluationRecipe:
     final_blocks: int | None = _field(None, minimum=1)
     keep: Literal["last", "best"] = "last"
 
-    def validate(self) -> None:
-        """Checks the fields against each other."""
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with the fields together."""
         if self.keep == "best" and self.every is None:
-            raise RecipeError(
+            yield (
                 "evaluation.keep='best' is not valid with evaluation.every=None: without evaluations none is the best."
             )
 
@@ -262,20 +278,18 @@ class Recipe:
     evaluation: EvaluationRecipe = dataclasses.field(default_factory=EvaluationRecipe)
     seed: int = _field(0, minimum=0)
 
-    def validate(self) -> None:
-        """Checks the fields against each other."""
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with the fields together."""
         # It becomes the name of a folder.
         if not re.fullmatch(r"\w[\w.-]*", self.name):
-            raise RecipeError(
+            yield (
                 f"name={self.name!r} is not valid: it must consist of letters, digits, '_', '-' and '.', and begin "
                 "with a letter, a digit or '_'."
             )
         if self.data.streaming and not (self.evaluation.blocks and self.evaluation.final_blocks):
-            raise RecipeError(
-                "evaluation.blocks and evaluation.final_blocks must be given when data.streaming is true."
-            )
+            yield ("evaluation.blocks and evaluation.final_blocks must be given when data.streaming is true.")
         if self.data.source == "task" and self.evaluation.final_blocks is not None:
-            raise RecipeError(
+            yield (
                 f"evaluation.final_blocks={self.evaluation.final_blocks!r} has no effect with data.source='task': "
                 "data.test_samples says how many samples of every test set are scored at the end."
             )
@@ -283,8 +297,8 @@ class Recipe:
     def resolved(self) -> dict[str, Any]:
         """Returns every key with its value: `parse_recipe` makes an equal recipe of it.
 
-        A recipe of text has no keys of toy tasks, and none says that the last model is kept or how long processes wait
-        by default: recipes that are older than those keys stay equal.
+        A recipe of text has no keys of toy tasks, and none says that the last model is kept, how long processes wait by
+        default, or that no files are named: recipes that are older than those keys stay equal.
         """
         values = dataclasses.asdict(self)
         if self.evaluation.keep == "last":
@@ -294,9 +308,17 @@ class Recipe:
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]
+        for key in ("train_file", "validation_file"):
+            if values["data"][key] is None:
+                del values["data"][key]
         return values
 
 
+# What says where text comes from.
+_ORIGIN_KEYS = (
+    *("source", "dataset", "dataset_config", "splits", "text_field", "streaming"),
+    *("train_file", "validation_file"),
+)
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 _SECTIONS = {"data": DataRecipe, "training": TrainingRecipe, "evaluation": EvaluationRecipe}
 
@@ -317,12 +339,20 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    train_file: Sequence[str] | None = None,
+    validation_file: Sequence[str] | None = None,
+) -> Recipe:
     """Reads a recipe.
 
     Args:
         source: a YAML file, or the name of a shipped recipe (`demo_rope`).
         overrides: `key.sub=value`, applied in order; the value is YAML.
+        train_file: the text to train on, in place of what the recipe's `data` says about where text comes from.
+        validation_file: the text to evaluate on; needs `train_file`.
 
     Raises:
         RecipeError: the file or its contents are not valid.
@@ -343,6 +373,12 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {str(source)!r} is no valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"recipe {str(source)!r} is not valid: it must be a mapping of keys to values.")
+    if train_file or validation_file:
+        data = values.get("data")
+        if isinstance(data, dict):
+            kept = {key: value for key, value in data.items() if key not in _ORIGIN_KEYS}
+            own = {"train_file": train_file, "validation_file": validation_file}
+            values["data"] = {**kept, "source": "local", **{key: list(value) for key, value in own.items() if value}}
     for override in overrides:
         _apply(values, override)
     return parse_recipe({"name": path.stem, **values})
@@ -364,32 +400,58 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Builds a recipe from a dictionary, such as `Recipe.resolved()` returns; checks everything but the model."""
-    values = dict(values)
+    """Builds a recipe from a dictionary, such as `Recipe.resolved()` returns; checks everything but the model.
+
+    Raises:
+        RecipeError: the recipe is not valid; the message has all errors, with those of a section before those of
+            sections together.
+    """
+    values, problems = dict(values), []
+    data = values.get("data")
+    if isinstance(data, dict) and data.get("train_file") and "source" not in data:
+        values["data"] = {**data, "source": "local"}
     for name, cls in _SECTIONS.items():
         if name in values:
-            values[name] = _parse(cls, values[name], f"{name}.")
-    recipe = _parse(Recipe, values, "")
+            values[name], found = _parse(cls, values[name], f"{name}.")
+            problems += found
+    recipe, found = _parse(Recipe, values, "", sections_are_valid=not problems)
+    problems += found
+    family = values["model"].get("family") if isinstance(values.get("model"), dict) else None
+    if isinstance(values.get("model"), dict) and not isinstance(family, str):
+        problems.append(f"model.family={family!r} is not valid. Allowed: 'gpt2', 'llama'.")
+    if problems and isinstance(family, str):
+        # Lazily, as the model's module imports this one.
+        from .model import model_problem
+
+        problems += filter(None, [model_problem(values["model"])])
+    if problems:
+        raise RecipeError(*problems)
+    assert recipe is not None, "without a problem there is a recipe"
     if recipe.data.source == "task":
         recipe = dataclasses.replace(recipe, data=recipe.data.with_task_defaults())
-    if not isinstance(recipe.model.get("family"), str):
-        raise RecipeError(f"model.family={recipe.model.get('family')!r} is not valid. Allowed: 'gpt2', 'llama'.")
     return recipe
 
 
-def _parse(cls: Any, values: Any, prefix: str) -> Any:
+def _parse(cls: Any, values: Any, prefix: str, *, sections_are_valid: bool = True) -> tuple[Any, list[str]]:
+    """Returns an instance of `cls` and no problem, or None and what is wrong."""
     if not isinstance(values, dict):
-        raise RecipeError(f"{prefix.rstrip('.')}={values!r} is not valid: it must be a mapping of keys to values.")
+        return None, [f"{prefix.rstrip('.')}={values!r} is not valid: it must be a mapping of keys to values."]
+    problems = []
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key, value in values.items():
         if key not in fields:
-            raise RecipeError(f"unknown key {prefix + str(key)!r} (given: {value!r}). {suggest(key, fields)}")
-        if not matches_type(value, fields[key].type):
-            raise RecipeError(f"{prefix}{key}={value!r} is not valid: it must be {describe_type(fields[key].type)}.")
-        _check_limits(f"{prefix}{key}", value, fields[key].metadata)
+            problems.append(f"unknown key {prefix + str(key)!r} (given: {value!r}). {suggest(key, fields)}")
+        elif cls is Recipe and key in _SECTIONS:
+            continue
+        elif not matches_type(value, fields[key].type):
+            problems.append(f"{prefix}{key}={value!r} is not valid: it must be {describe_type(fields[key].type)}.")
+        else:
+            problems += _limit_problems(f"{prefix}{key}", value, fields[key].metadata)
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise RecipeError(f"{prefix}{name} is missing: it must be {describe_type(field.type)}.")
+            problems.append(f"{prefix}{name} is missing: it must be {describe_type(field.type)}.")
+    if problems or not sections_are_valid:
+        return None, problems
     # Numbers are stored as their field's type, so that a recipe that says 1 equals one that says 1.0.
     parsed = cls(
         **{
@@ -397,12 +459,11 @@ def _parse(cls: Any, values: Any, prefix: str) -> Any:
             for key, v in values.items()
         }
     )
-    if hasattr(parsed, "validate"):
-        parsed.validate()
-    return parsed
+    problems = list(parsed.problems())
+    return (None if problems else parsed), problems
 
 
-def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
+def _limit_problems(name: str, value: Any, limits: Mapping[str, float]) -> Iterator[str]:
     checks = {
         "minimum": ("at least", lambda limit: value >= limit),
         "above": ("above", lambda limit: value > limit),
@@ -413,7 +474,7 @@ def _check_limits(name: str, value: Any, limits: Mapping[str, float]) -> None:
         words, holds = checks[kind]
         # written so that NaN fails
         if value is not None and not holds(limit):
-            raise RecipeError(f"{name}={value!r} is not valid: it must be {words} {limit}.")
+            yield f"{name}={value!r} is not valid: it must be {words} {limit}."
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -21,6 +21,8 @@ have four: 7 of 2,376 repeat a wrong option. So scores on these files may differ
 the tasks' versions end in `+local`.
 """
 
+from __future__ import annotations
+
 import functools
 import gzip
 import json
@@ -29,9 +31,10 @@ import pathlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
+if TYPE_CHECKING:
+    import datasets
 
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
 WORD_CLASSES = ("CN", "NE", "P", "V")
@@ -186,6 +189,9 @@ def _read(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _split(name: str, rows: list[dict[str, Any]]) -> datasets.DatasetDict:
+    # The list of tasks is needed where `datasets` is not.
+    import datasets
+
     return datasets.DatasetDict({name: datasets.Dataset.from_list(rows)})
 
 
