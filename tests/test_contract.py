@@ -8,7 +8,6 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
-from whatwhere.attention_triton import import_error
 from whatwhere.position_encodings import supported_implementations
 
 # Settings that take other paths than the defaults.
@@ -104,8 +103,8 @@ def test_implementations_agree(family, encoding):
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :7] = 0
     model = build(family, encoding)
-    # The interpreter is slow; variants of the kernels are in test_attention_triton.py.
-    left_out = {"flash_attention", "flex_attention", *(["triton"] if import_error() or ":" in encoding else [])}
+    # The kernels in the interpreter are slow: test_attention_triton.py compares them with "eager".
+    left_out = {"flash_attention", "flex_attention", "triton"}
     names = [name for name in supported_implementations(model.config) if name not in left_out]
     assert model.config._attn_implementation == names[0]
     reference = None
