@@ -59,6 +59,16 @@ CASES = [
     for family in ([FAMILIES[index % 2]] if ":" in encoding else FAMILIES)
 ]
 every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
+# For what takes a second or more: each encoding in one family, in turn; in the other it is slow.
+models_in_turn = pytest.mark.parametrize(
+    ("family", "encoding"),
+    [
+        case
+        if case.values[0] == FAMILIES[ENCODINGS.index(case.values[1]) % 2]
+        else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+        for case in CASES
+    ],
+)
 
 
 def settings(encoding):
@@ -326,7 +336,7 @@ def test_bfloat16_stays_close_to_float32(family, encoding):
     assert (mixed - exact).abs().max() < allowed
 
 
-@every_model
+@models_in_turn
 def test_generation_modes_agree(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 7)
@@ -397,7 +407,7 @@ def test_eager_returns_weights(family, encoding):
         assert weights.triu(1).abs().max() == 0
 
 
-@every_model
+@models_in_turn
 def test_compiled_training_step(family, encoding):
     ids = tokens(2, 16)
     model = build(family, encoding).train()
@@ -432,7 +442,10 @@ def test_loss_head_and_embedding_options(family, encoding):
 
 # PyTorch's compiler and Transformers' mask function call what PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("encoding", ["rope", "pope", "alibi", "relative"])
+# Without a bias, and with one; each compiles for many seconds.
+@pytest.mark.parametrize(
+    "encoding", ["rope", "relative", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pope", "alibi"))]
+)
 def test_flex_attention_agrees(encoding):
     # The first call compiles; one family and no gradient, which CPUs do not have here.
     ids = tokens(2, 40)
