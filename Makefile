@@ -2,17 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
-# One thread a process: pytest runs two.
+# One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: test test-slow demo lint conformance benchmark gpu-check clean
 
 test: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 2 -m "not slow"
+	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
 
-# The kernels for every target and head dim, and the longest checks in the interpreter.
+# The kernels for every target and head dim, and the pairs of parameters that `test` leaves out.
 test-slow: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 2 -m slow
+	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m slow
 
 demo: $(VENV)/installed
 	$(RUN) -m whatwhere.scripts.demo

@@ -10,8 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import inspect
 import pathlib
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,32 @@ import transformers
 
 torch.set_num_threads(1)
 
+try:
+    from triton.runtime import interpreter
+except ImportError:
+    pass
+else:
+    # The interpreter looks through all members of `triton.language` whenever a kernel calls a function, a third of its
+    # time. Which of them it replaces never changes: here it looks once.
+    found_members: dict[Any, list[str]] = {}
+
+    def patch_builtin(package: Any, *rest: Any) -> None:
+        is_builtin = interpreter.tl.core.is_builtin
+        if package not in found_members:
+            found_members[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+        for name in found_members[package]:
+            member = getattr(package, name)
+            if is_builtin(member):
+                interpreter._patch_attr(package, name, member, *rest)
+
+    if hasattr(interpreter, "_patch_attr"):
+        interpreter._patch_builtin = patch_builtin
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Every test starts from the same random state."""
-    transformers.set_seed(0)
+    """Every test starts from the same random state; WHATWHERE_TEST_SEED is another one."""
+    transformers.set_seed(int(os.environ.get("WHATWHERE_TEST_SEED", "0")))
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import conftest  # noqa: F401  (makes the interpreter faster)
 from tiny import tiny_model, tokens
 
 
 def build(encoding):
     torch.manual_seed(0)
-    model = tiny_model("llama", encoding, "triton").train()
+    model = tiny_model("llama", encoding, "triton", num_attention_heads=2, num_key_value_heads=1).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "delta" in name:
@@ -31,7 +32,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     # Two ranks with a row each; one process with both.
-    both = tokens(2, 20)
+    both = tokens(2, 12)
     own = both[dist.get_rank()][None]
     for encoding in ("cope", "pope"):
         model = build(encoding)

@@ -8,7 +8,6 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
-from whatwhere.attention_triton import import_error
 from whatwhere.position_encodings import supported_implementations
 
 # Settings that take other paths than the defaults.
@@ -64,6 +63,16 @@ every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
 every_relative_model = pytest.mark.parametrize(
     ("family", "encoding"), [case for case in CASES if case.values[1].split(":")[0] not in ("absolute", "sinusoidal")]
 )
+# For what takes a second or more: each encoding in one family, in turn; in the other it is slow.
+models_in_turn = pytest.mark.parametrize(
+    ("family", "encoding"),
+    [
+        case
+        if case.values[0] == FAMILIES[ENCODINGS.index(case.values[1]) % 2]
+        else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+        for case in CASES
+    ],
+)
 
 
 def settings(encoding):
@@ -108,8 +117,8 @@ def test_implementations_agree(family, encoding):
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :7] = 0
     model = build(family, encoding)
-    # The interpreter is slow; variants of the kernels are in test_attention_triton.py.
-    left_out = {"flash_attention", "flex_attention", *(["triton"] if import_error() or ":" in encoding else [])}
+    # The kernels in the interpreter are slow: test_attention_triton.py compares them with "eager".
+    left_out = {"flash_attention", "flex_attention", "triton"}
     names = [name for name in supported_implementations(model.config) if name not in left_out]
     assert model.config._attn_implementation == names[0]
     reference = None
@@ -420,7 +429,7 @@ def test_bfloat16_stays_close_to_float32(family, encoding):
     assert (mixed - exact).abs().max() < allowed
 
 
-@every_model
+@models_in_turn
 def test_generation_modes_agree(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 7)
@@ -491,7 +500,7 @@ def test_eager_returns_weights(family, encoding):
         assert weights.triu(1).abs().max() == 0
 
 
-@every_model
+@models_in_turn
 def test_compiled_training_step(family, encoding):
     ids = tokens(2, 16)
     model = build(family, encoding).train()
@@ -526,7 +535,10 @@ def test_loss_head_and_embedding_options(family, encoding):
 
 # PyTorch's compiler and Transformers' mask function call what PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("encoding", ["rope", "pope", "alibi", "relative"])
+# Without a bias, and with one; each compiles for many seconds.
+@pytest.mark.parametrize(
+    "encoding", ["rope", "relative", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pope", "alibi"))]
+)
 def test_flex_attention_agrees(encoding):
     # The first call compiles; one family and no gradient, which CPUs do not have here.
     ids = tokens(2, 40)

@@ -446,18 +446,26 @@ def test_byte_tokens_are_the_bytes():
     assert tokenizer.decode([0xC3]) == "\ufffd"
 
 
-def test_tokenizer_loads_in_a_clean_process(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
+def test_tokenizers_load_in_a_clean_process(tmp_path):
+    tokenizers = {
+        "bytes": build_tokenizer("bytes"),
+        "bpe": build_tokenizer("bpe", vocab_size=300, texts=TEXTS),
+    }
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(tmp_path / name)
     text = random_text(2, 200)
     code = (
         "import sys, json; from transformers import AutoTokenizer; assert 'whatwhere' not in sys.modules\n"
-        "t = AutoTokenizer.from_pretrained(sys.argv[1]); text = json.loads(sys.argv[2]); ids = t(text)['input_ids']\n"
-        "assert t.decode(ids) == text; print(json.dumps([ids, t.eos_token_id, t.pad_token_id, t.bos_token_id]))"
+        "text = json.loads(sys.argv[1])\n"
+        "for name in sys.argv[2:]:\n"
+        "    t = AutoTokenizer.from_pretrained(name); ids = t(text)['input_ids']; assert t.decode(ids) == text\n"
+        "    print(json.dumps([ids, t.eos_token_id, t.pad_token_id, t.bos_token_id]))"
     )
-    command = [sys.executable, "-c", code, str(tmp_path), json.dumps(text)]
+    command = [sys.executable, "-c", code, json.dumps(text), *tokenizers]
     output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-    special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id]
-    assert json.loads(output.splitlines()[-1]) == [tokenizer(text)["input_ids"], *special]
+    for tokenizer, line in zip(tokenizers.values(), output.splitlines()[-2:]):
+        special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id]
+        assert json.loads(line) == [tokenizer(text)["input_ids"], *special]
 
 
 def test_bpe_is_deterministic_and_cached(tmp_path, stdlib):

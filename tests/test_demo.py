@@ -82,7 +82,13 @@ def test_cards(finished):
 def test_lm_eval_and_clean_process(finished):
     folder, printed = finished
     scores = json.loads((folder / demo.CHOSEN / "lm_eval.json").read_text(encoding="utf-8"))
-    assert scores["tasks"]["whatwhere_code_completion"]["samples"] == 4
+    task = scores["tasks"]["whatwhere_code_completion"]
+    assert (task["samples"], task["shots"], task["split"]) == (4, 0, "test")
+    assert set(task["metrics"]) == {"acc", "acc_norm"}
+    for score in task["metrics"].values():
+        assert score["value"] in [right / 4 for right in range(5)]
+        assert score["standard_error"] >= 0
+        assert score["higher_is_better"] is True
     assert scores["command"].startswith("HF_HUB_OFFLINE=1 lm_eval --model hf ")
     # It starts with the prompt: nothing asked whether the code may run.
     assert printed.split(f"=== {demo.CHOSEN} in a clean process\n")[1].startswith(demo.PROMPT)

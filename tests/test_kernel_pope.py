@@ -1,5 +1,6 @@
 """PoPE's operators on the Triton kernels, run by Triton's interpreter: against float64, and as PyTorch operators."""
 
+import itertools
 import math
 
 import pytest
@@ -19,7 +20,6 @@ SHAPES = {
     "grouped-longer-keys": (2, 4, 2, 20, 45, 16, 16),
     "square-100": (1, 2, 1, 100, 100, 64, 64),
 }
-SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def inputs(shape, dtype=torch.float32, *, shifted=True, per_entry=False):
@@ -86,10 +86,21 @@ def doubled(query, key, value, tables):
     return (*double[:3], (*tables[:4], double[3]))
 
 
-@SHAPE
-@pytest.mark.parametrize("per_entry", [False, True], ids=["one-table", "table-per-entry"])
-@pytest.mark.parametrize("shifted", [True, False], ids=["shift", "no-shift"])
-@pytest.mark.parametrize("padded", [False, True], ids=["causal", "padding"])
+# For each shape every two of the three options in all four ways; the other half of their product is slow.
+@pytest.mark.parametrize(
+    ("shape", "padded", "shifted", "per_entry"),
+    [
+        pytest.param(
+            SHAPES[name],
+            padded,
+            shifted,
+            per_entry,
+            id=f"{name}-{padded=}-{shifted=}-{per_entry=}",
+            marks=[pytest.mark.slow] if (padded + shifted + per_entry) % 2 else [],
+        )
+        for name, padded, shifted, per_entry in itertools.product(SHAPES, *[(False, True)] * 3)
+    ],
+)
 def test_equals_the_formula(shape, padded, shifted, per_entry):
     arguments = inputs(shape, shifted=shifted, per_entry=per_entry)
     limits = padding_limits(shape[0], shape[3], shape[4]) if padded else None

@@ -71,7 +71,7 @@ def test_equals_loops(mask, gate, monkeypatch):
 
 @pytest.mark.parametrize("gate", [-7.0, 9.0], ids=["all-forgotten", "hardly-forgotten"])
 def test_long_sequences_keep_their_digits(gate):
-    """float32 sums from the beginning of the sequence would give errors of 5e-4, and of 1e-3 in the gradients."""
+    """float32 sums from the beginning of the sequence would give errors of 5e-4, and of 2e-3 in the gradients."""
     T = 2500
     states = [torch.randn(1, 1, T, 8, dtype=torch.float64) for _ in range(3)]
     forget = nn.functional.logsigmoid(torch.randn(1, 1, T, dtype=torch.float64) + gate)
@@ -84,10 +84,14 @@ def test_long_sequences_keep_their_digits(gate):
         out.square().sum().backward()
         outs.append(out.double())
         grads.append(leaf.grad.double())
-    assert (outs[1] - outs[0]).abs().max() < 1.5e-5
-    assert (grads[1] - grads[0]).abs().max() < 1e-4
-    # Errors of the tokens do not add up in the gradient of the gate's bias.
-    assert (grads[1] - grads[0]).sum().abs() < 5e-4
+    # What is added: dot products of less than 8, and log f of the rows that share a reference. A few roundings of that
+    # are in the logits, and the same share of outputs and gradients.
+    share = 4 * torch.finfo(torch.float32).eps * max(8, -float(forget.mean()) * module.REFERENCE_ROWS)
+    assert (outs[1] - outs[0]).abs().max() < share * outs[0].abs().max()
+    assert (grads[1] - grads[0]).abs().max() < share * grads[0].abs().max()
+    # Errors of the tokens do not add up: no logit depends on the oldest gate, so its gradient is what the others left.
+    # Sums in float64 leave T roundings of gradients of 10; those of float32 would be 1e-7 and more.
+    assert grads[1][..., 0].abs() < T * 10 * torch.finfo(torch.float64).eps
 
 
 SEGMENTS = {"plain": [0] * 6, "padded": [-1, 0, 0, -1, 0, 0], "packed": [0, 0, 0, 1, 1, 1]}

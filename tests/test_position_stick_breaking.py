@@ -132,7 +132,8 @@ def test_spent_sticks_save_work(padded, monkeypatch):
         with torch.no_grad():
             attention(*inputs(T, T, B=1, H=1, G=1, dtype=torch.float32), mask=segments if padded else None)
         totals.append(sum(counted))
-    assert totals[1] < 2.2 * totals[0]
+    # Twice as many are linear, four times as many quadratic.
+    assert totals[1] < 3 * totals[0]
     assert totals[1] < 2048 * 256
 
 

@@ -38,53 +38,55 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-place, ids_file, out, again = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+ids_file, *places = sys.argv[1:]
 ids = torch.load(ids_file)
-with torch.no_grad():
-    logits = model(ids).logits
-generated = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
-torch.save({"logits": logits, "generated": generated}, out)
-model.save_pretrained(again)
-config = AutoConfig.from_pretrained(place, trust_remote_code=True)
-base = AutoModel.from_pretrained(place, trust_remote_code=True)
-classifier = AutoModelForSequenceClassification.from_pretrained(place, trust_remote_code=True)
-for auto in (AutoModelForTokenClassification, AutoModelForQuestionAnswering):
-    head = auto.from_pretrained(place, trust_remote_code=True)
-    assert type(head).__name__.endswith(auto.__name__.removeprefix("AutoModel")), type(head)
-    assert torch.equal(head.get_input_embeddings().weight, model.get_input_embeddings().weight)
-other = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding="none")
-assert other.config.position_encoding == "none"
-try:
-    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding="pop")
-except ValueError as error:
-    assert "Did you mean 'pope'?" in str(error), error
-else:
-    raise AssertionError("a wrong name was accepted")
-try:
-    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, attn_implementation="triton")
-except ValueError as error:
-    assert "needs Triton" in str(error) or "does not serve position_encoding" in str(error), error
-else:
-    raise AssertionError("a kernel was accepted without Triton")
-assert "whatwhere" not in sys.modules
-print(json.dumps([type(base).__name__, type(classifier).__name__, model.config._attn_implementation]))
+
+
+def load(place, out, again):
+    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    with torch.no_grad():
+        logits = model(ids).logits
+    generated = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    torch.save({"logits": logits, "generated": generated}, out)
+    model.save_pretrained(again)
+    config = AutoConfig.from_pretrained(place, trust_remote_code=True)
+    base = AutoModel.from_pretrained(place, trust_remote_code=True)
+    classifier = AutoModelForSequenceClassification.from_pretrained(place, trust_remote_code=True)
+    for auto in (AutoModelForTokenClassification, AutoModelForQuestionAnswering):
+        head = auto.from_pretrained(place, trust_remote_code=True)
+        assert type(head).__name__.endswith(auto.__name__.removeprefix("AutoModel")), type(head)
+        assert torch.equal(head.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    other = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding="none")
+    assert other.config.position_encoding == "none"
+    try:
+        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding="pop")
+    except ValueError as error:
+        assert "Did you mean 'pope'?" in str(error), error
+    else:
+        raise AssertionError("a wrong name was accepted")
+    try:
+        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, attn_implementation="triton")
+    except ValueError as error:
+        assert "needs Triton" in str(error) or "does not serve position_encoding" in str(error), error
+    else:
+        raise AssertionError("a kernel was accepted without Triton")
+    assert "whatwhere" not in sys.modules
+    print(json.dumps([type(base).__name__, type(classifier).__name__, model.config._attn_implementation]))
+
+
+for start in range(0, len(places), 3):
+    load(*places[start : start + 3])
 """
 
 
-def clean_process(place, folder, environment=None):
+def clean_process(places, folder):
+    """Loads all places in one process, which takes seconds to start, and saves them again in folders; what it found."""
     torch.save(tokens(2, 12), folder / "ids.pt")
-    names = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules"), **(environment or {})}
+    names = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules"), "HF_HOME": str(folder / "home")}
+    outs = [folder / f"out-{index}.pt" for index in range(len(places))]
+    arguments = [str(x) for (place, again), out in zip(places.items(), outs) for x in (place, out, again)]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SCRIPT,
-            str(place),
-            str(folder / "ids.pt"),
-            str(folder / "out.pt"),
-            str(folder / "again"),
-        ],
+        [sys.executable, "-c", SCRIPT, str(folder / "ids.pt"), *arguments],
         env={**os.environ, **names},
         cwd=folder,
         capture_output=True,
@@ -92,7 +94,8 @@ def clean_process(place, folder, environment=None):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(folder / "out.pt"), json.loads(done.stdout.splitlines()[-1])
+    said = done.stdout.splitlines()[-len(places) :]
+    return [(torch.load(out), json.loads(line)) for out, line in zip(outs, said)]
 
 
 def check(model, found):
@@ -103,24 +106,6 @@ def check(model, found):
     assert torch.equal(found["generated"], generated)
 
 
-@pytest.mark.parametrize(("family", "encoding"), [("llama", "cope+rope"), ("gpt2", "absolute"), ("llama", "pope")])
-def test_folder_in_a_clean_process_and_saved_again(family, encoding, tmp_path):
-    model = tiny_model(family, encoding)
-    model.save_pretrained(tmp_path / "saved")
-    found, (base, classifier, implementation) = clean_process(tmp_path / "saved", tmp_path)
-    check(model, found)
-    prefix = type(model).__name__.removesuffix("ForCausalLM")
-    assert (base, classifier) == (f"{prefix}Model", f"{prefix}ForSequenceClassification")
-    assert implementation == model.config._attn_implementation
-    assert (tmp_path / "saved" / "kernel_pope.py").exists()
-    before, after = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.suffix in (".py", ".safetensors")}
-        for name in ("saved", "again")
-    )
-    assert after == before
-    check(model, clean_process(tmp_path / "again", tmp_path)[0])
-
-
 LORA = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,25 +114,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)
 assert tokenizer("a b").input_ids == [1, 2], tokenizer("a b")
 assert not any(name.startswith("transformers_modules") for name in sys.modules)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+models = [AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True) for place in sys.argv[1:]]
 assert "peft" not in sys.modules
 from peft import LoraConfig, get_peft_model
 
-adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
-print(sorted(adapted.peft_config["default"].target_modules))
+for model in models:
+    adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    print(sorted(adapted.peft_config["default"].target_modules))
 assert "whatwhere" not in sys.modules
 """
 
 
-@pytest.mark.parametrize(("family", "targets"), [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"])])
-def test_lora_targets_and_the_tokenizer_in_a_clean_process(family, targets, tmp_path):
+def test_lora_targets_and_the_tokenizer_in_a_clean_process(tmp_path):
     pytest.importorskip("peft")
-    tiny_model(family, "cope").save_pretrained(tmp_path / "saved")
+    places = [tmp_path / family for family in ("llama", "gpt2")]
     words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path / "saved")
+    for place in places:
+        tiny_model(place.name, "cope").save_pretrained(place)
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(place)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.partition("import torch")[0] + LORA, str(tmp_path / "saved")],
+        [sys.executable, "-c", SCRIPT.partition("import torch")[0] + LORA, *map(str, places)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
@@ -156,19 +143,39 @@ def test_lora_targets_and_the_tokenizer_in_a_clean_process(family, targets, tmp_
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == str(targets)
+    assert done.stdout.splitlines()[-2:] == ["['q_proj', 'v_proj']", "['c_attn']"]
     assert "custom code" not in done.stdout
 
 
-def test_hub_shaped_cache_in_a_clean_process(tmp_path):
-    model = tiny_model("llama", "cope")
+def test_clean_process_and_saved_again(tmp_path):
+    """Folders and a repository in a Hub-shaped cache load; what is saved from there is the same, and loads again."""
     revision = "0" * 40
     repository = tmp_path / "home" / "hub" / "models--me--x"
-    model.save_pretrained(repository / "snapshots" / revision)
-    (repository / "refs").mkdir()
+    (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(revision)
-    found, _ = clean_process("me/x", tmp_path, {"HF_HOME": str(tmp_path / "home")})
-    check(model, found)
+    models, saved, first, second = [], [], {}, {}
+    for family, encoding in (("llama", "cope+rope"), ("gpt2", "absolute"), ("llama", "pope"), ("llama", "cope")):
+        models.append(tiny_model(family, encoding))
+        in_hub = encoding == "cope"
+        saved.append(repository / "snapshots" / revision if in_hub else tmp_path / f"saved_{len(models)}")
+        models[-1].save_pretrained(saved[-1])
+        again = tmp_path / f"again_{len(models)}"
+        first["me/x" if in_hub else saved[-1]] = again
+        second[again] = tmp_path / f"third_{len(models)}"
+    for model, (found, (base, classifier, implementation)) in zip(models, clean_process(first, tmp_path)):
+        check(model, found)
+        prefix = type(model).__name__.removesuffix("ForCausalLM")
+        assert (base, classifier) == (f"{prefix}Model", f"{prefix}ForSequenceClassification")
+        assert implementation == model.config._attn_implementation
+    for folder, again in zip(saved, second):
+        assert (folder / "kernel_pope.py").exists()
+        before, after = (
+            {path.name: path.read_bytes() for path in place.iterdir() if path.suffix in (".py", ".safetensors")}
+            for place in (folder, again)
+        )
+        assert after == before
+    for model, (found, _) in zip(models, clean_process(second, tmp_path)):
+        check(model, found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
