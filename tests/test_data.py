@@ -190,7 +190,7 @@ def test_own_text_of_one_file(tmp_path, monkeypatch):
     loaded = corpus.load_text("local", train_file="a.txt")
     (train,), (validation,) = documents_of(loaded["train"]), documents_of(loaded["validation"])
     assert train + validation == text
-    assert validation.startswith("line ")
+    assert validation[0].isspace()
     assert 0.03 < len(validation) / len(text) < 0.07
     note = loaded["validation"].info.description
     assert note.startswith("no validation_file: the last 5% of the document are held out")

@@ -59,6 +59,7 @@ OWN_TEXT = (
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings"}
 _EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
+_WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 _SLICE = re.compile(r"^(?P<split>[^\[\]]+?)(\[(?P<start>\d*):(?P<stop>\d*)\])?$")
 
 
@@ -410,7 +411,9 @@ def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iter
 
 
 def read_text(file: str) -> Iterator[str]:
-    """Yields a text file in pieces, at least 20 unless it is very short; each ends with a line or a word if it can.
+    """Yields a text file in pieces, at least 20 unless it is very short; each ends before white space if it can.
+
+    A byte-level BPE that is trained on the pieces is then that of the whole text: its words do not cross the cuts.
 
     Raises:
         ValueError: the file is not UTF-8 text.
@@ -428,7 +431,10 @@ def read_text(file: str) -> Iterator[str]:
                 if "\0" in more:
                     raise ValueError(f"file {file!r} is not UTF-8 text: it holds NUL characters.")
                 rest += more
-                cut = rest.rfind("\n") + 1 or rest.rfind(" ") + 1 or len(rest)
+                places = [place.start() for place in _WHITE_SPACE.finditer(rest)]
+                cut = places[-1] if places else len(rest) if len(rest) >= 4 * size else 0
+                if not cut:
+                    continue
                 yield rest[:cut]
                 rest, yielded = rest[cut:], True
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
