@@ -245,7 +245,7 @@ class WhatWhereConfig(PreTrainedConfig):
 
     def _merged_rope(self, rope: dict[str, Any]) -> dict[str, Any]:
         """Returns `rope_parameters` from the fields that were given, under present and older names."""
-        given = [key for key in ("rope_parameters", "rope_scaling") if key in rope]
+        given: list[str] = [key for key in ("rope_parameters", "rope_scaling") if key in rope]
         for key in given:
             if not isinstance(rope[key], dict):
                 raise ValueError(f"{key}={rope[key]!r} is not valid: it must be a dictionary or None.")

@@ -161,7 +161,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -227,7 +227,7 @@ class WhatWhereGPT2ForCausalLM(WhatWhereGenerationMixin, WhatWhereGPT2PreTrained
         self.post_init()
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,

@@ -127,7 +127,7 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -192,7 +192,7 @@ class WhatWhereLlamaForCausalLM(WhatWhereGenerationMixin, WhatWhereLlamaPreTrain
         self.post_init()
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,

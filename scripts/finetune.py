@@ -355,6 +355,7 @@ def _source(options: argparse.Namespace) -> str:
 def _check_text(options: argparse.Namespace) -> None:
     """Refuses options of the text that do not fit together, and local files that are not there; reads nothing."""
     source = _source(options)
+    useless: tuple[str, ...]
     if source in CORPORA:
         useless = ("dataset", "dataset_config", "splits", "text_field", "train_file", "validation_file")
     elif source == "local":

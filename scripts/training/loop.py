@@ -764,7 +764,7 @@ class Run:
         data = self.recipe.data
         split = "test" if "test" in self.held_out else "validation"
         scores = self.evaluate(split, self.recipe.evaluation.final_blocks)
-        about = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
+        about: dict[str, Any] = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
         if data.train_file:
             about |= {"train_file": data.train_file, "validation_file": data.validation_file}
         if data.source == "corpus":
