@@ -270,7 +270,7 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     places = {mark: [at for at, one in enumerate(maps.boundaries) if one == mark] for mark in MARKS}
     places = {mark: at for mark, at in places.items() if at}
     # All sizes are in inches. A layout engine would measure every text of up to hundreds of panels, several times.
-    size = max(6.0, 0.11 * min(length, LABELLED)) if alone else 1.6
+    size = (max(6.0, 0.11 * length) if labelled else 8.0) if alone else 1.6
     gap = 0.12
     font = min(10.0, max(6.0, 36 * size / length))
     labels = [printable(token) for token in maps.tokens] if labelled else []
@@ -321,8 +321,9 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
         # Each row by its largest weight: in a long text all others would be pale.
         shown = shown / values.amax(-1, keepdim=True).clamp(min=1e-12)
     vmax = max(values.max().item(), 1e-6) if kind == "positions" else 1.0
-    away = max(1.0, length / 40)
-    marker = {"linestyle": "none", "markeredgewidth": 0.8, "markersize": 6 if alone else 4}
+    marker: dict[str, Any] = {"linestyle": "none", "markeredgewidth": 0.8, "markersize": 6 if alone else 4}
+    # In tokens: the size of a mark, and at least one token.
+    away = max(1.0, marker["markersize"] / 72 * length / size)
     for row in range(rows):
         for column in range(columns):
             axes = grid[row, column]
@@ -339,7 +340,7 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
             for mark, at in places.items():
                 distance = DISTANCES[mark] * away
                 x, y = [min(index + distance, length - 1) for index in at], [max(index - distance, 0) for index in at]
-                axes.plot(x, y, **MARKS[mark], **marker)
+                axes.plot(x, y, **MARKS[mark], **marker, clip_on=False)
             # Only the outer panels have axes: drawing all of them takes most of the time.
             axes.xaxis.set_visible(row == rows - 1)
             axes.yaxis.set_visible(column == 0)
