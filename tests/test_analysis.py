@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import pathlib
@@ -493,12 +494,19 @@ def check_texts_are_inside(figure):
 NAME = "a_name_that_is_as_long_as_those_of_runs_with_many_words_in_them"
 
 
-@pytest.mark.parametrize("kind", ["positions", "attention"])
-@pytest.mark.parametrize(("layers", "heads", "length"), [(1, 1, 4), (1, 1, 300), (1, 12, 5), (4, 1, 40), (12, 2, 5)])
-def test_maps_have_labels_that_are_whole(tmp_path, figures, kind, layers, heads, length):
-    found = some_maps(
-        length, layers, heads, tokens=["\n", "== T ==", "\n", *(f"t{index}" for index in range(3, length))]
-    )
+@pytest.mark.parametrize(
+    ("layers", "heads", "length", "kind"),
+    [
+        (1, 1, 4, "attention"),
+        (1, 1, 300, "positions"),
+        (1, 7, 5, "attention"),
+        (2, 3, 40, "positions"),
+        (6, 1, 5, "attention"),
+    ],
+)
+def test_maps_have_labels_that_are_whole(tmp_path, figures, layers, heads, length, kind):
+    tokens = ["\n", "== T ==", "a_very_long_token_$", *(f"t{index}" for index in range(3, length))]
+    found = some_maps(length, layers, heads, tokens=tokens)
     maps.draw(found, kind, tmp_path / "map", name=NAME)
     figure = figures["map"]
     check_texts_are_inside(figure)
@@ -516,8 +524,8 @@ def test_maps_have_labels_that_are_whole(tmp_path, figures, kind, layers, heads,
     [
         (["a", "b", "c"], []),
         (["a", "b", "\n"], ["newline"]),
-        (["== T ==", "b", "c"], ["section title"]),
-        (["\n", "== T ==", "\n", "a"], ["newline", "section title"]),
+        (["== T", " =", "="], ["section title"]),
+        (["a"] * 20 + ["\n", "== T ==", "\n"] + ["a"] * 37, ["newline", "section title"]),
     ],
     ids=["none", "newline", "title", "both"],
 )
@@ -529,18 +537,21 @@ def test_the_legend_of_maps_names_the_marks_that_are_there(tmp_path, figures, to
     for axes in figure.axes[:-1]:
         drawn = [line for line in axes.lines if len(line.get_xdata())]
         assert len(drawn) == len(names)
-        for line in drawn:
-            for x, y in zip(line.get_xdata(), line.get_ydata()):
-                # On the panel, and above the diagonal, where there is no map.
-                assert 0 <= y < x <= len(tokens) - 1
+        # On the panel, and above the diagonal, where there is no map.
+        assert all(0 <= y < x <= len(tokens) - 1 for line in drawn for x, y in line.get_xydata())
+        # Two crosses of the same size meet if their centres are closer than half of it, across and down.
+        places = [(line, axes.transData.transform(point)) for line in drawn for point in line.get_xydata()]
+        for (line, one), (other, two) in itertools.combinations(places, 2):
+            assert line is other or abs(one - two).max() > line.get_markersize() / 2 * figure.dpi / 72
 
 
 def test_a_map_of_many_tokens_is_not_drawn_ever_larger(tmp_path, figures):
     sizes = []
-    for length in (256, 600):
+    for length in (257, 600):
         maps.draw(some_maps(length, 1, 1), "gates", tmp_path / "map", name="tiny")
         sizes.append(figures["map"].get_size_inches().tolist())
     assert sizes[0] == sizes[1]
+    assert max(sizes[0]) < 12
 
 
 @pytest.mark.parametrize("count", [1, 4, 16, 32])

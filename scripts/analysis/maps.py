@@ -40,9 +40,12 @@ SCALES = {
     "attention": "weight / largest weight of the row",
 }
 
-# The marks of boundaries: colour, and what the legend calls them.
-MARKS = {"newline": ("black", "newline"), "heading": ("red", "section title")}
-CROSS: dict[str, Any] = {"marker": "+", "linestyle": "none", "markeredgewidth": 0.8}
+# The marks of boundaries. The distance keeps those of neighbouring tokens apart.
+MARKS: dict[str, dict[str, Any]] = {
+    "newline": {"label": "newline", "marker": "+", "color": "black"},
+    "heading": {"label": "section title", "marker": "x", "color": "red"},
+}
+DISTANCES = {"newline": 1, "heading": 2}
 
 # Tokens that the axes of one map can name; with more, they have the tokens' indices.
 LABELLED = 256
@@ -264,44 +267,84 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     rows, columns, length, _ = values.shape
     alone = rows == columns == 1
     labelled = alone and length <= LABELLED
-    size = max(6.0, 0.11 * min(length, LABELLED)) if alone else 1.6
-    width = max(5.0, columns * size + 1.8)
-    figure = new_figure(width, max(3.2, rows * size + 1.5))
-    # The panels are square: the room that is left goes to the margins.
-    figure.set_layout_engine("compressed")
+    places = {mark: [at for at, one in enumerate(maps.boundaries) if one == mark] for mark in MARKS}
+    places = {mark: at for mark, at in places.items() if at}
+    # All sizes are in inches. A layout engine would measure every text of up to hundreds of panels, several times.
+    size = (max(6.0, 0.11 * length) if labelled else 8.0) if alone else 1.6
+    gap = 0.12
+    font = min(10.0, max(6.0, 36 * size / length))
+    labels = [printable(token) for token in maps.tokens] if labelled else []
+    # A monospaced character is 0.6 of its font's size wide.
+    ticks = max(0.3, 0.62 * font / 72 * max(map(len, labels), default=0) + 0.1)
+    inner_width, inner_height = columns * size + (columns - 1) * gap, rows * size + (rows - 1) * gap
+    # The axis' name is one line, and two with the layer. Right: colour bar, its numbers and its name.
+    left, right = ticks + (0.35 if alone else 0.5), 1.1
+    width = max(5.0, left + inner_width + right)
+    left += (width - left - inner_width - right) / 2
+    title = wrapped(f"{name}: {TITLES[kind]}", width - 0.5)
+    top = 0.45 + 0.2 * (title.count("\n") + 1)
+    bottom = (ticks if labelled else 0.15) + 0.35 + (0.3 if places else 0)
+    height = top + inner_height + bottom
+    figure = new_figure(width, height)
+    figure.set_layout_engine("none")
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    grid = figure.subplots(
+        rows,
+        columns,
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        gridspec_kw={
+            "left": left / width,
+            "right": (left + inner_width) / width,
+            "bottom": bottom / height,
+            "top": (bottom + inner_height) / height,
+            "wspace": gap / size,
+            "hspace": gap / size,
+        },
+    )
+    # The axes share their limits and ticks: what is set on one holds for all.
+    first = grid[0, 0]
+    first.set_xlim(-0.5, length - 0.5)
+    first.set_ylim(length - 0.5, -0.5)
+    if labelled:
+        first.set_xticks(range(length), labels, rotation=90, fontsize=font, family="monospace")
+        first.set_yticks(range(length), labels, fontsize=font, family="monospace")
+    else:
+        for axis in (first.xaxis, first.yaxis):
+            axis.set_major_locator(MaxNLocator(nbins=10 if alone else 3, integer=True))
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     shown = values.masked_fill(hidden, torch.nan)
-    top = 1.0 if kind in ("gates", "position_attention") else max(values.max().item(), 1e-6)
-    # In the empty half, beside the diagonal.
-    away = max(1.0, length / 40)
-    places = {mark: [at for at, one in enumerate(maps.boundaries) if one == mark] for mark in MARKS}
+    if kind == "attention":
+        # Each row by its largest weight: in a long text all others would be pale.
+        shown = shown / values.amax(-1, keepdim=True).clamp(min=1e-12)
+    vmax = max(values.max().item(), 1e-6) if kind == "positions" else 1.0
+    marker: dict[str, Any] = {"linestyle": "none", "markeredgewidth": 0.8, "markersize": 6 if alone else 4}
+    # In tokens: the size of a mark, and at least one token.
+    away = max(1.0, marker["markersize"] / 72 * length / size)
     for row in range(rows):
         for column in range(columns):
             axes = grid[row, column]
-            if kind == "attention":
-                # Each row by its largest weight: in a long text all others would be pale.
-                panel = shown[row, column] / values[row, column].amax(-1, keepdim=True).clamp(min=1e-12)
-                image = axes.imshow(panel.numpy(), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-            else:
-                panel = shown[row, column].numpy()
-                image = axes.imshow(panel, cmap="viridis", vmin=0, vmax=top, interpolation="nearest")
+            image = axes.imshow(
+                shown[row, column].numpy(),
+                aspect="auto",
+                extent=(-0.5, length - 0.5, length - 0.5, -0.5),
+                cmap="viridis",
+                vmin=0,
+                vmax=vmax,
+                interpolation="nearest",
+            )
+            # In the empty half, beside the diagonal.
             for mark, at in places.items():
-                x, y = [min(index + away, length - 1) for index in at], [max(index - away, 0) for index in at]
-                axes.plot(x, y, color=MARKS[mark][0], markersize=6 if alone else 4, **CROSS)
-            axes.set_xlim(-0.5, length - 0.5)
-            axes.set_ylim(length - 0.5, -0.5)
-            if labelled:
-                labels = [printable(token) for token in maps.tokens]
-                font = {"fontsize": min(10.0, max(6.0, 36 * size / length)), "family": "monospace"}
-                axes.set_xticks(range(length), labels, rotation=90, **font)
-                axes.set_yticks(range(length), labels, **font)
-            else:
-                for axis in (axes.xaxis, axes.yaxis):
-                    axis.set_major_locator(MaxNLocator(nbins=10 if alone else 3, integer=True))
+                distance = DISTANCES[mark] * away
+                x, y = [min(index + distance, length - 1) for index in at], [max(index - distance, 0) for index in at]
+                axes.plot(x, y, **MARKS[mark], **marker, clip_on=False)
+            # Only the outer panels have axes: drawing all of them takes most of the time.
+            axes.xaxis.set_visible(row == rows - 1)
+            axes.yaxis.set_visible(column == 0)
+            if not labelled:
                 axes.tick_params(labelsize="x-small", length=2)
             if alone:
                 axes.set_xlabel("key" if labelled else "key (token)")
@@ -313,12 +356,22 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
                 axes.set_ylabel(f"layer {maps.layers[row]}\nquery (token)", fontsize="small")
             if row == rows - 1 and not alone:
                 axes.set_xlabel("key (token)", fontsize="small")
-    figure.suptitle(wrapped(f"{name}: {TITLES[kind]}", width - 0.5), fontsize="medium")
-    figure.colorbar(image, ax=grid, shrink=0.8, aspect=30, label=SCALES[kind])
-    if handles := [
-        Line2D([], [], color=MARKS[mark][0], label=MARKS[mark][1], **CROSS) for mark in MARKS if places[mark]
-    ]:
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small", frameon=False)
+    figure.suptitle(title, fontsize="medium", x=0.5, y=1 - 0.1 / height, va="top")
+    length_of_bar = min(0.8 * inner_height, 6.0)
+    beside = [left + inner_width + 0.15, bottom + (inner_height - length_of_bar) / 2, 0.15, length_of_bar]
+    bar = figure.add_axes([beside[0] / width, beside[1] / height, beside[2] / width, beside[3] / height])
+    figure.colorbar(image, cax=bar)
+    bar.tick_params(labelsize="small")
+    bar.set_ylabel(SCALES[kind], fontsize="small")
+    if places:
+        figure.legend(
+            handles=[Line2D([], [], **MARKS[mark], **marker) for mark in places],
+            loc="lower center",
+            bbox_to_anchor=(0.5, 0),
+            ncols=len(places),
+            fontsize="small",
+            frameon=False,
+        )
     return save_figure(figure, stem)
 
 
