@@ -94,7 +94,7 @@ def test_many_blocks():
 def test_can_be_a_table():
     """At the start, output weights alone give any table: N units between N + 1 entries, the first of which is 0."""
     layer = encoding(hidden_units=8, num_positions=9)
-    table = CoPE(CONFIG, CoPEParameters(num_positions=9), 0).double()
+    table = CoPE(CONFIG, CoPEParameters(num_positions=9, scale_positions=True), 0).double()
     torch.nn.init.normal_(table.table.weight)
     with torch.no_grad():
         # What bends at p = n is the difference of the steps before and after.
