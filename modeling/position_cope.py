@@ -341,7 +341,7 @@ class CoPE(PositionEncoding):
 
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
-        self.rotated = "rope" in config.position_encoding.split("+")
+        self.rotated = {self.name, "rope"} <= set(config.position_encoding.split("+"))
         self.table = None if parameters.share_across_layers else CoPETable(self.head_dim, parameters.num_positions)
         self.gate_key = None
         if parameters.gates == "separate_key":

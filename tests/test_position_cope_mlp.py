@@ -12,7 +12,7 @@ from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
 from whatwhere.position_encodings import PositionEncodings
 
-CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4)
+CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4, position_encoding="cope_mlp")
 # A document after padding, another one, padding.
 SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
 
