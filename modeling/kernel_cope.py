@@ -1094,11 +1094,12 @@ def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
-    *inputs, limits = ctx.saved_tensors[:7]
-    saved = list(ctx.saved_tensors[7:])
+    # Read once: activation checkpointing allows no second time.
+    saved = list(ctx.saved_tensors)
+    *inputs, limits = saved[:7]
     if grads[0] is None:
         return (None,) * 9
-    results = iter(_backward(grads[0], *inputs, limits, saved, ctx.scaling, ctx.position_scale))
+    results = iter(_backward(grads[0], *inputs, limits, saved[7:], ctx.scaling, ctx.position_scale))
     return (*(None if tensor is None else next(results) for tensor in inputs), None, None, None)
 
 

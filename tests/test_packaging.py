@@ -173,9 +173,9 @@ def test_no_machine_paths_in_the_repository() -> None:
     ("script", "arguments", "module", "extra"),
     [
         ("train", ["demo_rope"], "datasets", "train"),
-        ("finetune", ["x", "--output", "y"], "accelerate", "train"),
+        ("finetune", ["x", "--output", "y"], "datasets", "train"),
         ("evaluate_task", ["x"], "datasets", "train"),
-        ("demo", [], "accelerate", "train"),
+        ("demo", [], "datasets", "train"),
         ("length", ["x", "--data", "pg19"], "datasets", "train"),
         ("zero_shot", ["CHECKPOINT"], "lm_eval", "eval"),
         ("reproduce", ["cope_2", "--small", "--seeds", "1"], "datasets", "train"),

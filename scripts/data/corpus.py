@@ -420,7 +420,7 @@ def read_text(file: str) -> Iterator[str]:
     """
     # Of a gzipped file the size is unknown: there are more pieces then.
     size = min(_PIECE, os.path.getsize(file) // _FEW + 1)
-    rest, yielded = "", False
+    piece, rest = "", ""
     try:
         with (
             gzip.open(file, "rt", encoding="utf-8-sig")
@@ -435,12 +435,16 @@ def read_text(file: str) -> Iterator[str]:
                 cut = places[-1] if places else len(rest) if len(rest) >= 4 * size else 0
                 if not cut:
                     continue
-                yield rest[:cut]
-                rest, yielded = rest[cut:], True
+                if piece:
+                    yield piece
+                piece, rest = rest[:cut], rest[cut:]
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
-    if rest or not yielded:
-        yield rest
+    # What is left over is no piece of its own if it is short.
+    if piece and len(rest) > size // 2:
+        yield piece
+        piece = ""
+    yield piece + rest
 
 
 def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
