@@ -1,6 +1,7 @@
 """What is installed, what may import what, and what must not be in the repository."""
 
 import ast
+import json
 import os
 import pathlib
 import re
@@ -169,38 +170,51 @@ def test_no_machine_paths_in_the_repository() -> None:
             assert not found, f"{relative(path)} names a path of one machine: {found and found.group()!r}"
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "module", "extra"),
-    [
-        ("train", ["demo_rope"], "datasets", "train"),
-        ("finetune", ["x", "--output", "y"], "datasets", "train"),
-        ("evaluate_task", ["x"], "datasets", "train"),
-        ("demo", [], "datasets", "train"),
-        ("length", ["x", "--data", "pg19"], "datasets", "train"),
-        ("zero_shot", ["CHECKPOINT"], "lm_eval", "eval"),
-        ("reproduce", ["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
-        ("evaluation.code_completion", ["--output", "y"], "datasets", "train"),
-    ],
-)
-def test_base_install_is_told_the_extra(tmp_path, script, arguments, module, extra):
-    """A script whose modules are missing says so in one line."""
-    hidden = ("accelerate", "datasets", "peft", "lm_eval", "evaluate", "matplotlib", "miditok", "symusic", "pyarrow")
-    code = (
-        "import runpy, sys\n"
-        f"sys.modules.update(dict.fromkeys({hidden!r}))\n"
-        "name, *sys.argv[1:] = sys.argv[1:]\n"
-        "runpy.run_module(name, run_name='__main__', alter_sys=True)\n"
-    )
-    if "CHECKPOINT" in arguments:
-        from tiny import tiny_model
-        from whatwhere.scripts.data.tokenize import build_tokenizer
+BASE_INSTALL = """
+import contextlib, io, json, runpy, sys
 
-        tiny_model("llama", "rope").save_pretrained(tmp_path / "CHECKPOINT")
-        build_tokenizer("bytes").save_pretrained(tmp_path / "CHECKPOINT")
-    command = [sys.executable, "-c", code, f"whatwhere.scripts.{script}", *arguments]
+hidden, scripts = json.loads(sys.argv[1])
+sys.modules.update(dict.fromkeys(hidden))
+messages = {}
+for script, arguments in scripts.items():
+    sys.argv[1:] = arguments
+    said = io.StringIO()
+    sys.modules.pop("whatwhere.scripts." + script, None)
+    try:
+        with contextlib.redirect_stderr(said):
+            runpy.run_module("whatwhere.scripts." + script, run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        messages[script] = said.getvalue().strip() + (stop.code if isinstance(stop.code, str) else "")
+print(json.dumps(messages))
+"""
+
+
+def test_base_install_is_told_the_extra(tmp_path):
+    """A script whose modules are missing says so in one line. All in one process, which takes seconds to start."""
+    from tiny import tiny_model
+    from whatwhere.scripts.data.tokenize import build_tokenizer
+
+    tiny_model("llama", "rope").save_pretrained(tmp_path / "CHECKPOINT")
+    build_tokenizer("bytes").save_pretrained(tmp_path / "CHECKPOINT")
+    hidden = ("accelerate", "datasets", "peft", "lm_eval", "evaluate", "matplotlib", "miditok", "symusic", "pyarrow")
+    scripts = {
+        "train": (["demo_rope"], "datasets", "train"),
+        "finetune": (["x", "--output", "y"], "datasets", "train"),
+        "evaluate_task": (["x"], "datasets", "train"),
+        "demo": ([], "datasets", "train"),
+        "length": (["x", "--data", "pg19"], "datasets", "train"),
+        "zero_shot": (["CHECKPOINT"], "lm_eval", "eval"),
+        "reproduce": (["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
+        "evaluation.code_completion": (["--output", "y"], "datasets", "train"),
+    }
+    asked = json.dumps([hidden, {name: arguments for name, (arguments, _, _) in scripts.items()}])
+    command = [sys.executable, "-c", BASE_INSTALL, asked]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode != 0
-    assert f'pip install "whatwhere[{extra}]"' in done.stderr, done.stderr
-    assert module in done.stderr
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: ")
+    assert done.returncode == 0, done.stderr
+    messages = json.loads(done.stdout.splitlines()[-1])
+    for name, (_, module, extra) in scripts.items():
+        message = str(messages.get(name))
+        assert message.startswith("error: "), f"{name}: {message}"
+        assert len(message.splitlines()) == 1, f"{name}: {message}"
+        assert module in message, f"{name}: {message}"
+        assert f'pip install "whatwhere[{extra}]"' in message, f"{name}: {message}"
