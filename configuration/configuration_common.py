@@ -137,6 +137,9 @@ class WhatWhereConfig(PreTrainedConfig):
             wrong type or out of range. The message names the field, the value and what is allowed.
     """
 
+    # What saved weights mean; in files as "_weights_version", which version 1 did not write. 2: PoPE's delta is folded,
+    # no longer clamped.
+    weights_version: ClassVar[int] = 2
     # Model types of stock checkpoints whose configuration this class can read.
     stock_model_type: ClassVar[str] = ""
     # Fields of the stock configuration that configure heads this package does not have; dropped when a file has them.
@@ -148,6 +151,7 @@ class WhatWhereConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown_fields(kwargs)
+        self._weights_version = kwargs.pop("_weights_version", self.weights_version)
         self.validate_architecture()
         self._check_base_fields(kwargs)
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
@@ -354,9 +358,14 @@ class WhatWhereConfig(PreTrainedConfig):
                 )
         for field in _TOKEN_IDS:
             value = config_dict.get(field)
-            if isinstance(value, int) and value < 0:
-                config_dict[field] = None
-                logger.warning(f"{field}={value!r} of the checkpoint is no token id: read as None.")
+            if isinstance(value, list):
+                kept = [one for one in value if not (isinstance(one, int) and one < 0)]
+                valid = len(kept) == len(value)
+            else:
+                kept, valid = None, not (isinstance(value, int) and value < 0)
+            if not valid:
+                config_dict[field] = kept or None
+                logger.warning(f"{field}={value!r} of the checkpoint: a negative number is no token id and is dropped.")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -369,7 +378,7 @@ class WhatWhereConfig(PreTrainedConfig):
         Raises:
             ValueError: the dictionary belongs to another kind of model, or a field is misspelt.
         """
-        config_dict = cls._translate(config_dict)
+        config_dict = {"_weights_version": 1, **cls._translate(config_dict)}
         names = cls.field_names() | set(GenerationConfig().to_dict())
         if "position_encoding" in kwargs:
             old = config_dict.get("position_encoding", cls.position_encoding)

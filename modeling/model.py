@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,9 +24,8 @@ from .position_encodings import POSITION_ENCODINGS, check, list_position_encodin
 
 logger = logging.get_logger(__name__)
 
-# What saved weights mean; in config.json as "_weights_version", which version 1 did not write. Modules with `upgrade`
-# change weights of older versions when they are loaded. 2: PoPE's delta is folded, no longer clamped.
-WEIGHTS_VERSION = 2
+# Keywords of `from_pretrained` that say where a file is.
+_LOCATION = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 
 
 class WhatWherePreTrainedModel(PreTrainedModel):
@@ -93,17 +92,23 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             reset()
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model as `PreTrainedModel.from_pretrained` does; brings weights of older versions up to date."""
-        loaded = super().from_pretrained(*args, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # Every file that `save_pretrained` wrote has an auto_map; a configuration made in memory belongs to no file.
-        if getattr(model.config, "auto_map", None) and not hasattr(model.config, "_weights_version"):
-            for module in model.modules():
-                upgrade = getattr(module, "upgrade", None)
-                if callable(upgrade):
-                    upgrade()
-            model.config._weights_version = WEIGHTS_VERSION
+        if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
+            location = {key: kwargs[key] for key in _LOCATION if key in kwargs}
+            try:
+                # The version of the weights is in the file beside them, whatever configuration was passed.
+                saved, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **location)
+            except OSError:
+                saved = {"_weights_version": model.config._weights_version}
+            if saved.get("_weights_version", 1) < model.config.weights_version:
+                for module in model.modules():
+                    upgrade = getattr(module, "upgrade", None)
+                    if callable(upgrade):
+                        upgrade()
+        model.config._weights_version = model.config.weights_version
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +132,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "AutoModelForSequenceClassification": f"{family}.{prefix}ForSequenceClassification",
             "AutoModelForTokenClassification": f"{family}.{prefix}ForTokenClassification",
         }
-        self.config._weights_version = WEIGHTS_VERSION
+        self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True) and os.path.isdir(save_directory):
             complete_card(os.fspath(save_directory), self.config, source=self._loaded_from())

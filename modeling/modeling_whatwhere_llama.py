@@ -263,7 +263,11 @@ class WhatWhereLlamaForQuestionAnswering(GenericForQuestionAnswering, WhatWhereL
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Loads a checkpoint; see the base class. Stock ones of this head call the decoder `transformer`."""
         kwargs.setdefault("key_mapping", {r"^transformer\.": "model."})
-        return super().from_pretrained(*args, **kwargs)
+        loaded = super().from_pretrained(*args, **kwargs)
+        # Transformers would save the weights under the names that they had in the file.
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model._weight_conversions = None
+        return loaded
 
 
 WhatWhereLlamaConfig.register_for_auto_class()

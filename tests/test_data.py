@@ -200,6 +200,25 @@ def test_own_text_of_one_file(tmp_path, monkeypatch):
     assert bytes(torch.from_numpy(numpy.concatenate(blocks)).tolist()) == train.encode()[: 8 * len(blocks)]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("line of words\r\n" * 1500, id="crlf"),
+        pytest.param("\u6587\u5b57 \u3068 " * 5000, id="cjk"),
+        pytest.param("a word and more \n" * 120_000, id="2MB"),
+        pytest.param("short text " * 30, id="short"),
+    ],
+)
+def test_held_out_part_of_own_text(tmp_path, monkeypatch, text):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    monkeypatch.chdir(tmp_path)
+    for pieces in (False, True):
+        loaded = corpus.load_text("local", train_file="a.txt", pieces=pieces)
+        train, validation = ("".join(loaded[split]["text"][:]) for split in ("train", "validation"))
+        assert train + validation == text.replace("\r\n", "\n")
+        assert 0.025 < len(validation) / len(train + validation) < 0.08
+
+
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 @pytest.mark.parametrize("count", [3, 60])
 def test_own_text_of_many_documents(tmp_path, kind, count):

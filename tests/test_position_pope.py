@@ -129,10 +129,17 @@ def test_delta_of_older_files_is_clamped_when_loaded(tmp_path, shard_size):
     copy = type(model).from_pretrained(None, config=tiny_config("gpt2", "pope"), state_dict=model.state_dict())
     assert torch.equal(copy.get_parameter(name), weight)
 
+    # A configuration that is saved by itself is of this version, too.
+    model.config.__class__(**{"position_encoding": "pope"}).save_pretrained(tmp_path / "alone")
+    assert json.loads((tmp_path / "alone" / "config.json").read_text())["_weights_version"] == 2
+
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     assert config.pop("_weights_version") == 2
     file.write_text(json.dumps(config))
+    # The version is that of the file, whatever configuration is passed.
+    passed = type(model).from_pretrained(tmp_path, config=tiny_config("gpt2", "pope"))
+    assert torch.equal(passed.get_parameter(name), weight.clamp(-2 * math.pi, 0))
     old, _ = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert torch.equal(old.get_parameter(name), weight.clamp(-2 * math.pi, 0))
     assert old.get_parameter(name).requires_grad

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     BertConfig,
     GPT2Config,
@@ -219,6 +220,8 @@ def test_token_and_span_heads_of_a_stock_checkpoint(stock_class, config, our_cla
     again, info = our_class.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["missing_keys"]
     torch.testing.assert_close(dict(again.named_parameters()), dict(ours.named_parameters()), rtol=0, atol=0)
+    _, info = AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"]
     language_model = WhatWhereLlamaForCausalLM if "Llama" in our_class.__name__ else WhatWhereGPT2ForCausalLM
     language_model(ours.config).save_pretrained(tmp_path / "lm")
     _, info = our_class.from_pretrained(tmp_path / "lm", output_loading_info=True)

@@ -457,6 +457,19 @@ def test_leftovers_are_removed(finished, interrupted, data_dir, tmp_path):
     assert_same_run(output, finished[0])
 
 
+def test_files_of_others_stay(data_dir, tmp_path):
+    """A folder with hidden files that no run wrote is not empty."""
+    output = tmp_path / "run"
+    (output / ".tmp_mine").mkdir(parents=True)
+    (output / ".notes.partial").write_text("mine")
+    with pytest.raises(TrainingError, match="is not empty"):
+        train(recipe(), output, data_dir=data_dir)
+    assert sorted(path.name for path in output.iterdir() if not path.name.startswith(".lock")) == [
+        ".notes.partial",
+        ".tmp_mine",
+    ]
+
+
 def test_files_are_replaced_as_a_whole(interrupted, data_dir, tmp_path, monkeypatch):
     """A disk that fails while recipe.yaml or metrics.jsonl is written: the old file stays."""
     output = tmp_path / "run"

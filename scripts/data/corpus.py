@@ -48,6 +48,8 @@ _PIECE = 1 << 16
 # The part of a text without validation files that is held out; of fewer documents than this, the end of each one.
 _HELD_OUT = 0.05
 _FEW = 20
+# Whole pieces of a document are held out: it has about so many, or fewer where characters take several bytes.
+_PIECES = 80
 OWN_TEXT = (
     "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
     "mytext/*.txt, ...}."
@@ -411,7 +413,7 @@ def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iter
 
 
 def read_text(file: str) -> Iterator[str]:
-    """Yields a text file in pieces, at least 20 unless it is very short; each ends before white space if it can.
+    """Yields a text file in pieces, about 80 or more unless it is very short; each ends before white space if it can.
 
     A byte-level BPE that is trained on the pieces is then that of the whole text: its words do not cross the cuts.
 
@@ -419,7 +421,7 @@ def read_text(file: str) -> Iterator[str]:
         ValueError: the file is not UTF-8 text.
     """
     # Of a gzipped file the size is unknown: there are more pieces then.
-    size = min(_PIECE, os.path.getsize(file) // _FEW + 1)
+    size = min(_PIECE, os.path.getsize(file) // _PIECES + 1)
     piece, rest = "", ""
     try:
         with (
@@ -460,11 +462,13 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
         rows = _cut(rows)
     numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
     if few < _FEW:
-        # The last pieces of each document.
+        # The last pieces of each document: as many as come nearest to that part of its characters, at least one.
         held_out = np.zeros(len(numbers), dtype=bool)
+        lengths = np.array([len(text) for text in rows["text"]])
         for document in range(few):
             places = np.flatnonzero(numbers == document)
-            held_out[places[len(places) - max(1, round(_HELD_OUT * len(places))) :]] = True
+            shares = lengths[places][::-1].cumsum() / max(1, lengths[places].sum())
+            held_out[places[len(places) - 1 - int(abs(shares - _HELD_OUT).argmin()) :]] = True
     else:
         chosen = np.random.default_rng(0).permutation(few)[: round(_HELD_OUT * few)]
         held_out = np.isin(numbers, chosen)
@@ -480,11 +484,11 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
 
 
 def _cut(rows: datasets.Dataset) -> datasets.Dataset:
-    """Returns the documents of a few rows in 20 pieces each, as `read_text` reads files."""
+    """Returns the documents of a few rows in pieces, as `read_text` reads files."""
     texts, numbers = [], []
     for number, row in enumerate(rows):
         text = text_of(row)
-        size = len(text) // _FEW + 1
+        size = len(text) // _PIECES + 1
         for start in range(0, len(text), size):
             texts.append(text[start : start + size])
             numbers.append(number)

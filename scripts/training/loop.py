@@ -14,7 +14,6 @@ device's operations are deterministic).
 
 import contextlib
 import datetime
-import fnmatch
 import hashlib
 import json
 import math
@@ -79,7 +78,7 @@ HOPELESS = 700.0
 _FIRST_LINE, _NEXT_LINE = 10.0, 60.0
 
 # What a run that was killed may leave behind in its folder, beside checkpoints.
-_LEFTOVERS = (".tmp*", ".*.partial", ".final")
+_LEFTOVERS = (".recipe.yaml.partial", ".metrics.jsonl.partial", ".final")
 
 # In the messages of gloo and NCCL.
 _TIMED_OUT = ("Timed out waiting", "timed out", "timeout")
@@ -157,7 +156,7 @@ def check_folder(output: Path, *, resume: bool, record: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """Whether a file of an output folder is the lock, or was left behind when a run was killed."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in (LOCK, OWNER, *_LEFTOVERS))
+    return name in (LOCK, OWNER, *_LEFTOVERS)
 
 
 def check_recipe(output: Path, recipe: Recipe) -> None:
@@ -296,12 +295,15 @@ class Run:
 
     def _remove_leftovers(self) -> None:
         """Deletes what a run that was killed left behind."""
-        found = [path for pattern in _LEFTOVERS for path in self.output.glob(pattern)]
+        found = [self.output / name for name in _LEFTOVERS]
+        if (self.output / "recipe.yaml").exists():
+            # safetensors writes into a file of such a name first.
+            found += [path for path in self.output.glob(".tmp??????") if path.is_file()]
         for path in [*found, *self._checkpoint_folder.glob(".*")]:
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     @property
     def _checkpoint_folder(self) -> Path:
@@ -682,7 +684,9 @@ class Run:
                 f"the run in {str(self.output)!r} was made on {made_on!r} and cannot be resumed exactly on "
                 f"{self.accelerator.device.type!r}."
             )
-        if changed := [name for name, digest in self.splits_sha256.items() if state["splits_sha256"][name] != digest]:
+        if changed := [
+            name for name, digest in self.splits_sha256.items() if state["splits_sha256"].get(name) != digest
+        ]:
             raise TrainingError(
                 f"the run in {str(self.output)!r} was made on other text: the corpus, the Python version or the "
                 f"tokenizer has changed since. Different: {', '.join(changed)}."
