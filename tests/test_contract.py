@@ -63,12 +63,12 @@ every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
 every_relative_model = pytest.mark.parametrize(
     ("family", "encoding"), [case for case in CASES if case.values[1].split(":")[0] not in ("absolute", "sinusoidal")]
 )
-# For what takes a second or more: each encoding in one family, in turn; the other family and sums are slow.
+# For what takes a second or more: each encoding in one family, in turn; the other family, sums and variants are slow.
 models_in_turn = pytest.mark.parametrize(
     ("family", "encoding"),
     [
         case
-        if case.values[0] == FAMILIES[ENCODINGS.index(case.values[1]) % 2] and "+" not in case.values[1]
+        if case.values[0] == FAMILIES[ENCODINGS.index(case.values[1]) % 2] and not {"+", ":"} & set(case.values[1])
         else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
         for case in CASES
     ],

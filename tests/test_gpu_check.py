@@ -15,6 +15,7 @@ from whatwhere.scripts.gpu_check import Case, Group, check_case, groups_on_cpu, 
 SMALL = Case(20, 24, batch=1, heads=2, groups=1, positions=8)
 
 
+@pytest.mark.slow
 def test_everything_that_needs_no_gpu(capsys):
     assert gpu_check.main(["--device", "cpu"]) == 0
     assert " 0 cases failed" in capsys.readouterr().out
