@@ -350,6 +350,11 @@ class WhatWhereConfig(PreTrainedConfig):
     def _drop_what_has_no_effect(cls, config_dict: dict[str, Any], *, stock: bool) -> None:
         """Drops, with a warning, what files may hold and a new configuration may not."""
         for field in ("rope_parameters", "rope_scaling"):
+            given = config_dict.get(field)
+            # Transformers writes both names of the type, and reads the newer one.
+            if isinstance(given, dict) and "rope_type" in given and "type" in given:
+                config_dict[field] = {name: value for name, value in given.items() if name != "type"}
+        for field in ("rope_parameters", "rope_scaling"):
             for key in unused_keys(config_dict.get(field), unknown=stock):
                 config_dict[field] = {name: value for name, value in config_dict[field].items() if name != key}
                 logger.warning(

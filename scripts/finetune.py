@@ -406,8 +406,10 @@ def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str,
         )
         train = train.shuffle(seed=options.seed, buffer_size=options.shuffle_buffer).with_format("torch")
     else:
-        train = make_blocks(corpus["train"], tokenizer, sequence_length=length)
-    test = make_blocks(corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks)
+        train = make_blocks(corpus["train"], tokenizer, sequence_length=length, name="the train split")
+    test = make_blocks(
+        corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks, name=f"the {split} split"
+    )
     return tokenizer, {"train": train, "test": test}, split, corpus[split].info.description
 
 

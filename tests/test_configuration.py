@@ -263,12 +263,13 @@ def test_an_assignment_of_the_wrong_type_is_a_value_error(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_stock_file_may_hold_is_dropped_with_a_warning(family, tmp_path):
     config_class = type(tiny_config(family, "none"))
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "beta_fast": 32, "colour": "red"}
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "beta_fast": 32, "colour": "red", "type": "mrope"}
     stock = {
         "model_type": config_class.stock_model_type,
         "hidden_size" if family == "llama" else "n_embd": 32,
         "num_attention_heads" if family == "llama" else "n_head": 4,
         "pad_token_id": -1,
+        "eos_token_id": [2, -1],
         "position_encoding": "rope",
         "rope_scaling": rope,
     }
@@ -277,6 +278,7 @@ def test_what_a_stock_file_may_hold_is_dropped_with_a_warning(family, tmp_path):
         config = config_class.from_pretrained(tmp_path)
     assert config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
     assert config.pad_token_id is None
+    assert config.eos_token_id == [2]
     for words in ("rope_scaling['beta_fast']", "rope_scaling['colour']", "pad_token_id=-1"):
         assert log.out.count(words) == 1
     # A file of ours from before these checks loads too; a key that nothing uses is a mistake in it.

@@ -71,14 +71,15 @@ def make_blocks(
     sequence_length: int,
     pack: str = "concat",
     limit: int | None = None,
+    name: str = "a split of the corpus",
 ) -> "datasets.Dataset | SeparateBlocks":
-    """Returns the blocks of a split, in memory; `limit` takes only the first ones.
+    """Returns the blocks of a split, in memory; `limit` takes only the first ones, `name` is for messages.
 
     Raises:
         ValueError: the split is shorter than one block.
     """
     blocks = islice(iterate_blocks(documents, tokenizer, sequence_length, pack), limit)
-    short = ValueError(f"sequence_length={sequence_length!r} is not valid: a split of the corpus holds fewer tokens.")
+    short = ValueError(f"sequence_length={sequence_length!r} is not valid: {name} holds fewer tokens.")
     if pack == "separate":
         separate = [block["input_ids"].copy() for block in blocks]
         if not separate:

@@ -334,7 +334,9 @@ class Run:
             max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
         )
         self.held_out = {
-            split: make_blocks(corpus[split], self.tokenizer, sequence_length=length, pack=pack, limit=limit)
+            split: make_blocks(
+                corpus[split], self.tokenizer, sequence_length=length, pack=pack, limit=limit, name=f"the {split} split"
+            )
             for split in ("validation", "test")
             if split in corpus
         }
@@ -349,7 +351,9 @@ class Run:
                 shuffle_buffer=data.shuffle_buffer,
             )
         else:
-            blocks = make_blocks(corpus["train"], self.tokenizer, sequence_length=length, pack=pack)
+            blocks = make_blocks(
+                corpus["train"], self.tokenizer, sequence_length=length, pack=pack, name="the train split"
+            )
             self.batches = ShuffledBatches(blocks, training.batch_size, self.recipe.seed)
             self.splits_sha256["train"] = blocks_sha256(blocks)
         self.splits_sha256.setdefault("train", None)
