@@ -567,6 +567,7 @@ def test_gradient_checkpointing(encoding):
         all_close(results(model, **inputs), plain, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "implementation"), [*((name, "triton") for name in WITH_KERNELS), ("pope", "auto")]
 )

@@ -263,7 +263,8 @@ def test_an_assignment_of_the_wrong_type_is_a_value_error(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_stock_file_may_hold_is_dropped_with_a_warning(family, tmp_path):
     config_class = type(tiny_config(family, "none"))
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "beta_fast": 32, "colour": "red", "type": "mrope"}
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "beta_fast": 32, "colour": "red"}
+    rope["type"] = "mrope"
     stock = {
         "model_type": config_class.stock_model_type,
         "hidden_size" if family == "llama" else "n_embd": 32,

@@ -109,6 +109,7 @@ def test_output_and_gradients(rows, keys, openness):
     compare(inputs(1, 2, 2, rows, keys, 16, openness=openness))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("channels", [16, 128])
 def test_shipped_tiles(monkeypatch, channels, dtype, tolerance):
@@ -149,6 +150,7 @@ def test_rows_that_see_the_future():
     compare(inputs(1, 2, 2, 40, 100, 16), limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("channels", "positions"), [(16, 2), (40, 33), (64, 64), (128, 300)])
 def test_widths(channels, positions):
     """Head dims and tables that are no power of two; more positions than keys."""
@@ -336,6 +338,7 @@ def test_grids_of_many_heads():
         assert all(size <= wide for size in others), one.kernel
 
 
+@pytest.mark.slow
 def test_same_result_twice():
     tensors = inputs(1, 4, 2, 130, 130, 16)[:4]
     results = []

@@ -256,6 +256,7 @@ def test_polar(part: float, shifted: bool, same: bool, groups: int) -> None:
     check(shape, Tiles(32, 32), polar=polar_of(int(part * D), B, H, Q, K, shifted=shifted, same=same))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "mask"), list(zip(SHAPES, MASKS)), ids=SHAPES)
 def test_polar_masks(shape: str, mask: str) -> None:
     sizes, tiles = SHAPES[shape]

@@ -173,6 +173,7 @@ def test_rows_that_see_nothing():
         assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize("limited", [True, False])
 def test_operators(shifted, limited):

@@ -948,6 +948,7 @@ def test_two_processes_equal_one(data_dir, tmp_path):
         torch.testing.assert_close(other_weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
     [(signal.SIGSTOP, r"has not answered for 12 seconds \(training\.ddp_timeout\)"), (signal.SIGKILL, "has ended")],

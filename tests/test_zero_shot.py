@@ -589,6 +589,7 @@ assert any(name.endswith("modeling_whatwhere_llama") for name in sys.modules), "
 """
 
 
+@pytest.mark.slow
 def test_lm_evals_command_line(tmp_path, local_data, capsys):
     save_model(tmp_path / "model", max_position_embeddings=512)
     script.main(["--print-task-folder"])
