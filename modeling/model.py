@@ -24,7 +24,7 @@ from .position_encodings import POSITION_ENCODINGS, check, list_position_encodin
 
 logger = logging.get_logger(__name__)
 
-# Keywords of `from_pretrained` that say where a file is.
+# Keywords of `from_pretrained` that locate files.
 _LOCATION = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -55,7 +55,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         config.validate()
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
-        # For cards that others write: the Trainer's, Transformers' generic one.
+        # Used by the cards that Transformers and its Trainer write.
         self.add_model_tags(card_tags(config))
 
     def post_init(self) -> None:
@@ -99,7 +99,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
             location = {key: kwargs[key] for key in _LOCATION if key in kwargs}
             try:
-                # The version of the weights is in the file beside them, whatever configuration was passed.
+                # The version belongs to the weights, so it is read from their folder and not from a passed config.
                 saved, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **location)
             except OSError:
                 saved = {"_weights_version": model.config._weights_version}

@@ -76,10 +76,10 @@ def pope_frequencies(channels: int, theta: float, device: torch.device | None = 
 
 
 def fold(delta: torch.Tensor) -> torch.Tensor:
-    """Folds numbers of any shape into [-2 pi, 0]: a triangle wave, the identity inside, reflected at the bounds.
+    """Maps a tensor of any shape into [-2 pi, 0]: the identity inside the interval, reflected at its bounds outside.
 
-    The derivative is 1 or -1, never 0: what an optimiser steps too far still moves, and gradients of micro-batches add
-    up to that of the whole batch.
+    The derivative is 1 or -1, so a value outside still gets a gradient, and gradients of micro-batches add up to that
+    of the whole batch.
     """
     width = 2 * math.pi
     cell = torch.floor(-delta / width)
@@ -161,9 +161,11 @@ class PhaseShift(nn.Module):
 
     @torch.no_grad()
     def upgrade(self) -> None:
-        """Changes weights of version 1, whose forward pass clamped them: clamps them for good."""
+        """Clamps weights of version 1, whose forward pass clamped them."""
         if self.weight.is_meta:
-            logger.warning_once("PoPE's delta is offloaded: outside [-2 pi, 0], that of this older file changes.")
+            logger.warning_once(
+                "PoPE's delta is offloaded: values of this older checkpoint outside [-2 pi, 0] are folded."
+            )
         self.weight.clamp_(-2 * math.pi, 0)
 
     def forward(self) -> torch.Tensor:

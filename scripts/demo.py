@@ -113,7 +113,7 @@ def train(encoding: str, folder: pathlib.Path, overrides: list[str]) -> None:
 
 
 def estimate(folders: dict[str, pathlib.Path], overrides: list[str]) -> str:
-    """Returns a line about how long the training runs that are not finished will take."""
+    """Returns a line with the estimated time of the unfinished training runs."""
     from .training.estimate import describe_seconds, estimate_seconds
     from .training.recipe import load_recipe
 
@@ -121,9 +121,9 @@ def estimate(folders: dict[str, pathlib.Path], overrides: list[str]) -> str:
     seconds = {encoding: estimate_seconds(load_recipe(f"demo_{encoding}", overrides)) for encoding in missing}
     known = {encoding: value for encoding, value in seconds.items() if value is not None}
     if not missing or len(known) < len(missing):
-        return "The time of training is not estimated." if missing else "All models are trained."
+        return "Training time is not estimated: the models are too large." if missing else "All models are trained."
     parts = ", ".join(f"{encoding} {describe_seconds(value)}" for encoding, value in known.items())
-    return f"Training will take about {describe_seconds(sum(known.values()))} ({parts}), what follows a minute or two."
+    return f"Training will take about {describe_seconds(sum(known.values()))} ({parts}), measuring one or two more."
 
 
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], **options: Any) -> None:

@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 
 from ..position_encoding import suggest
 from ..position_encodings import reach
-from .extras import leave
+from .extras import fail_import
 
 try:
     from .data.samples import TaskSamples
@@ -49,7 +49,7 @@ try:
     from .tasks.registry import PROBES, TASKS, task_config
     from .training.recipe import Recipe, differences, load_recipe, parse_recipe
 except ImportError as error:
-    leave(__name__, error)
+    fail_import(__name__, error)
 
 # Names of the metrics in tables.
 _TITLES = {

@@ -1,9 +1,9 @@
-"""What the scripts say when a module is missing that the base install does not bring."""
+"""Error messages for modules that only an optional extra installs."""
 
 import sys
 from typing import NoReturn
 
-# Modules and the extra of pyproject.toml that brings them.
+# The extra of pyproject.toml that installs each module.
 EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "peft", "tokenizers", "pyarrow"), "train"),
     **dict.fromkeys(("lm_eval", "evaluate", "matplotlib"), "eval"),
@@ -13,15 +13,15 @@ EXTRAS = {
 
 
 def explain(error: Exception) -> str:
-    """Returns an error's text; for a missing module, which one it is and how to install it."""
+    """Returns the message of an error; for a missing module, its name and how to install it."""
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if module in EXTRAS:
         return f'`{module}` is not installed: pip install "whatwhere[{EXTRAS[module]}]"'
     return str(error)
 
 
-def leave(name: str, error: ImportError) -> NoReturn:
-    """Ends the program with that sentence if `name` is `"__main__"`; raises ImportError with it otherwise."""
+def fail_import(name: str, error: ImportError) -> NoReturn:
+    """Exits with the message of `explain` if `name` is `"__main__"`; raises ImportError with it otherwise."""
     if name == "__main__":
         sys.exit(f"error: {explain(error)}")
     raise ImportError(explain(error)) from error

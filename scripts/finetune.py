@@ -52,7 +52,7 @@ from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArg
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_encodings import reach
 
-from .extras import leave
+from .extras import fail_import
 
 try:
     import datasets
@@ -70,7 +70,7 @@ try:
     from .training.model import FAMILIES
     from .training.recipe import differences
 except ImportError as error:
-    leave(__name__, error)
+    fail_import(__name__, error)
 
 # The name before Transformers renamed it.
 _CHECKPOINTING = (

@@ -36,13 +36,13 @@ import sys
 
 import yaml
 
-from .extras import leave
+from .extras import fail_import
 
 try:
     from .training.loop import Interrupted, TrainingError, train
     from .training.recipe import load_recipe
 except ImportError as error:
-    leave(__name__, error)
+    fail_import(__name__, error)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -193,7 +193,7 @@ def test_own_text_of_one_file(tmp_path, monkeypatch):
     assert validation[0].isspace()
     assert 0.03 < len(validation) / len(text) < 0.07
     note = loaded["validation"].info.description
-    assert note.startswith("no validation_file: the last 5% of the document are held out")
+    assert note.startswith("no validation file given: the last 5% of the document are held out")
     given = corpus.load_text("local", train_file=["a.txt"], validation_file="a.txt")
     assert given["train"]["text"][:] == given["validation"]["text"][:] == [text]
     blocks = [block["input_ids"] for block in iterate_blocks(loaded["train"], build_tokenizer("bytes"), 8, "concat")]
@@ -262,7 +262,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"train_file": ["valid.jsonl", "no*"], **books}, r"train_file='no\*' is not valid"),
         ({"train_file": "valid.jsonl", "validation_file": "nix"}, "validation_file='nix'"),
         ({"train_file": "empty"}, "the folder holds no .txt"),
-        ({"train_file": "table.csv"}, "'table.csv' is of no known kind"),
+        ({"train_file": "table.csv"}, "'table.csv' has an unknown kind"),
         ({"train_file": "."}, "train_file mixes json and text files"),
         ({"validation_file": "valid.jsonl"}, "needs train_file"),
         ({"train_file": "valid.jsonl", "splits": {"train": "a"}}, "exclude each other"),

@@ -43,12 +43,13 @@ DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
 
 # Endings of files (text and jsonl files may end in .gz too), and what `datasets` calls the kind.
 _ENDINGS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# Text files of any size are read in pieces of so many characters.
+# Largest number of characters in a piece of a text file.
 _PIECE = 1 << 16
-# The part of a text without validation files that is held out; of fewer documents than this, the end of each one.
+# Share of the training text that is held out if there are no validation files. With fewer than _FEW documents, the end
+# of each document is held out; otherwise whole documents.
 _HELD_OUT = 0.05
 _FEW = 20
-# Whole pieces of a document are held out: it has about so many, or fewer where characters take several bytes.
+# A short document is split into about this many pieces (fewer if its characters take several bytes).
 _PIECES = 80
 OWN_TEXT = (
     "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
@@ -266,7 +267,7 @@ def find_files(
         part of the training text is to be held out.
 
     Raises:
-        ValueError: nothing was asked for, or it is not there, or is of no known kind.
+        ValueError: no files are named, or a file is missing or of an unknown kind.
     """
     own = {"train_file": train_file, "validation_file": validation_file}
     given = [name for name, value in own.items() if value]
@@ -385,7 +386,7 @@ def _read(files: list[str], what: str, *, text_field: str, streaming: bool, piec
         else:
             # `datasets` reads the files again if one of these values changes.
             state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
-            # No list, for it would read the files of one by themselves.
+            # A tuple: `datasets` would split a list into shards.
             settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
             rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=features)
         return rows if pieces and not streaming else rows.remove_columns("document")
@@ -395,7 +396,7 @@ def _read(files: list[str], what: str, *, text_field: str, streaming: bool, piec
 
 
 def _refuse_binary(file: str) -> None:
-    """Raises ValueError if a JSON file begins with NUL bytes, of which `datasets` says that it is empty."""
+    """Raises ValueError if a JSON file begins with NUL bytes; `datasets` would report an empty file."""
     try:
         with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as content:
             if b"\0" in content.read(1 << 16):
@@ -413,14 +414,14 @@ def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iter
 
 
 def read_text(file: str) -> Iterator[str]:
-    """Yields a text file in pieces, about 80 or more unless it is very short; each ends before white space if it can.
+    """Yields a text file in pieces, which end before white space where there is any.
 
-    A byte-level BPE that is trained on the pieces is then that of the whole text: its words do not cross the cuts.
+    Words do not cross pieces, so a byte-level BPE trained on the pieces equals one trained on the whole text.
 
     Raises:
         ValueError: the file is not UTF-8 text.
     """
-    # Of a gzipped file the size is unknown: there are more pieces then.
+    # The size of a gzipped file is that of its compressed text: it gets more pieces.
     size = min(_PIECE, os.path.getsize(file) // _PIECES + 1)
     piece, rest = "", ""
     try:
@@ -442,7 +443,7 @@ def read_text(file: str) -> Iterator[str]:
                 piece, rest = rest[:cut], rest[cut:]
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
-    # What is left over is no piece of its own if it is short.
+    # A short remainder belongs to the piece before it.
     if piece and len(rest) > size // 2:
         yield piece
         piece = ""
@@ -450,9 +451,9 @@ def read_text(file: str) -> Iterator[str]:
 
 
 def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Returns the rows without the held-out part, and that part; see `load_text`.
+    """Splits rows into a training part and a held-out part; see `load_text`.
 
-    Which documents are held out depends on their number alone. `info.description` of the second says what was done.
+    The choice depends only on the number of documents. `info.description` of the held-out part describes it.
 
     Raises:
         ValueError: there is too little text.
@@ -462,7 +463,7 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
         rows = _cut(rows)
     numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
     if few < _FEW:
-        # The last pieces of each document: as many as come nearest to that part of its characters, at least one.
+        # The last pieces of each document, at least one: the number whose share of characters is nearest to _HELD_OUT.
         held_out = np.zeros(len(numbers), dtype=bool)
         lengths = np.array([len(text) for text in rows["text"]])
         for document in range(few):
@@ -473,13 +474,16 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
         chosen = np.random.default_rng(0).permutation(few)[: round(_HELD_OUT * few)]
         held_out = np.isin(numbers, chosen)
     if held_out.all():
-        raise ValueError("train_file holds too little text to hold out a part of it. Give validation_file.")
+        raise ValueError(
+            "train_file is too short to hold out a part of it. Give --validation-file (in a recipe: "
+            "data.validation_file)."
+        )
     train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
     if few < _FEW:
         what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
     else:
         what = f"{len(chosen)} of {few} documents, drawn at random"
-    validation.info.description = f"no validation_file: {what} are held out for validation and not trained on"
+    validation.info.description = f"no validation file given: {what} are held out for validation"
     return train, validation
 
 
@@ -520,7 +524,7 @@ def _allowed_endings() -> str:
 def _kind(file: str) -> str:
     if kind := _kind_or_none(file):
         return kind
-    raise ValueError(f"file {Path(file).name!r} is of no known kind. Allowed: {_allowed_endings()}.")
+    raise ValueError(f"file {Path(file).name!r} has an unknown kind. Allowed: {_allowed_endings()}.")
 
 
 def _with_text(rows: Any, text_field: str, what: str) -> Any:

@@ -40,7 +40,7 @@ def iterate_blocks(
             nothing is dropped but a single token at a document's end, which has no other to be predicted from.
     """
     ids = np.empty(0, dtype=np.int32)
-    # Of each token in its document; only documents that are kept apart need them.
+    # Position of each token in its document; used by pack="documents" only.
     positions = np.empty(0, dtype=np.int32)
     position = 0
     for piece, last in tokenize_pieces(tokenizer, documents):
@@ -86,7 +86,7 @@ def make_blocks(
             raise short
         return SeparateBlocks(separate, tokenizer.pad_token_id, sequence_length)
     batches = []
-    # A table of some blocks at a time: 4 bytes a token.
+    # Arrow tables of 1,024 blocks: 4 bytes a token.
     while some := list(islice(blocks, 1024)):
         arrays = {}
         for name in some[0]:
@@ -96,7 +96,7 @@ def make_blocks(
         batches.append(pyarrow.table(arrays))
     if not batches:
         raise short
-    # Without a fingerprint `datasets` would make one of a copy of all blocks.
+    # Without a fingerprint, `datasets` would copy all blocks to compute one.
     return datasets.Dataset(pyarrow.concat_tables(batches), fingerprint=uuid.uuid4().hex).with_format("torch")
 
 

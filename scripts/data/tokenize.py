@@ -33,10 +33,10 @@ PADDING = "<|padding|>"
 # bytes, so that models have a loss and a perplexity but no bits per byte.
 WORD_TOKENIZERS = ("jsb", "remi", "6mer")
 
-# Long documents are tokenised in pieces of about so many characters, several at a time.
+# Characters in a piece of a long document, and in the pieces that are tokenised together.
 _PIECE = 1 << 16
 _BATCH = 2 * _PIECE
-# Characters on either side of a cut with which it is checked.
+# Characters on each side of a cut that are tokenised to check it.
 _CONTEXT = 200
 # A cut is made between a word or number and the white space after it.
 _WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
@@ -127,10 +127,9 @@ def tokenize_pieces(
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yields the token ids of documents in pieces, int32 (tokens), and whether a piece is the last of its document.
 
-    Joined, the pieces of a document are what `tokenize_documents` yields: what the tokenizer makes of its whole text.
-    A document is cut only after a word or number that white space follows, and only where the tokenizer separates
-    words there and gives the same tokens with and without the cut. Where there is no such place (long runs without
-    white space, a tokenizer that does not separate words) pieces are longer, up to the whole document.
+    The concatenated pieces equal the tokens of the whole document. A document is cut only between a word and the white
+    space after it, and only where the tokens are the same with and without the cut. Without such a place (no white
+    space, a tokenizer without pre-tokenisation) a piece is longer, up to the whole document.
 
     Args:
         tokenizer: see `build_tokenizer`.
@@ -180,7 +179,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 def _pieces(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
     """Yields the text of rows cut into pieces as `tokenize_pieces` says, and whether a piece ends a document."""
     cuttable = _may_be_cut(tokenizer)
-    # What is not yet yielded of the present document, and how much of it holds no place to cut.
+    # The rest of the current document, and how many of its characters were searched for a cut in vain.
     rest, searched, document = "", 0, None
     started = False
     for row in rows:
@@ -202,7 +201,7 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]
 
 
 def _may_be_cut(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer separates words before it merges anything, or merges nothing."""
+    """Returns True if the tokenizer splits text into words before merging, or does not merge."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.pre_tokenizer is None:
         return False
@@ -211,15 +210,15 @@ def _may_be_cut(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int | None:
-    """Returns the last place from `start` on at which a text may be cut, with some text on its right; None if none."""
+    """Returns the last index, from `start` on, at which a text may be cut, or None."""
     stop = len(text) - _CONTEXT
-    # The end is enough, unless words are very long.
+    # The last 4,096 characters usually hold such a place.
     for first in (max(start, stop - 4096), start):
         places = [match.start() for match in _WORD_END.finditer(text, max(first, 1), stop)]
         for place in places[-8:][::-1]:
             left, right = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
             together, one, other = _encode(tokenizer, [left + right, left, right])
-            # White space alone on the right would hide a tokenizer that strips it.
+            # A tokenizer that strips white space would pass this check if there were nothing else on the right.
             if together == one + other and not right.isspace():
                 return place
     return None

@@ -65,7 +65,7 @@ def windows_in(texts: Sequence[torch.Tensor], length: int) -> list[int]:
 
 
 def fillable(texts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns the lengths of which a text holds a window, and the others; raises ValueError if all are others."""
+    """Splits lengths into those that fit into a text and those that do not; raises ValueError if none fits."""
     longest = max(len(ids) - 1 for ids in texts)
     filled = [length for length in lengths if length <= longest]
     if not filled:

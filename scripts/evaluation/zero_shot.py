@@ -29,7 +29,7 @@ TASK_FOLDER = pathlib.Path(__file__).with_name("tasks")
 
 # Draws for the standard error of LAMBADA's perplexity. lm-eval's default of 100,000 takes minutes.
 BOOTSTRAP_DRAWS = 1000
-# What lm-eval is told of models without a limit, in tokens: more than any question has.
+# max_length for lm-eval, in tokens, for models without a limit: longer than any question.
 MAX_LENGTH = 1 << 17
 
 
@@ -147,8 +147,8 @@ def run(
     """Asks one checkpoint the questions of tasks and returns lm-eval's report, with `truncated_requests` added.
 
     A question that is longer than the model's configured length loses its beginning; `truncated_requests` counts the
-    requests (one for each answer to choose from) to which that happened. A model of ours whose position encoding has no
-    limit is asked the whole question.
+    requests (one for each answer to choose from) to which that happened. Questions are never cut for our models whose
+    position encoding has no limit.
 
     Args:
         checkpoint: a folder or Hub id with a tokenizer.

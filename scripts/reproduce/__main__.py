@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def estimate(planned: dict[tuple[str, str], list[runs.Run]]) -> str:
-    """Returns a line about how long the runs that are not done will take: as long as finished ones, or by timing."""
+    """Returns a line with the estimated time of the unfinished runs: as finished ones of the same recipe, or timed."""
     from ..training.estimate import describe_seconds, estimate_seconds
 
     wanted = runs.unique(planned)

@@ -10,15 +10,15 @@ from ..tasks.common import build_tokenizer as build_task_tokenizer
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe
 
-# Floating-point operations of a step on a CPU beyond which nothing is timed: about a second.
+# Largest number of floating-point operations in a timed step on a CPU: about a second.
 _LARGEST = 3e10
 
 
 def estimate_seconds(recipe: Recipe) -> float | None:
-    """Returns about how many seconds the training of a recipe takes here, in one process.
+    """Estimates the seconds that training a recipe takes on this machine, in one process.
 
-    Steps and evaluations are counted; reading and tokenising the text are not. None if a step would take too long to
-    be timed: a large model on a CPU.
+    Includes steps and evaluations, but not reading and tokenising the text. Other processes on the machine make it too
+    high. None if the model is too large to time a step on a CPU.
     """
     data, training, evaluation = recipe.data, recipe.training, recipe.evaluation
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -37,7 +37,7 @@ def estimate_seconds(recipe: Recipe) -> float | None:
         rows = min(rows, int(_LARGEST / (6 * parameters * length)))
         if not rows:
             return None
-    # The state of the random numbers stays what it was.
+    # Leaves the random state unchanged.
     with torch.random.fork_rng(devices=[]):
         model = build_model(recipe, config).to(device)
         optimizer, _ = build_optimizer(model, training)
@@ -54,11 +54,11 @@ def estimate_seconds(recipe: Recipe) -> float | None:
             optimizer.zero_grad()
             if device.type != "cpu":
                 torch.accelerator.synchronize()
-            # The first one is slower.
+            # The first step is slower.
             forward, update = min(forward, middle - start), min(update, time.perf_counter() - middle)
     held_out = (training.steps // evaluation.every if evaluation.every else 0) * (evaluation.blocks or 0)
     held_out += evaluation.final_blocks or 0
-    # A forward pass costs a third of both passes.
+    # A forward pass is about a third of a training step.
     passes = training.steps * training.batch_size + held_out / 3
     return forward / rows * passes + update * training.steps
 

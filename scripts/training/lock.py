@@ -1,4 +1,4 @@
-"""The lock of an output folder: one run at a time writes to it."""
+"""A lock on an output folder, so that only one run at a time writes to it."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ except ImportError as error:
 
 from ..evaluation.results import check_writable
 
-# The lock, and who holds it.
+# The lock file, and a file that names the process that holds it.
 LOCK, OWNER = ".lock", ".lock.json"
 
 
@@ -24,10 +24,9 @@ class TrainingError(RuntimeError):
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which is made if it does not exist, and then removed if nothing was written to it.
+    """Holds a lock on a folder. A missing folder is created, and removed again if it is empty at the end.
 
-    The operating system releases the lock of a process that was killed. Of several processes of one run (torchrun,
-    accelerate launch) the first one holds it.
+    The operating system releases the lock of a killed process. In a distributed run, the process of rank 0 holds it.
 
     Raises:
         TrainingError: another run holds it, or the folder cannot be written.
@@ -39,7 +38,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     if int(os.environ.get("RANK", "0")):
         yield
         return
-    # `runs/..` is the present folder, whether `runs` exists or not.
+    # Resolves `runs/..` to the current folder.
     folder = folder.resolve()
     existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

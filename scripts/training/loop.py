@@ -74,13 +74,13 @@ except ImportError as error:
 # Nats a token; its exponential still fits a float.
 HOPELESS = 700.0
 
-# Seconds until the first line about progress in a log, and between two lines.
+# Seconds before the first progress line in a log, and between two lines.
 _FIRST_LINE, _NEXT_LINE = 10.0, 60.0
 
-# What a run that was killed may leave behind in its folder, beside checkpoints.
+# Files that a killed run may leave in its folder.
 _LEFTOVERS = (".recipe.yaml.partial", ".metrics.jsonl.partial", ".final")
 
-# In the messages of gloo and NCCL.
+# Words in the error messages of gloo and NCCL.
 _TIMED_OUT = ("Timed out waiting", "timed out", "timeout")
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -243,7 +243,7 @@ class Run:
         self.micro_batch_size = training.micro_batch_size or training.batch_size // processes
         self.batches: ShuffledBatches | StreamedBatches | TaskBatches
         self.held_out: dict[str, Any]
-        # Of every split: whether a resumed run reads the same text. A stream is not known before it was read.
+        # A fingerprint of each split: a resumed run must read the same text. None for a stream.
         self.splits_sha256: dict[str, str | None] = {}
         # Of a toy task the answers are scored, of text the bits per byte, of words that are no text the loss alone.
         self.is_task = recipe.data.source == "task"
@@ -294,10 +294,10 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _remove_leftovers(self) -> None:
-        """Deletes what a run that was killed left behind."""
+        """Deletes the unfinished files of a killed run."""
         found = [self.output / name for name in _LEFTOVERS]
         if (self.output / "recipe.yaml").exists():
-            # safetensors writes into a file of such a name first.
+            # Temporary files of safetensors.
             found += [path for path in self.output.glob(".tmp??????") if path.is_file()]
         for path in [*found, *self._checkpoint_folder.glob(".*")]:
             if path.is_dir() and not path.is_symlink():
@@ -623,7 +623,7 @@ class Run:
                 for old in self._checkpoints()[: -self.recipe.training.keep_checkpoints]:
                     self._remove(old)
                 self._forget_other_bests()
-        # No process goes on without a checkpoint.
+        # If the checkpoint failed, every process stops.
         broadcast_object_list(failure)
         if failure[0] is not None:
             raise failure[0]
@@ -633,7 +633,7 @@ class Run:
 
     @staticmethod
     def _remove(folder: Path) -> None:
-        """Deletes a checkpoint; if the process is killed meanwhile, none is there that lacks files."""
+        """Deletes a checkpoint; a process killed meanwhile leaves no incomplete one."""
         draft = folder.with_name(f".{folder.name}")
         folder.rename(draft)
         shutil.rmtree(draft)
@@ -663,7 +663,7 @@ class Run:
             set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
             self.say(f"resuming after step {state['step']:,}")
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
-        # No process reads any longer what is deleted now.
+        # All processes have read their checkpoint.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             for newer in self._checkpoints()[len(folders) :]:
@@ -755,9 +755,8 @@ class Run:
             if processes == 1 or isinstance(error, TrainingError):
                 raise
             if any(words in text for words in _TIMED_OUT):
-                what = (
-                    f"has not answered for {self.recipe.training.ddp_timeout} seconds (training.ddp_timeout): it hangs"
-                )
+                seconds = self.recipe.training.ddp_timeout
+                what = f"has not answered for {seconds} seconds (training.ddp_timeout): it may be frozen"
             elif any(words in text for words in _GONE):
                 what = "has ended"
             else:
