@@ -3,7 +3,7 @@
     python -m whatwhere.scripts.demo
 
 1. Trains a small Llama-style model three times, with `rope`, `pope` and `cope`: same recipe, same seed, on the source
-   code of the running Python's standard library.
+   code of the running Python's standard library. On a CPU, in as many processes as there are cores, at most three.
 2. Measures bits per byte of held-out code at 1, 2, 4, 8 and 10 times the trained length, on the same tokens.
 3. Runs an lm-eval task on one of them, offline, by lm-eval's own command line.
 4. Writes a model card beside each checkpoint.
@@ -18,6 +18,7 @@ recipe:
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import importlib.util
 import json
@@ -82,48 +83,84 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     print(f"=== {name}: {seconds[name]:.1f} s", flush=True)
 
 
-def train(encoding: str, folder: pathlib.Path, overrides: list[str]) -> None:
-    """Trains one encoding into a folder: reuses a finished run of the same recipe, goes on with an interrupted one.
+def check_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) -> bool:
+    """Returns True if the folder holds a finished training run of the recipe, False if it holds none.
 
     Raises:
         ValueError: the recipe is not valid.
         DemoError: the folder holds a finished run of another recipe.
-        whatwhere.scripts.training.loop.TrainingError: the folder holds something else, or training failed.
     """
-    from .training import loop
     from .training.recipe import differences, load_recipe
 
-    name = f"demo_{encoding}"
-    recipe = load_recipe(name, overrides)
+    recipe = load_recipe(f"demo_{encoding}", overrides)
     try:
         finished = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        finished = {}
-    if finished:
-        changed = differences(finished["recipe"], json.loads(json.dumps(recipe.resolved())))
-        if changed or finished.get("weights_sha256") != weights_fingerprint(folder):
-            reason = f"of another recipe (before → now): {'; '.join(changed)}" if changed else "of other weights"
-            raise DemoError(f"{folder} holds a finished run {reason}. Choose another --output, or delete it.")
-        print(f"{folder} holds a finished run of the same recipe: reused")
-        return
-    resume = (folder / "recipe.yaml").exists()
-    arguments = [name, "--output", str(folder)]
-    arguments += [argument for override in overrides for argument in ("--set", override)]
-    loop.train(recipe, folder, resume=resume, arguments=[*arguments, *(["--resume"] if resume else [])])
+        return False
+    changed = differences(finished["recipe"], json.loads(json.dumps(recipe.resolved())))
+    if changed or finished.get("weights_sha256") != weights_fingerprint(folder):
+        reason = f"of another recipe (before → now): {'; '.join(changed)}" if changed else "of other weights"
+        raise DemoError(f"{folder} holds a finished run {reason}. Choose another --output, or delete it.")
+    print(f"{folder} holds a finished run of the same recipe: reused")
+    return True
 
 
-def estimate(folders: dict[str, pathlib.Path], overrides: list[str]) -> str:
-    """Returns a line with the estimated time of the unfinished training runs."""
+def processes() -> int:
+    """Returns how many models are trained at once: on CPUs, two processes of one thread are faster than one of two."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else max(1, min(len(ENCODINGS), os.cpu_count() or 1))
+
+
+def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
+    """Trains the encodings, each in a process of its own, some at once; goes on with interrupted runs.
+
+    Raises:
+        DemoError: training failed; its messages were printed.
+    """
+    threads = max(1, (os.cpu_count() or 1) // processes())
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+
+    def run(encoding: str) -> int:
+        folder = folders[encoding]
+        command = [sys.executable, "-m", "whatwhere.scripts.train", f"demo_{encoding}", "--output", str(folder)]
+        command += [argument for override in overrides for argument in ("--set", override)]
+        command += ["--resume"] if (folder / "recipe.yaml").exists() else []
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as job:
+            assert job.stdout is not None, "it is a pipe"
+            for line in job.stdout:
+                print(f"{encoding}: {line}", end="", flush=True)
+        return job.returncode
+
+    with concurrent.futures.ThreadPoolExecutor(processes()) as pool:
+        statuses = dict(zip(folders, pool.map(run, folders)))
+    failed = {encoding: status for encoding, status in statuses.items() if status}
+    if failed and set(failed.values()) <= {130, 143}:
+        raise KeyboardInterrupt
+    if failed:
+        raise DemoError(f"training failed: {', '.join(failed)}")
+
+
+def estimate(missing: list[str], overrides: list[str]) -> str:
+    """Returns a line with the estimated time of the training runs."""
+    import torch
+
     from .training.estimate import describe_seconds, estimate_seconds
     from .training.recipe import load_recipe
 
-    missing = [encoding for encoding, folder in folders.items() if not (folder / "results.json").exists()]
-    seconds = {encoding: estimate_seconds(load_recipe(f"demo_{encoding}", overrides)) for encoding in missing}
-    known = {encoding: value for encoding, value in seconds.items() if value is not None}
-    if not missing or len(known) < len(missing):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // processes()))
+    estimates = {encoding: estimate_seconds(load_recipe(f"demo_{encoding}", overrides)) for encoding in missing}
+    torch.set_num_threads(threads)
+    seconds = [value for value in estimates.values() if value is not None]
+    if not missing or len(seconds) < len(missing):
         return "Training time is not estimated: the models are too large." if missing else "All models are trained."
-    parts = ", ".join(f"{encoding} {describe_seconds(value)}" for encoding, value in known.items())
-    return f"Training will take about {describe_seconds(sum(known.values()))} ({parts}), measuring one or two more."
+    total = max(sum(seconds) / processes(), *seconds)
+    parts = ", ".join(f"{encoding} {describe_seconds(value)}" for encoding, value in zip(missing, seconds))
+    at_once = f", {processes()} at once" if processes() > 1 else ""
+    return f"Training will take about {describe_seconds(total)} ({parts}{at_once}), measuring one or two more."
 
 
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], **options: Any) -> None:
@@ -186,7 +223,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     try:
-        from .training.loop import Interrupted, TrainingError
+        from .training import loop  # noqa: F401
     except ImportError as error:
         sys.exit(f"error: {explain(error)}")
 
@@ -212,10 +249,12 @@ def main(arguments: list[str] | None = None) -> None:
     begin = time.perf_counter()
     try:
         options.output.mkdir(parents=True, exist_ok=True)
-        print(estimate(folders, overrides), flush=True)
-        for encoding, folder in folders.items():
-            with stage(f"train {encoding}", seconds):
-                train(encoding, folder, overrides)
+        missing = {
+            encoding: folder for encoding, folder in folders.items() if not check_finished(encoding, folder, overrides)
+        }
+        print(estimate(list(missing), overrides), flush=True)
+        with stage("train", seconds):
+            train(missing, overrides)
         with stage("length extrapolation", seconds):
             own = sys.argv[1:] if arguments is None else arguments
             measure_lengths(list(folders.values()), options.output, own, tokens=options.tokens)
@@ -226,10 +265,10 @@ def main(arguments: list[str] | None = None) -> None:
                 print(write_card(folder))
         with stage(f"{CHOSEN} in a clean process", seconds):
             print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
-    except (ValueError, OSError, ImportError, DemoError, TrainingError) as error:
+    except (ValueError, OSError, ImportError, DemoError) as error:
         parser.exit(2, f"error: {explain(error)}\n")
-    except (Interrupted, KeyboardInterrupt) as stop:
-        parser.exit(130, f"{str(stop).strip() or 'interrupted'}. Run the same command again to go on.\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted. Run the same command again to go on.\n")
     total = round(time.perf_counter() - begin, 1)
     write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
     print(f"\nAll of it took {total:.0f} s. Results: {options.output}")

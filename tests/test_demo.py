@@ -6,7 +6,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from whatwhere.scripts import demo
-from whatwhere.scripts.training.loop import TrainingError
 
 TINY = [
     "training.batch_size=2",
@@ -32,9 +31,10 @@ def finished(tmp_path_factory):
             patch.setenv(name, str(folder / name.lower()))
         patch.chdir(folder)
         printed: list[str] = []
-        patch.setattr("builtins.print", lambda *words, **options: printed.append(" ".join(map(str, words))))
+        write = lambda *words, end="\n", **options: printed.append(" ".join(map(str, words)) + end)  # noqa: E731
+        patch.setattr("builtins.print", write)
         demo.main([*sizes, *settings])
-    return folder / "demo", "\n".join(printed)
+    return folder / "demo", "".join(printed)
 
 
 def test_table_and_figure(finished):
@@ -97,7 +97,7 @@ def test_lm_eval_and_clean_process(finished):
 def test_wall_times(finished):
     folder, printed = finished
     seconds = json.loads((folder / "demo.json").read_text(encoding="utf-8"))["seconds"]
-    assert len(seconds) == 8
+    assert len(seconds) == 6
     assert seconds["total"] >= max(value for name, value in seconds.items() if name != "total")
     assert all(f"=== {name}: " in printed for name in seconds if name != "total")
     assert printed.startswith("Training will take about ")
@@ -106,20 +106,20 @@ def test_wall_times(finished):
 def test_a_finished_run_of_the_same_recipe_is_reused(finished, capsys):
     folder, _ = finished
     overrides = ["training.steps=2", "training.warmup_steps=0", *TINY]
-    weights = folder / "rope" / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-    demo.train("rope", folder / "rope", overrides)
+    assert demo.check_finished("rope", folder / "rope", overrides)
     assert "reused" in capsys.readouterr().out
-    assert weights.stat().st_mtime_ns == before
+    assert demo.estimate([], overrides) == "All models are trained."
     with pytest.raises(demo.DemoError, match="seed: 0 → 1"):
-        demo.train("rope", folder / "rope", [*overrides, "seed=1"])
+        demo.check_finished("rope", folder / "rope", [*overrides, "seed=1"])
     # An interrupted run has a recipe and no results: it goes on, and gives the same numbers.
     results = folder / "rope" / "results.json"
     metrics = json.loads(results.read_text(encoding="utf-8"))["metrics"]
     results.unlink()
-    with pytest.raises(TrainingError, match="seed: 0 → 1"):
-        demo.train("rope", folder / "rope", [*overrides, "seed=1"])
-    demo.train("rope", folder / "rope", overrides)
+    assert not demo.check_finished("rope", folder / "rope", overrides)
+    with pytest.raises(demo.DemoError, match="training failed: rope"):
+        demo.train({"rope": folder / "rope"}, [*overrides, "seed=1"])
+    assert "seed: 0 → 1" in capsys.readouterr().out
+    demo.train({"rope": folder / "rope"}, overrides)
     assert json.loads(results.read_text(encoding="utf-8"))["metrics"] == metrics
 
 
