@@ -1,5 +1,6 @@
 """Tiny models of both families, for every encoding."""
 
+import pytest
 import torch
 
 import whatwhere
@@ -51,3 +52,13 @@ def tiny_model(family, encoding, implementation=None, **fields):
 def tokens(batch, length, seed=0):
     """Random token ids (B, T) without the special ones."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def slow_but(quick, cases):
+    """Cases for `pytest.mark.parametrize`: all but the quick ones are marked slow."""
+    quick, cases = list(quick), list(cases)
+    assert all(case in cases for case in quick), "a quick case is none of the cases"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.slow])
+        for case in cases
+    ]
