@@ -123,7 +123,7 @@ def test_causality(family, encoding):
     assert not torch.allclose(after[:, 12:], before[:, 12:])
 
 
-@every_model
+@every_model_in_turn
 def test_implementations_agree(family, encoding):
     ids = tokens(2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)
@@ -446,7 +446,7 @@ def test_bfloat16_stays_close_to_float32(family, encoding):
     assert (mixed - exact).abs().max() < allowed
 
 
-@plain_models_in_turn
+@models(quick=["absolute", "rope", "cope", "pope"])
 def test_generation_modes_agree(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 7)
