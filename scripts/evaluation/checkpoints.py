@@ -1,5 +1,6 @@
-"""Loading of checkpoints, ours or stock, with one clear sentence when that fails; the length they were trained at."""
+"""Loading of checkpoints, ours or stock, with one clear sentence when that fails; what lengths they serve."""
 
+import importlib
 import json
 import pathlib
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
 
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
@@ -23,6 +25,17 @@ def names_of(checkpoints: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) else list(checkpoints)
 
 
+def choose_device(name: str | None = None) -> str:
+    """Returns a device, by default the GPU if there is one; raises ValueError if it cannot be used."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    # PyTorch without CUDA raises AssertionError.
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"device={name!r} is not valid: {error}") from error
+    return name
+
+
 def load_config(checkpoint: str, *, trust_remote_code: bool = False, **changes: Any) -> Any:
     """Returns the configuration of a folder or Hub id with some fields changed.
 
@@ -35,12 +48,17 @@ def load_config(checkpoint: str, *, trust_remote_code: bool = False, **changes: 
     try:
         return transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code, **changes)
     except (OSError, ValueError) as error:
-        where = "" if folder.exists() else "it is no folder here, and as a Hub id: "
+        where = "" if folder.exists() else "there is no such folder, and as a Hub id: "
         raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {where}{error}") from error
 
 
 def load_model(
-    checkpoint: str, config: Any, *, dtype: str, attn_implementation: str | None, trust_remote_code: bool
+    checkpoint: str,
+    config: Any,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Returns the model of a folder or Hub id; raises ValueError with the reason if it cannot be loaded."""
     try:
@@ -75,3 +93,20 @@ def trained_length_of(checkpoint: str, config: Any) -> int:
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"checkpoint={checkpoint!r} does not say the length it was trained at: give --trained-length.")
     return length
+
+
+def longest_length(model: nn.Module) -> int | None:
+    """Returns the longest sequence that a model supports, or None if its position encoding sets no limit.
+
+    Our models say so themselves. A stock model is limited if it looks positions up in a table of embeddings.
+    """
+    config: Any = model.config
+    if hasattr(config, "position_encoding"):
+        # The list of encodings beside this model's class: the package's, or the checkpoint's own copy.
+        siblings = type(model).__module__.rpartition(".")[0]
+        return importlib.import_module(f"{siblings}.position_encodings").reach(config)
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
+            return module.num_embeddings - getattr(module, "offset", 0)
+    return None

@@ -1,31 +1,60 @@
-"""The six zero-shot tasks of PoPE's Table 5 in lm-eval: their names there, their scores in a table beside the paper's.
+"""Zero-shot evaluation of checkpoints with lm-eval: LAMBADA (OpenAI's), BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
 
-LAMBADA is the greedy last word (the paper, section 5), BLiMP and CBT are means over their parts: 67 paradigms, four
-word classes. For HellaSwag, PIQA and ARC-Easy the paper does not say whether the likelihood of an answer is divided by
-its length. Earlier public code of one of its authors (github.com/RobertCsordas/moeut_training_code, in
-`framework/dataset/text/`) divides by the number of tokens in all three, so `acc_norm`, which divides by the number of
-characters, is what we put beside the paper; `lm_eval.json` holds `acc` too.
+On a laptop (some questions of each task, from local files; two minutes for a model of `whatwhere demo`):
 
-For CBT that code also divides, and it ends the context with a space, which puts candidates into tokens that are rare in
-text. We follow GPT-2's definition (the whole likelihood of the candidate and the rest of its sentence). How the paper
-computed its CBT is not known: there, compare models with each other rather than with the paper.
+    whatwhere zero-shot demo/rope demo/pope --data-dir data --limit 20
+
+On a GPU, all questions from the Hub, our models beside any other:
+
+    whatwhere zero-shot runs/pope openai-community/gpt2 --device cuda --batch-size 64
+
+A checkpoint is a folder or a Hub id that AutoModelForCausalLM and AutoTokenizer can load, ours or stock. Without
+`--data-dir` and the variable WHATWHERE_DATA_DIR the questions come from the Hub; with one of them from local files
+(`lm_eval/zero_shot_files.py` says which), through the same task definitions of lm-eval. CBT, which lm-eval lacks, is
+ours. lm-eval's own command line runs the same tasks:
+
+    lm_eval --model hf --model_args pretrained=demo/pope,trust_remote_code=True --tasks lambada_openai,whatwhere_cbt \\
+        --include_path "$(whatwhere zero-shot --print-task-folder)"
+
+It cuts questions to the model's configured length, `max_position_embeddings`, unless `--model_args` has another one
+(`pretrained=demo/pope,max_length=16384`). This command does not cut them for our models whose position encoding has no
+limit (all but `absolute` and plain `relative`). The tasks of local files are `whatwhere_local_lambada_openai`,
+`whatwhere_local_blimp` and so on, one for each key of `TASKS`.
+
+Output: `lm_eval.json` in each checkpoint's folder and lm-eval's whole report under `lm_eval/` there (for a Hub id in a
+folder of `--output`); `zero_shot.md`, a table beside the paper's Table 5, in `--output`, by default the folder of the
+one checkpoint, else `zero_shot/`. Scores that a folder holds about other tasks of the same weights stay, and so do
+scores of more questions than were asked now.
+
+**The metrics.** LAMBADA is the greedy last word (PoPE, section 5), BLiMP and CBT are means over their parts: 67
+paradigms, four word classes. For HellaSwag, PIQA and ARC-Easy the paper does not say whether an answer's likelihood
+is divided by its length. Earlier public code of one of its authors (github.com/RobertCsordas/moeut_training_code, in
+`framework/dataset/text/`) divides by the number of tokens in all three, so we put `acc_norm`, which divides by the
+number of characters, beside the paper; `lm_eval.json` holds `acc` too. For CBT that code also divides, and it ends the
+context with a space, which puts candidates into tokens that are rare in text. We follow GPT-2's definition (the whole
+likelihood of the candidate and the rest of its sentence). How the paper computed its CBT is not known: there, compare
+models with each other rather than with the paper.
 """
 
+import argparse
 import dataclasses
+import json
 import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import transformers
-
+from ...model_card import weights_fingerprint
 from ...position_encoding import suggest
 from ...position_encodings import reach
-from .results import lm_eval_tasks
-from .tasks.zero_shot_files import missing_files
+from ..extras import explain
+from .checkpoints import choose_device, load_config, load_tokenizer, names_of
+from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_files
+from .options import add_model_options, at_least_one
+from .results import check_writable, lm_eval_tasks, provenance, read_json, write_json
 
-TASK_FOLDER = pathlib.Path(__file__).with_name("tasks")
+TASK_FOLDER = pathlib.Path(__file__).with_name("lm_eval")
 
 # Draws for the standard error of LAMBADA's perplexity. lm-eval's default of 100,000 takes minutes.
 BOOTSTRAP_DRAWS = 1000
@@ -171,7 +200,7 @@ def run(
 
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        config = load_config(checkpoint, trust_remote_code=trust_remote_code)
         if hasattr(config, "position_encoding") and reach(config) is None:
             options["max_length"] = MAX_LENGTH
         model = HFLM(
@@ -283,24 +312,26 @@ def table(
         local: the questions came from local files.
         left_out: tasks that were not run, and the files that they lack.
     """
-    # The scores by checkpoint and task: lm-eval's names depend on where the data came from.
+    # lm-eval's names depend on where the data came from.
     scores = {
         checkpoint: {name: found["tasks"][TASKS[name].scored if local else TASKS[name].hub] for name in tasks}
         for checkpoint, found in contents.items()
     }
-    parts = [
-        "# Zero-shot evaluation",
-        _comparison(contents, scores, tasks),
-        _questions(next(iter(scores.values())), local=local),
-        "Every accuracy; CN, NE, P, V are CBT's common nouns, named entities, prepositions and verbs:",
-        _accuracies(scores),
-        "\n".join(f"- {note}" for note in _notes(contents, tasks, local=local, left_out=left_out)),
-    ]
-    return "\n\n".join(parts) + "\n"
+    asked = [["task", "in lm-eval", "version", "metric", "split", "shots", "questions"]]
+    for name, task in next(iter(scores.values())).items():
+        cells = [
+            TASKS[name].title,
+            TASKS[name].local if local else TASKS[name].hub,
+            task["version"],
+            TASKS[name].metric,
+        ]
+        asked.append([*map(str, [*cells, task["split"], task["shots"]]), f"{task['samples']:,}"])
+    notes = "\n".join(f"- {note}" for note in _notes(contents, local=local, left_out=left_out))
+    return "\n\n".join(["# Zero-shot evaluation", _comparison(contents, scores, tasks), _rows(asked), notes]) + "\n"
 
 
 def _comparison(contents: Mapping[str, Any], scores: Mapping[str, Any], tasks: Sequence[str]) -> str:
-    """One row a checkpoint, then guessing and the paper's; the mean is over the same tasks in every row."""
+    """One row a checkpoint, then chance and the paper's; the mean is over the same tasks in every row."""
     mean = "mean" if len(tasks) == len(TASKS) else f"mean of these {len(tasks)}"
     rows = [["accuracy, %", "parameters", *(TASKS[name].title for name in tasks), mean]]
     for checkpoint, by_task in scores.items():
@@ -308,7 +339,7 @@ def _comparison(contents: Mapping[str, Any], scores: Mapping[str, Any], tasks: S
         average = 100 * sum(metric["value"] for metric in metrics) / len(metrics)
         rows.append([checkpoint, f"{contents[checkpoint]['parameters']:,}", *map(_percent, metrics), f"{average:.2f}"])
     chances = [100 * TASKS[name].chance for name in tasks]
-    rows.append(["guessing", "", *(f"{chance:.0f}" for chance in chances), f"{sum(chances) / len(chances):.2f}"])
+    rows.append(["chance", "", *(f"{chance:.0f}" for chance in chances), f"{sum(chances) / len(chances):.2f}"])
     for name, (figures, _) in TABLE_5.items():
         chosen = [figures[list(TASKS).index(task)] for task in tasks]
         encoding, size = name.split(", ")
@@ -317,33 +348,7 @@ def _comparison(contents: Mapping[str, Any], scores: Mapping[str, Any], tasks: S
     return _rows(rows)
 
 
-def _questions(by_task: Mapping[str, Any], *, local: bool) -> str:
-    """What was asked: it is the same for all checkpoints."""
-    rows = [["task", "in lm-eval", "version", "metric above", "split", "shots", "questions"]]
-    for name, task in by_task.items():
-        known = TASKS[name]
-        cells = [known.title, known.local if local else known.hub, task["version"], known.metric]
-        rows.append([*map(str, [*cells, task["split"], task["shots"]]), f"{task['samples']:,}"])
-    return _rows(rows)
-
-
-def _accuracies(scores: Mapping[str, Any]) -> str:
-    """All accuracies, those of CBT's word classes too."""
-    rows = [["checkpoint", "task", "metric", "accuracy, %"]]
-    for checkpoint, by_task in scores.items():
-        for name, task in by_task.items():
-            shown = {TASKS[name].title: task}
-            if name == "cbt":
-                shown |= {f"CBT, {part.split('_')[-1].upper()}": found for part, found in task["subtasks"].items()}
-            for title, found in shown.items():
-                accuracies = {key: metric for key, metric in found["metrics"].items() if key.startswith("acc")}
-                rows += [[checkpoint, title, key, _percent(metric)] for key, metric in accuracies.items()]
-    return _rows(rows)
-
-
-def _notes(
-    contents: Mapping[str, Any], tasks: Sequence[str], *, local: bool, left_out: Mapping[str, Sequence[str]]
-) -> list[str]:
+def _notes(contents: Mapping[str, Any], *, local: bool, left_out: Mapping[str, Sequence[str]]) -> list[str]:
     notes = []
     limit = next(iter(contents.values()))["limit"]
     if limit is not None:
@@ -351,24 +356,162 @@ def _notes(
             f"**Only the first {limit} questions of each task** (of each part of BLiMP and CBT): not comparable with "
             "the paper, or with other results."
         )
-    for name, files in left_out.items():
-        notes.append(f"**{TASKS[name].title} was not run**: the data folder lacks {', '.join(files)}.")
+    notes += [f"**{TASKS[name].title} was not run**: missing {', '.join(files)}." for name, files in left_out.items()]
     for checkpoint, found in contents.items():
         if found["truncated_requests"]:
             notes.append(
                 f"{checkpoint}: {found['truncated_requests']:,} requests were longer than its {found['max_length']:,} "
                 "tokens and lost their beginning."
             )
-    changed = [TASKS[name].title for name in tasks if name in ("hellaswag", "arc_easy")]
-    if local and changed:
-        notes.append(
-            f"The local data of {' and '.join(changed)} are not quite the Hub's: "
-            "`whatwhere.scripts.evaluation.tasks.zero_shot_files` says how."
-        )
+    if local:
+        notes.append("Questions from local files; those of HellaSwag and ARC-Easy differ a little from the Hub's.")
     notes.append(
-        "The paper: Gopalakrishnan et al. 2025 (2509.10534), Table 5; models of these sizes, trained on OpenWebText "
-        "with 1,024 tokens. It does not say which accuracy it gives for HellaSwag, PIQA and ARC-Easy, or how CBT is "
-        "scored; `whatwhere.scripts.evaluation.zero_shot` says why we compare these."
+        "± is one standard error over questions. The paper: Gopalakrishnan et al. 2025 (2509.10534), Table 5; models "
+        "trained on OpenWebText with 1,024 tokens."
     )
-    notes.append(f"Questions from {'local files' if local else 'the Hub'}. ± is one standard error over questions.")
     return notes
+
+
+def result_folder(checkpoint: str, output: pathlib.Path) -> pathlib.Path:
+    """Returns where a checkpoint's results go: its own folder, or for a Hub id one in `output`."""
+    return pathlib.Path(checkpoint) if pathlib.Path(checkpoint).is_dir() else output / checkpoint.replace("/", "__")
+
+
+def old_results(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the `lm_eval.json` of a folder, None if there is none; raises ValueError if it is broken."""
+    content = read_json(folder / "lm_eval.json") if (folder / "lm_eval.json").is_file() else None
+    if content is not None and not isinstance(content.get("tasks"), dict):
+        raise ValueError(f"{str(folder / 'lm_eval.json')!r} must hold an object with `tasks`.")
+    return content
+
+
+def save(folder: pathlib.Path, content: dict[str, Any], report: dict[str, Any]) -> list[str]:
+    """Writes `lm_eval.json` and lm-eval's report into the folder of a checkpoint's results.
+
+    Args:
+        folder: made if it does not exist.
+        content: from `content`.
+        report: from `run`.
+
+    Returns:
+        The tasks whose scores in `lm_eval.json` stay as they were, because they are of more questions.
+    """
+    from lm_eval.utils import handle_non_serializable
+
+    fingerprint = weights_fingerprint(folder) if (folder / "config.json").is_file() else None
+    merged, kept = merge(old_results(folder), {**content, "weights_sha256": fingerprint})
+    if fingerprint is None:
+        del merged["weights_sha256"]
+    write_json(folder / "lm_eval.json", merged)
+    raw = folder / "lm_eval" / f"results_{content['date'].replace(':', '-')}.json"
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    raw.write_text(json.dumps(report, indent=2, default=handle_non_serializable) + "\n", encoding="utf-8")
+    return kept
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="whatwhere zero-shot",
+        description="Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.",
+        epilog="example: whatwhere zero-shot demo/rope demo/pope --limit 20",
+    )
+    parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="a folder or a Hub id")
+    parser.add_argument("--tasks", help=f"some of {','.join(TASKS)} (default: all for which there are data)")
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help=f"local data sets (default: ${DATA_DIR_VARIABLE}, else the Hub)"
+    )
+    parser.add_argument(
+        "--limit", type=at_least_one, metavar="N", help="only the first N questions of each task, or part of a task"
+    )
+    parser.add_argument("--batch-size", default="8", metavar="N", help="requests in a batch, or auto (default 8)")
+    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="default: the one checkpoint, or zero_shot/")
+    parser.add_argument(
+        "--print-task-folder", action="store_true", help="print the folder for lm_eval --include_path, and stop"
+    )
+    add_model_options(parser)
+    options = parser.parse_args(arguments)
+    if options.print_task_folder:
+        print(TASK_FOLDER)
+        return
+    if options.output is None:
+        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
+        options.output = pathlib.Path(options.checkpoints[0] if alone else "zero_shot")
+    try:
+        print(evaluate(options, provenance("zero-shot", arguments)))
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {explain(error)}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted. Finished checkpoints have their lm_eval.json.\n")
+    print(f"In {options.output}: zero_shot.md. A card: whatwhere card FOLDER")
+
+
+def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
+    """Evaluates every checkpoint, writes all results and returns the table in Markdown.
+
+    Args:
+        options: of the command line.
+        origin: from `provenance`.
+
+    Raises:
+        ValueError: an option or a checkpoint is not valid.
+        OSError: data is missing, or results can not be written.
+        ImportError: lm-eval is not installed.
+    """
+    if not options.checkpoints:
+        raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
+    names_of(options.checkpoints)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']!r}: this command runs in one process; lm-eval's own command line "
+            "takes the same tasks, and accelerate."
+        )
+    if options.batch_size != "auto" and not (options.batch_size.isdigit() and int(options.batch_size)):
+        raise ValueError(f"batch-size={options.batch_size!r} is not valid: it must be at least 1, or auto.")
+    local = bool(options.data_dir or os.environ.get(DATA_DIR_VARIABLE))
+    data_dir = data_folder(options.data_dir) if local else None
+    tasks, left_out = choose_tasks(options.tasks, data_dir)
+    for name, files in left_out.items():
+        print(f"{TASKS[name].title} is left out: {str(data_dir)!r} lacks {', '.join(files)}.")
+    # What can be wrong is found before the first model runs.
+    for checkpoint in options.checkpoints:
+        load_config(checkpoint, trust_remote_code=options.trust_remote_code)
+        load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+        check_writable(result_folder(checkpoint, options.output))
+        old_results(result_folder(checkpoint, options.output))
+    check_writable(options.output)
+    device = choose_device(options.device)
+    manager = task_manager(data_dir)
+    contents = {}
+    for checkpoint in options.checkpoints:
+        try:
+            report = run(
+                checkpoint,
+                tasks,
+                manager,
+                local=local,
+                limit=options.limit,
+                batch_size=options.batch_size if options.batch_size == "auto" else int(options.batch_size),
+                device=device,
+                dtype=options.dtype,
+                attn_implementation=options.attn_implementation,
+                trust_remote_code=options.trust_remote_code,
+            )
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"the questions come from the Hub, which did not answer: {error}. With --data-dir or "
+                f"{DATA_DIR_VARIABLE} they come from local files."
+            ) from error
+        data = "local files" if local else "Hub"
+        contents[checkpoint] = content(report, origin, data=data, device=device, dtype=options.dtype)
+        folder = result_folder(checkpoint, options.output)
+        for name in save(folder, contents[checkpoint], report):
+            print(f"{name}: {str(folder / 'lm_eval.json')!r} keeps its scores, which are of more questions.")
+    text = table(contents, tasks, local=local, left_out=left_out)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "zero_shot.md").write_text(text, encoding="utf-8")
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,23 +1,22 @@
 """Errors of trained checkpoints in the answers of toy tasks, as mean, deviation and solve rate over seeds.
 
-On a laptop (folders that `python -m whatwhere.scripts.train` made, of one recipe with three seeds):
+On a laptop (folders that `whatwhere train` made, of one recipe with three seeds):
 
-    python -m whatwhere.scripts.evaluate_task runs/flip_flop-0 runs/flip_flop-1 runs/flip_flop-2
+    whatwhere task runs/flip_flop-0 runs/flip_flop-1 runs/flip_flop-2
 
 On a GPU, on other test sets than those of the recipe (JSON: the parameters that differ from those of training):
 
-    python -m whatwhere.scripts.evaluate_task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 \\
-        --device cuda --json flip_flop.json
+    whatwhere task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 --device cuda
 
-A checkpoint is a folder or a Hub id. The task, its parameters and its test sets are those of the recipe that a folder
-holds; --task names the task of a checkpoint that has none, with the task's own parameters. Checkpoints whose recipes
-differ in the seed alone are one system.
+A checkpoint is a folder or a Hub id. The task, its parameters and its test sets are those of the recipe in a folder's
+`results.json`; --task names the task of a checkpoint that has none, with the task's own parameters. Checkpoints whose
+recipes differ in the seed alone are one system.
 
-Every answer is predicted from the right tokens before it: `token_error` is the share of answer tokens that are wrong,
+Every answer is predicted from the correct tokens before it: `token_error` is the share of answer tokens that are wrong,
 `sequence_error` that of sequences with a wrong one, and a checkpoint has solved a test set if its `sequence_error` is
 at most --solved. Means and (sample) standard deviations are over checkpoints.
 
-    python -m whatwhere.scripts.evaluate_task --task alice openai-community/gpt2
+    whatwhere task --task alice openai-community/gpt2
 
 asks any causal language model how often a word is in the last sentence (see `whatwhere.scripts.tasks.alice`), and
 reports how often the right one of the answers 0 to 5 is the most likely one (`accuracy`), its mean probability among
@@ -30,24 +29,20 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-import transformers
-from safetensors import SafetensorError
-
-from ..position_encoding import suggest
-from ..position_encodings import reach
-from .extras import fail_import
+from ...position_encoding import suggest
+from ..extras import explain, fail_import
+from .checkpoints import choose_device, load_config, load_model, load_tokenizer, longest_length, names_of
+from .options import add_model_options, at_least_one
+from .results import check_writable, provenance, read_json, write_json
 
 try:
-    from .data.samples import TaskSamples
-    from .evaluation.answers import choice_likelihoods, score_samples
-    from .evaluation.results import check_writable, provenance, write_json
-    from .tasks.alice import LARGEST_ANSWER, AliceConfig
-    from .tasks.registry import PROBES, TASKS, task_config
-    from .training.recipe import Recipe, differences, load_recipe, parse_recipe
+    from ..data.samples import TaskSamples
+    from ..tasks.alice import LARGEST_ANSWER, AliceConfig
+    from ..tasks.registry import PROBES, TASKS, task_config
+    from .answers import choice_likelihoods, score_samples
 except ImportError as error:
     fail_import(__name__, error)
 
@@ -61,34 +56,28 @@ _TITLES = {
 }
 
 
-def read_recipe(checkpoint: str) -> Recipe | None:
-    """Returns the recipe that a folder holds, in `results.json` or `recipe.yaml`, or None if it holds none.
+def read_recipe(checkpoint: str) -> dict[str, Any] | None:
+    """Returns the recipe in a folder's `results.json`, with every default, or None if it holds none.
 
     Raises:
-        ValueError: the folder is that of a run that is not finished, or its files are broken.
+        ValueError: the folder is that of a run that is not finished, or its file is broken.
     """
     folder = pathlib.Path(checkpoint)
-    results = folder / "results.json"
-    if results.is_file():
-        try:
-            recipe = json.loads(results.read_text(encoding="utf-8")).get("recipe")
-        except ValueError as error:
-            raise ValueError(f"{str(results)!r} is not valid JSON: {error}") from error
+    if (folder / "results.json").is_file():
+        recipe = read_json(folder / "results.json").get("recipe")
         # That of fine-tuning has other keys.
-        return parse_recipe(recipe) if recipe and "data" in recipe and "training" in recipe else None
-    if not (folder / "recipe.yaml").is_file():
-        return None
-    if not (folder / "config.json").is_file():
+        return recipe if recipe and "data" in recipe and "training" in recipe else None
+    if (folder / "recipe.yaml").is_file():
         raise ValueError(
             f"checkpoint={checkpoint!r} is a run that is not finished. Go on with: "
-            f"python -m whatwhere.scripts.train {folder / 'recipe.yaml'} --output {folder} --resume"
+            f"whatwhere train {folder / 'recipe.yaml'} --output {folder} --resume"
         )
-    return load_recipe(folder / "recipe.yaml")
+    return None
 
 
 def test_sets(
     checkpoint: str,
-    recipe: Recipe | None,
+    recipe: Mapping[str, Any] | None,
     *,
     task: str | None,
     sets: Mapping[str, Mapping[str, Any]] | None,
@@ -108,18 +97,16 @@ def test_sets(
     Raises:
         ValueError: neither the recipe nor `task` names a task, or a parameter is not valid.
     """
-    data = recipe.data if recipe is not None and recipe.data.source == "task" else None
+    data = recipe["data"] if recipe is not None and recipe["data"]["source"] == "task" else None
     block, parameters, sizes = None, {}, {}
-    if data is not None and task in (None, data.task):
-        task, block, parameters = str(data.task), data.sequence_length, data.task_parameters or {}
-        sets = data.test_sets if sets is None else sets
-        sizes = {} if data.test_samples is None else {"test_samples": data.test_samples}
+    if data is not None and task in (None, data["task"]):
+        task, block, parameters = str(data["task"]), data["sequence_length"], data.get("task_parameters") or {}
+        sets = data.get("test_sets") if sets is None else sets
+        sizes = {} if data.get("test_samples") is None else {"test_samples": data["test_samples"]}
     if task is None:
         reason = "does not say which task it was trained on"
         if recipe is not None:
-            reason = f"was trained on text (data.source: {recipe.data.source})"
-        elif not pathlib.Path(checkpoint).exists():
-            reason = "is no folder here, and a checkpoint on the Hub does not say which task it was trained on"
+            reason = f"was trained on text (data.source: {recipe['data']['source']})"
         raise ValueError(
             f"checkpoint={checkpoint!r} {reason}: give --task. Allowed: {', '.join(map(repr, [*TASKS, *PROBES]))}."
         )
@@ -145,6 +132,7 @@ def evaluate(
     batch_size: int = 64,
     device: str | None = None,
     dtype: str = "float32",
+    attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluates every checkpoint on its test sets.
@@ -158,6 +146,7 @@ def evaluate(
         batch_size: samples in a batch.
         device: None for the GPU if there is one.
         dtype: of the model's weights and activations.
+        attn_implementation: None for the model's default.
         trust_remote_code: run the code in the checkpoint's folder.
 
     Returns:
@@ -167,22 +156,13 @@ def evaluate(
     Raises:
         ValueError: a checkpoint cannot be loaded, its task is not known, or a parameter is not valid.
     """
-    for name, value in (("samples", samples), ("batch-size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value!r} is not valid: it must be at least 1.")
     if task is not None and task not in (*TASKS, *PROBES):
         raise ValueError(f"task={task!r} is not valid. {suggest(task, [*TASKS, *PROBES])}")
-    if twice := [checkpoint for checkpoint, count in collections.Counter(checkpoints).items() if count > 1]:
-        raise ValueError(f"checkpoint={twice[0]!r} is given more than once.")
     for name, values in (sets or {}).items():
         if "seed" in values:
             raise ValueError(f"test set {name!r} is not valid: seed={values['seed']!r} must not be given, but --seed.")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    # PyTorch without CUDA raises AssertionError.
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"device={device!r} is not valid: {error}") from error
+    device = choose_device(device)
+    names = dict(zip(checkpoints, names_of(checkpoints)))
     # Everything is read before the first model runs: mistakes should not wait for minutes.
     recipes = {checkpoint: read_recipe(checkpoint) for checkpoint in checkpoints}
     plans = {
@@ -191,44 +171,35 @@ def evaluate(
     }
     entries = []
     for checkpoint, (named, configs, block) in plans.items():
-        model, tokenizer = _load(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-        model = model.to(device).eval()
+        config = load_config(checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
+        options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+        model = load_model(checkpoint, config, **options).to(device).eval()
         scores = {}
-        for name, config in configs.items():
+        for name, test in configs.items():
             if named in PROBES:
-                scores[name] = ask(model, tokenizer, config)
+                scores[name] = ask(model, tokenizer, test)
                 continue
-            length = (block or model.config.max_position_embeddings) if config.may_be_cut else None
-            limit = reach(model.config) if hasattr(model.config, "position_encoding") else None
-            if limit is not None and (length or config.longest) > limit:
+            length = (block or config.max_position_embeddings) if test.may_be_cut else None
+            limit = longest_length(model)
+            if limit is not None and (length or test.longest) > limit:
                 raise ValueError(
                     f"test set {name!r} is not valid for checkpoint={checkpoint!r}: samples have up to "
-                    f"{length or config.longest} tokens, and position_encoding={model.config.position_encoding!r} "
-                    f"reaches {limit}."
+                    f"{length or test.longest} tokens, and the position encoding supports at most {limit}."
                 )
-            rows = TaskSamples(config, tokenizer, "test", count=config.test_samples, block=length)
+            rows = TaskSamples(test, tokenizer, "test", count=test.test_samples, block=length)
             scores[name] = score_samples(model, rows, batch_size=batch_size)
         recipe = recipes[checkpoint]
         entries.append(
             {
                 "checkpoint": checkpoint,
-                "name": recipe.name if recipe else pathlib.PurePath(checkpoint).name,
-                "recipe": recipe.resolved() if recipe else None,
+                "name": recipe["name"] if recipe else names[checkpoint],
+                "recipe": recipe,
                 "task": named,
                 "test_sets": scores,
             }
         )
     return entries
-
-
-def _load(checkpoint: str, *, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-        )
-        return model, transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
 
 
 def ask(model: Any, tokenizer: Any, config: AliceConfig) -> dict[str, Any]:
@@ -282,7 +253,7 @@ def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> 
         # Systems of one name must not look the same.
         if (task, name) in first:
             other = first[task, name]
-            changed = differences({**other, "seed": None}, {**recipe, "seed": None}) if other and recipe else []
+            changed = _differences({**other, "seed": None}, {**recipe, "seed": None}) if other and recipe else []
             name = f"{name} ({'; '.join(changed) or group[0]['checkpoint']})"
         else:
             first[task, name] = recipe
@@ -299,6 +270,21 @@ def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> 
         checkpoints = [entry["checkpoint"] for entry in group]
         systems.append({"name": name, "task": task, "checkpoints": checkpoints, "test_sets": sets})
     return systems
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Returns the keys in which two recipes differ, with both values."""
+
+    def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from leaves(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    before, after = dict(leaves(one)), dict(leaves(other))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [f"{key}: {before.get(key)!r} → {after.get(key)!r}" for key in keys]
 
 
 def table(systems: Sequence[Mapping[str, Any]]) -> str:
@@ -347,21 +333,19 @@ def parse_sets(texts: Sequence[str]) -> dict[str, dict[str, Any]] | None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.evaluate_task",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="whatwhere task",
+        description="Errors of checkpoints in the answers of toy tasks, over seeds.",
+        epilog="example: whatwhere task runs/flip_flop-0 runs/flip_flop-1 --samples 500",
     )
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     parser.add_argument("--task", help=f"{', '.join([*TASKS, *PROBES])}; default: what the checkpoint says")
     parser.add_argument("--sets", action="append", default=[], metavar="NAME=JSON", help="a test set; may be repeated")
-    parser.add_argument("--samples", type=int, help="of every test set; default: what the set or the recipe says")
+    parser.add_argument("--samples", type=at_least_one, metavar="N", help="of every test set; default: what it says")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples in a batch (default %(default)s)")
+    parser.add_argument("--batch-size", type=at_least_one, default=64, metavar="N", help="default %(default)s")
     parser.add_argument("--solved", type=float, default=0.01, help="largest sequence error (default %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every number to a file")
-    parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
+    add_model_options(parser)
     options = parser.parse_args(arguments)
     try:
         if not 0 <= options.solved <= 1 or math.isnan(options.solved):
@@ -377,15 +361,16 @@ def main(arguments: list[str] | None = None) -> None:
             batch_size=options.batch_size,
             device=options.device,
             dtype=options.dtype,
+            attn_implementation=options.attn_implementation,
             trust_remote_code=options.trust_remote_code,
         )
         systems = summarise(entries, solved=options.solved)
         if options.json:
-            origin = provenance("whatwhere.scripts.evaluate_task", arguments)
+            origin = provenance("task", arguments)
             content = {"systems": systems, "checkpoints": entries, "solved": options.solved, "seed": options.seed}
             write_json(options.json, {**content, **origin})
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {explain(error)}\n")
     print(table(systems))
 
 
