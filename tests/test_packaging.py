@@ -200,12 +200,11 @@ def test_base_install_is_told_the_extra(tmp_path):
     scripts = {
         "train": (["demo_rope"], "datasets", "train"),
         "finetune": (["x", "--output", "y"], "datasets", "train"),
-        "evaluate_task": (["x"], "datasets", "train"),
+        "evaluation.task": (["x"], "datasets", "train"),
         "demo": ([], "datasets", "train"),
-        "length": (["x", "--data", "pg19"], "datasets", "train"),
-        "zero_shot": (["CHECKPOINT"], "lm_eval", "eval"),
+        "evaluation.length": (["x", "--data", "pg19"], "datasets", "train"),
+        "evaluation.zero_shot": (["CHECKPOINT"], "lm_eval", "eval"),
         "reproduce": (["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
-        "evaluation.code_completion": (["--output", "y"], "datasets", "train"),
     }
     asked = json.dumps([hidden, {name: arguments for name, (arguments, _, _) in scripts.items()}])
     command = [sys.executable, "-c", BASE_INSTALL, asked]
