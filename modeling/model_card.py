@@ -1,8 +1,8 @@
-"""The short model card (README.md) that saving and pushing writes: what is known without a results file.
+"""The short model card (README.md) that saving and pushing writes; `whatwhere card` writes the full one, with results.
 
-`whatwhere card` writes the full card with the measured results. A generated card ends in a comment with a digest of its
-text, the fingerprint of the weights it is about and the number of its own tags: a card that nobody has edited is
-replaced when other weights are saved beside it, and travels with its weights; one that somebody has edited stays.
+A generated card ends in a comment with a digest of its text, the fingerprint of the weights it is about and the number
+of its own tags: a card that nobody has edited is replaced when other weights are saved beside it, and travels with its
+weights; one that somebody has edited stays.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-# How a card begins that Transformers writes when a model is pushed to a repository without one, and its Trainer.
+# In the cards that Transformers writes when a model is pushed to a repository without one, and its Trainer.
 _GENERIC = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
 _TRAINER = "This model card has been generated automatically according to the information the Trainer had access to."
 _MARK = "\n<!-- whatwhere card: text={text} weights={weights} tags={tags} -->\n"
@@ -48,40 +48,42 @@ def card_head(config: Any) -> tuple[str, str | None]:
     return f"AutoModel{head}", _PIPELINES.get(head)
 
 
-def sign(card: ModelCard, weights: str) -> ModelCard:
-    """Returns a generated card with the comment at its end that says so; `weights` is their fingerprint."""
-    text = card.text.rstrip() + "\n"
-    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
-    mark = _MARK.format(text=digest, weights=weights, tags=len(card.data.tags or []))
-    return ModelCard(f"---\n{card.data.to_yaml()}\n---\n{text}{mark}")
+def sign(data: ModelCardData, text: str, weights: str) -> ModelCard:
+    """Returns a card with the comment at its end that says that it is generated; `weights` is their fingerprint."""
+    text = text.rstrip() + "\n"
+    mark = _MARK.format(text=_digest(text), weights=weights, tags=len(data.tags or []))
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}{mark}")
 
 
-def _read(folder: pathlib.Path) -> tuple[ModelCard | None, re.Match[str] | None]:
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def _read(folder: str | pathlib.Path | None) -> tuple[ModelCard | None, re.Match[str] | None]:
     """Returns the card in a folder, and its comment if it was generated here and nobody has edited it."""
-    if not (folder / "README.md").is_file():
+    if folder is None or not (path := pathlib.Path(folder) / "README.md").is_file():
         return None, None
-    card = ModelCard((folder / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    card = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
     mark = _MARKED.search(card.text)
-    digest = mark and hashlib.sha256(card.text[: mark.start()].encode("utf-8")).hexdigest()[:16]
-    return card, mark if mark and mark["text"] == digest else None
+    return card, mark if mark and mark["text"] == _digest(card.text[: mark.start()]) else None
 
 
-def _short_card(config: Any, name: str) -> ModelCard:
-    auto, pipeline = card_head(config)
-    encoding = {"position_encoding": config.position_encoding, **(config.position_encoding_parameters or {})}
-    encoding |= {"rope_parameters": rope} if (rope := getattr(config, "rope_parameters", None)) else {}
-    data = ModelCardData(
-        license="unknown", library_name="transformers", pipeline_tag=pipeline, tags=card_tags(config), model_name=None
-    )
+def _short_text(config: Any, name: str) -> str:
+    auto, _ = card_head(config)
+    values = {"position_encoding": config.position_encoding, **(config.position_encoding_parameters or {})}
+    values["rope_parameters"] = getattr(config, "rope_parameters", None)
+    rows = [f"| `{key}` | `{value!r}` |" for key, value in values.items() if value is not None]
     title = re.sub(r"[\\`*_\[\]<|]", r"\\\g<0>", " ".join(name.split()))
-    rows = "\n".join(f"| `{key}` | `{value!r}` |" for key, value in encoding.items())
-    return ModelCard(
-        f"---\n{data.to_yaml()}\n---\n# {title}\n\nA {config.model_type} model (base class `{auto}`) with position "
-        f"encoding `{config.position_encoding}`, made with `whatwhere`. Its code is in this repository.\n\n"
-        f"```python\nfrom transformers import {auto}\n\nname = {json.dumps(name, ensure_ascii=False)}\n"
-        f"model = {auto}.from_pretrained(name, trust_remote_code=True)\n```\n\n"
-        f"| parameter | value |\n|---|---|\n{rows}\n\n"
-        "No measured results are recorded for these weights, and no licence is stated.\n"
+    code = f"from transformers import {auto}\n\nname = {json.dumps(name, ensure_ascii=False)}\n"
+    code += f"model = {auto}.from_pretrained(name, trust_remote_code=True)"
+    return (
+        f"\n# {title}\n\nA `{config.model_type}` model (base class `{auto}`) with position encoding "
+        f"`{config.position_encoding}`, made with `whatwhere`. Its code is in this repository.\n\n"
+        f"```python\n{code}\n```\n\n"
+        "| parameter | value |\n|---|---|\n"
+        + "\n".join(rows)
+        + "\n\nNo results are recorded for these weights, and no "
+        "licence is stated.\n"
     )
 
 
@@ -90,38 +92,39 @@ def complete_card(
 ) -> None:
     """Writes README.md into a folder of freshly saved weights, unless it holds a card that somebody wrote or edited.
 
-    A card of the Trainer keeps its text and gets the metadata that it lacks: licence, library, pipeline and tags.
-
-    Args:
-        folder: where the model was saved.
-        config: the model's configuration.
-        source: the folder that the model was loaded from, if any. A generated card there about the same weights is
-            taken, without its figures.
-        name: the Hub id; None for the folder's name.
+    A card of the Trainer keeps its text and gets the metadata that it lacks: licence, library, pipeline and tags. A
+    generated card about the same weights in `source`, the folder that the model was loaded from, is taken over without
+    its figures. `name` is the Hub id, by default the folder's name.
     """
     folder = pathlib.Path(folder)
-    weights, name = weights_fingerprint(folder), name or folder.resolve().name
+    name, weights = name or folder.resolve().name, weights_fingerprint(folder)
+    text, pipeline = _short_text(config, name), card_head(config)[1]
+    about: dict[str, Any] = {
+        "license": "unknown",
+        "library_name": "transformers",
+        "pipeline_tag": pipeline,
+        "tags": card_tags(config),
+    }
+    data: Any = ModelCardData(**about)
     old, mark = _read(folder)
-    card = _short_card(config, name)
+    known, known_mark = _read(source)
     if old is not None and mark is None and _GENERIC not in old.text:
         if _TRAINER in old.text:
-            for key in ("license", "library_name", "pipeline_tag"):
-                old.data[key] = old.data.get(key) or card.data.get(key)
-            old.data["tags"] = list(dict.fromkeys([*(old.data.get("tags") or []), *card.data["tags"]]))
+            for key, value in about.items():
+                mine = old.data.get(key)
+                old.data[key] = list(dict.fromkeys([*(mine or []), *value])) if key == "tags" else mine or value
             old.save(folder / "README.md")
         return
     if mark and mark["weights"] == weights:
         return
-    known, known_mark = _read(pathlib.Path(source)) if source else (None, None)
     if known is not None and known_mark and known_mark["weights"] == weights:
-        text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n+", "", known.text[: known_mark.start()])
+        data, text = known.data, re.sub(r"!\[[^\]]*\]\([^)]*\)\n+", "", known.text[: known_mark.start()])
         text = re.sub(r'^name = "[^\n]*?"', lambda _: f"name = {json.dumps(name)}", text, flags=re.MULTILINE)
-        card = ModelCard(f"---\n{known.data.to_yaml()}\n---\n{text}")
-    signed = sign(card, weights)
+    card = sign(data, text, weights)
     if old is not None:
-        # Those that somebody added: ours come first.
+        # What somebody has added: tags after ours, and a licence.
         added = (old.data.get("tags") or [])[int(mark["tags"]) if mark else 0 :]
-        signed.data["tags"] = list(dict.fromkeys([*signed.data["tags"], *added]))
-        if mark and old.data.get("license") != "unknown":
-            signed.data["license"] = old.data.get("license")
-    signed.save(folder / "README.md")
+        card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *added]))
+        if mark and old.data.get("license") not in (None, "unknown"):
+            card.data["license"] = old.data["license"]
+    card.save(folder / "README.md")

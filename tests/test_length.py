@@ -13,7 +13,7 @@ from tiny import tiny_model
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import length_report, variants, windows
-from whatwhere.scripts.evaluation.checkpoints import longest_length, trained_length_of
+from whatwhere.scripts.evaluation.checkpoints import Loading, longest_length, trained_length_of
 from whatwhere.scripts.evaluation.results import read_results
 
 SIZES = {"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -489,7 +489,7 @@ def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, a
 def test_names_of_folders_that_end_alike(root, tmp_path):
     (tmp_path / "rope").symlink_to(root / "rope")
     paths = [str(root / "rope"), str(tmp_path / "rope")]
-    found = script.curves_of(paths, [], trained_length=None, trust_remote_code=False, report=print)
+    found = script.curves_of(paths, [], Loading())
     assert [curve.name for curve in found] == paths
 
 

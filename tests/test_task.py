@@ -52,7 +52,7 @@ def test_groups_of_seeds(runs):
     entries = script.evaluate([str(runs / name) for name in names])
     errors = [scores(runs / name)["dense"]["sequence_error"] for name in names[:2]]
     systems = script.summarise(entries, solved=min(errors))
-    assert [system["name"] for system in systems] == ["toy", "toy (model.position_encoding: None → 'none')"]
+    assert [system["name"] for system in systems] == [f"toy ({runs / name})" for name in ("rope-0", "none-0")]
     assert systems[0]["checkpoints"] == [str(runs / name) for name in names[:2]]
     cell = systems[0]["test_sets"]["dense"]
     assert errors[0] != errors[1]
@@ -65,7 +65,7 @@ def test_groups_of_seeds(runs):
     assert systems[1]["test_sets"]["dense"]["token_error"]["standard_deviation"] is None
     line = script.table(systems).splitlines()[5]
     mean, deviation = 100 * statistics.fmean(errors), 100 * statistics.stdev(errors)
-    assert line.startswith("| toy | 2 | dense | ")
+    assert line.startswith(f"| toy ({runs / 'rope-0'}) | 2 | dense | ")
     assert f" | {mean:.2f} ± {deviation:.2f} % | 50 % |" in line
 
 

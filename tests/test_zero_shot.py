@@ -21,6 +21,7 @@ from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts.cards.command import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot
+from whatwhere.scripts.evaluation.checkpoints import Loading
 from whatwhere.scripts.evaluation.lm_eval import zero_shot_files as files
 from whatwhere.scripts.evaluation.results import collect_lm_eval, lm_eval_tasks, read_results
 
@@ -412,7 +413,9 @@ def test_cbt_scores_are_likelihoods(tmp_path):
             right_by_length[word_class] += gold == per_character.index(max(per_character))
         write_cbt(tmp_path / "data", word_class, questions)
     assert list(right.values()) == [1, 2, 3, 4]
-    report = zero_shot.run(str(tmp_path / "model"), ["cbt"], manager(tmp_path / "data"), local=True, batch_size=16)
+    report = zero_shot.run(
+        str(tmp_path / "model"), ["cbt"], manager(tmp_path / "data"), Loading(), local=True, batch_size=16
+    )
     assert report["truncated_requests"] == 0
     assert report["max_length"] == zero_shot.MAX_LENGTH
     (task,) = lm_eval_tasks(report).values()
@@ -469,10 +472,9 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
         assert re.search(rf"^\| {folder} \| [\d,]+ \| {cells[0]} \| {cells[1]} \| ", table, flags=re.MULTILINE)
     for text in (
         "| mean of these 5 |",
-        "| PoPE, the paper's | 124M | 27.67 | 77.75 | 44.43 | 29.18 | 38.52 | 43.51 |",
-        "| chance |  | 0 | 50 | 10 | 25 | 25 | 22.00 |",
-        "| BLiMP | whatwhere_local_blimp | 2.0+local | acc | train | 0 | 134 |",
-        "**Only the first 2 questions of each task**",
+        "| the paper's PoPE | 124M | 27.67 | 77.75 | 44.43 | 29.18 | 38.52 | 43.51 |",
+        "| chance |  | 0.00 | 50.00 | 10.00 | 25.00 | 25.00 | 22.00 |",
+        "**Only the first 2 questions of each task",
         "**PIQA was not run**: missing piqa/valid.jsonl.",
         "requests were longer than its 200 tokens and lost their beginning.",
     ):

@@ -22,6 +22,7 @@ too, and a model's card quotes the columns to which its run belongs.
 """
 
 import argparse
+import collections
 import json
 import pathlib
 import re
@@ -36,7 +37,15 @@ import yaml
 from ...model_card import weights_fingerprint
 from ..evaluation.data_description import describe_data
 from ..evaluation.length_report import draw as draw_length
-from ..evaluation.results import check_writable, read_json, read_results, result_files, write_json, write_text
+from ..evaluation.results import (
+    check_writable,
+    markdown_table,
+    read_json,
+    read_results,
+    result_files,
+    write_json,
+    write_text,
+)
 from ..extras import explain
 from .content import headline, model_card
 from .curves import draw_curves, thin_curves
@@ -162,12 +171,7 @@ def _own_lengths(results: Mapping[str, Any], weights: str) -> dict[str, Any]:
 
 
 def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None) -> pathlib.Path:
-    """Returns the folder of a run's card, which need not exist.
-
-    Args:
-        run: the folder of a finished run.
-        output: the folder of all cards.
-        name: by default its recipe and its encoding.
+    """Returns the folder of a finished run's card; its name is by default the recipe and the encoding.
 
     Raises:
         ValueError: the folder holds no finished run, or other weights than its results are about; or the card's folder
@@ -197,19 +201,13 @@ def collect(
     published: str | None = None,
     shared: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[str]:
-    """Copies what a card is made of from the folder of a run.
+    """Copies what a card is made of from the folder of a run; returns what was left out, in sentences.
 
     Args:
         run: the folder of a finished run.
         folder: of the card, from `card_folder`.
         published: the Hub id of the weights; None if they are not published.
         shared: contents of files in which several checkpoints were measured, by name; taken if one has these weights.
-
-    Returns:
-        what was left out, in sentences.
-
-    Raises:
-        ValueError: a file is not valid.
     """
     weights = read_json(run / "results.json")["weights_sha256"]
     found = read_results(run, weights=weights)
@@ -293,34 +291,26 @@ def write_index(output: pathlib.Path) -> list[pathlib.Path]:
 
 def index(output: pathlib.Path) -> str:
     """Returns the list of the cards in a folder, in Markdown: models with their results, tables with the verdicts."""
-    models = [["model", "position encoding", "parameters", "held-out result", "other measurements"]]
+    models = []
     for folder in sorted(path.parent for path in output.glob("*/card.json")):
         training, config = read_json(folder / "results.json"), read_json(folder / "config.json")
-        others = [path.name for path in result_files(folder) if path.stem not in ("results", "curves")]
-        models.append(
-            [
-                f"[`{folder.name}`]({folder.name}/README.md)",
-                f"`{config['position_encoding']}`",
-                f"{training['parameters']:,}" if training.get("parameters") else "",
-                headline(training),
-                ", ".join(f"`{name}`" for name in others),
-            ]
-        )
-    verdicts = [["table", "of", "runs", "cells"]]
+        size = f"{training['parameters']:,}" if training.get("parameters") else ""
+        others = [f"`{path.name}`" for path in result_files(folder) if path.stem not in ("results", "curves")]
+        encoding = f"`{config['position_encoding']}`"
+        models.append([_link(folder.name), encoding, size, headline(training), ", ".join(others)])
+    tables = []
     for name, table in _paper_tables(output).items():
-        counts: dict[str, int] = {}
-        for cell in table["cells"]:
-            counts[cell["verdict"]["text"]] = counts.get(cell["verdict"]["text"], 0) + 1
+        verdicts = collections.Counter(cell["verdict"]["text"] for cell in table["cells"])
         runs = {seed["folder"] for cell in table["cells"] for seed in cell["ours"]["seeds"]}
-        texts = ", ".join(f"{count} {text}" for text, count in counts.items())
-        verdicts.append([f"[`{name}`]({name}/README.md)", table["title"], str(len(runs)), texts])
-    return "\n\n".join(markdown(rows) for rows in (models, verdicts) if len(rows) > 1)
+        counts = ", ".join(f"{count} {text}" for text, count in verdicts.items())
+        tables.append([_link(name), table["title"], str(len(runs)), counts])
+    heads = ["model", "position encoding", "parameters", "held-out result", "other measurements"]
+    found = ([heads, *models], [["table", "of", "runs", "cells"], *tables])
+    return "\n\n".join(markdown_table(rows) for rows in found if len(rows) > 1)
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table in Markdown; the first row is the header."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+def _link(name: str) -> str:
+    return f"[`{name}`]({name}/README.md)"
 
 
 def read_shared(files: Sequence[pathlib.Path]) -> dict[str, dict[str, Any]]:
@@ -355,8 +345,7 @@ def make(
         figures: draw the figures.
 
     Raises:
-        ValueError: see `card_folder` and `collect`; or two runs have one name, a file is of none of the runs, or there
-            is nothing to do.
+        ValueError: a run, a file or an option is not valid, or there is nothing to do.
     """
     if not runs:
         if name or published or files:

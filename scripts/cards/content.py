@@ -101,7 +101,7 @@ def model_card(
         limit=reach(config),
         is_transfer=_is_transfer(data),
     )
-    return sign(card, weights)
+    return sign(card.data, card.text, weights)
 
 
 def described(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,6 @@ POINTS = 100
 def thin_curves(lines: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> dict[str, Any]:
     """Returns the contents of `curves.json`, without its weights.
 
-    Args:
-        lines: those of `metrics.jsonl`.
-        points: about so many are kept of the training loss.
-
     Returns:
         `training`: rows of `step` (the last one of a group of consecutive lines), `loss` (their mean, nats a token)
         and `lines` (how many there are); `validation`: `step`, `loss` and other scores, all of them.

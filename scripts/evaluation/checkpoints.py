@@ -1,5 +1,6 @@
 """Loading of checkpoints, ours or stock, with one clear sentence when that fails; what lengths they serve."""
 
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.dataclasses import strict
 from safetensors import SafetensorError
 from torch import nn
 
@@ -36,41 +38,47 @@ def choose_device(name: str | None = None) -> str:
     return name
 
 
-def load_config(checkpoint: str, *, trust_remote_code: bool = False, **changes: Any) -> Any:
-    """Returns the configuration of a folder or Hub id with some fields changed.
+@strict
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loading:
+    """How checkpoints are loaded.
 
-    Raises:
-        ValueError: it cannot be read, with the reason.
+    Attributes:
+        device: as in `choose_device`.
+        dtype: of the model's weights and activations.
+        attn_implementation: None for the model's own choice.
+        trust_remote_code: run the code in the checkpoint's folder.
     """
-    folder = pathlib.Path(checkpoint)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"checkpoint={checkpoint!r} is not a model folder: it has no config.json.")
-    try:
-        return transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code, **changes)
-    except (OSError, ValueError) as error:
-        where = "" if folder.exists() else "there is no such folder, and as a Hub id: "
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {where}{error}") from error
 
+    device: str = "cpu"
+    dtype: str = "float32"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
 
-def load_model(
-    checkpoint: str,
-    config: Any,
-    *,
-    dtype: str = "float32",
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-) -> Any:
-    """Returns the model of a folder or Hub id; raises ValueError with the reason if it cannot be loaded."""
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint,
-            config=config,
-            trust_remote_code=trust_remote_code,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attn_implementation,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+    def config(self, checkpoint: str, **changes: Any) -> Any:
+        """Returns a checkpoint's configuration with some fields changed; raises ValueError with the reason."""
+        folder, trust = pathlib.Path(checkpoint), self.trust_remote_code
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise ValueError(f"checkpoint={checkpoint!r} is not a model folder: it has no config.json.")
+        try:
+            return transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust, **changes)
+        except (OSError, ValueError) as error:
+            where = "" if folder.exists() else "there is no such folder, and as a Hub id: "
+            raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {where}{error}") from error
+
+    def model(self, checkpoint: str, config: Any) -> Any:
+        """Returns a checkpoint's model with a configuration, on the device; raises ValueError with the reason."""
+        options = {"attn_implementation": self.attn_implementation, "trust_remote_code": self.trust_remote_code}
+        options |= {"config": config, "dtype": getattr(torch, self.dtype)}
+        try:
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options)
+            return model.to(self.device)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+
+    def tokenizer(self, checkpoint: str) -> Any:
+        """Returns a checkpoint's tokenizer; raises ValueError with the reason."""
+        return load_tokenizer(checkpoint, trust_remote_code=self.trust_remote_code)
 
 
 def load_tokenizer(checkpoint: str, *, trust_remote_code: bool = False) -> Any:

@@ -47,17 +47,9 @@ import torch
 from ...model_card import weights_fingerprint
 from ..extras import explain
 from . import variants, windows
-from .checkpoints import (
-    choose_device,
-    load_config,
-    load_model,
-    load_tokenizer,
-    longest_length,
-    names_of,
-    trained_length_of,
-)
+from .checkpoints import Loading, longest_length, names_of, trained_length_of
 from .length_report import METRICS, draw, label, table
-from .options import add_model_options, at_least_one
+from .options import add_loading, at_least_one, loading_of
 from .results import check_writable, provenance, read_json, write_json
 
 SOURCES = ("stdlib", "hub", "local")
@@ -111,15 +103,7 @@ def iterate_texts(
     dataset: str | None = None,
     files: str | None = None,
 ) -> Iterator[str]:
-    """Yields held-out documents; those of a corpus that is known by name are read one by one.
-
-    Args:
-        source: `stdlib`, `hub` or `local`, or a corpus of `whatwhere.scripts.data.corpora`.
-        split: of a corpus, with the documents wanted in brackets if not all.
-        data_dir: the folder of `local`, or of a corpus.
-        dataset: the id of `hub`.
-        files: for `local` a glob pattern inside the folder, for `hub` a split such as `test[:100]`.
-    """
+    """Yields held-out documents of what `parse_data` returns; the other options are those of the command line."""
     from ..data.corpora import load_corpus
     from ..data.corpus import SPLITS, load_text, text_of
 
@@ -144,12 +128,7 @@ class LengthResults:
     """
 
     def __init__(self, folder: pathlib.Path, data: dict[str, Any], *, origin: dict[str, Any]) -> None:
-        """Reads the file if there is one.
-
-        Args:
-            folder: where it is.
-            data: `corpus` and `split` give it its name.
-            origin: from `provenance`.
+        """Reads the file in a folder if there is one; `data` give it its name, `origin` is from `provenance`.
 
         Raises:
             ValueError: the file is about other data, or is broken.
@@ -176,10 +155,6 @@ class LengthResults:
 
     def entry(self, identity: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
         """Returns the entry of a checkpoint and variant; a new one unless all of `identity` is as it was.
-
-        Args:
-            identity: `name` and `variant`, and what the numbers depend on.
-            details: what else the entry says; `checkpoint` is its folder or Hub id.
 
         Raises:
             ValueError: the file holds another checkpoint of that name, whose numbers would be lost.
@@ -228,31 +203,17 @@ class Curve:
     variant: str | None
     trained_length: int
 
-    def config(self, length: int, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
-        """Returns the configuration for windows of a length, and what is changed in it."""
-        config = load_config(self.checkpoint, trust_remote_code=trust_remote_code)
+    def changes(self, config: Any, length: int) -> dict[str, Any]:
+        """Returns the fields of the configuration that are changed for windows of a length."""
         if self.variant is None:
-            return config, {}
-        fields = variants.changes(self.variant, config, trained_length=self.trained_length, length=length)
-        return load_config(self.checkpoint, trust_remote_code=trust_remote_code, **fields), fields
+            return {}
+        return variants.changes(self.variant, config, trained_length=self.trained_length, length=length)
 
 
 def curves_of(
-    checkpoints: Sequence[str],
-    names: Sequence[str],
-    *,
-    trained_length: int | None,
-    trust_remote_code: bool,
-    report: Callable[[str], None],
+    checkpoints: Sequence[str], names: Sequence[str], loading: Loading, *, trained_length: int | None = None
 ) -> list[Curve]:
-    """Returns the curves of checkpoints: each as it is, then its variants.
-
-    Args:
-        checkpoints: folders or Hub ids.
-        names: of variants.
-        trained_length: in tokens; None to ask each checkpoint.
-        trust_remote_code: run the code in the checkpoint's folder.
-        report: is told which variants do not apply to a checkpoint.
+    """Returns the curves of checkpoints: each as it is, then those of `names`' variants that apply to it.
 
     Raises:
         ValueError: a checkpoint cannot be read, or a variant does not exist or applies to no checkpoint.
@@ -260,7 +221,7 @@ def curves_of(
     curves, served = [], set()
     reasons: dict[str, str] = {}
     for checkpoint, title in zip(checkpoints, names_of(checkpoints)):
-        config = load_config(checkpoint, trust_remote_code=trust_remote_code)
+        config = loading.config(checkpoint)
         trained = trained_length or trained_length_of(checkpoint, config)
         curves.append(Curve(checkpoint=checkpoint, name=title, variant=None, trained_length=trained))
         for variant in names:
@@ -268,7 +229,7 @@ def curves_of(
                 variants.changes(variant, config, trained_length=trained, length=2 * trained)
             except variants.DoesNotApply as error:
                 reasons[variant] = f"{title}: no {variant}, because {error}."
-                report(reasons[variant])
+                _report(reasons[variant])
             else:
                 served.add(variant)
                 curves.append(dataclasses.replace(curves[-1], variant=variant))
@@ -317,14 +278,10 @@ def compare(
     curves: Sequence[Curve],
     texts: Callable[[], Iterable[str]],
     results: LengthResults,
-    lengths: str = DEFAULT_WINDOWS,
+    lengths: str,
+    loading: Loading,
     *,
-    device: str | None = None,
-    dtype: str = "float32",
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
     batch_tokens: int = 4096,
-    report: Callable[[str], None] = print,
 ) -> None:
     """Measures what `results` does not hold yet.
 
@@ -333,30 +290,25 @@ def compare(
         texts: gives the documents, each time from the first one on.
         results: where the numbers go; `data` says what is read, and how.
         lengths: of windows, as in `parse_windows`; those that no text fills are skipped, and reported.
-        device: None for the GPU if there is one.
-        dtype: of the model's weights and activations. The loss is float32 whatever it is.
-        attn_implementation: None for the model's default.
-        trust_remote_code: run the code in the checkpoint's folder.
+        loading: how checkpoints are loaded. The loss is float32 whatever the dtype is.
         batch_tokens: windows are batched up to this many tokens.
-        report: is told what a reader should know.
 
     Raises:
         ValueError: a checkpoint cannot be loaded, or no text is long enough for any window.
     """
     from ..data.tokenize import bytes_per_token
 
-    device = choose_device(device)
     # Mistakes should not wait for the first model.
     wanted = {curve: parse_windows(lengths, curve.trained_length) for curve in curves}
     every = sorted({length for each in wanted.values() for length in each})
     tokenised: dict[str, list[torch.Tensor]] = {}
     for curve in curves:
-        tokenizer = load_tokenizer(curve.checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = loading.tokenizer(curve.checkpoint)
         try:
             byte_counts = bytes_per_token(tokenizer)
         except ValueError as error:
             byte_counts = None
-            report(f"{curve.name}: {error}")
+            _report(f"{curve.name}: {error}")
         # Checkpoints that are compared often share a tokenizer: their text is tokenised once.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
@@ -366,11 +318,11 @@ def compare(
         parts = tokenised[key]
         filled, skipped = windows.fillable(parts, wanted[curve])
         if skipped:
-            report(
+            _report(
                 f"{curve.name}: windows of {', '.join(map(str, skipped))} tokens are skipped, because the longest of "
                 f"{len(parts)} texts has {max(map(len, parts)) - 1} tokens to score."
             )
-        config = load_config(curve.checkpoint, trust_remote_code=trust_remote_code)
+        config = loading.config(curve.checkpoint)
         folder = pathlib.Path(curve.checkpoint)
         local = weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
         entry = results.entry(
@@ -379,30 +331,24 @@ def compare(
                 "variant": curve.variant,
                 "weights": local or getattr(config, "_commit_hash", None),
                 "trained_length": curve.trained_length,
-                "dtype": dtype,
-                "attn_implementation": attn_implementation,
+                "dtype": loading.dtype,
+                "attn_implementation": loading.attn_implementation,
                 "tokens_sha256": hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in parts)).hexdigest(),
             },
             {
                 "checkpoint": curve.checkpoint,
                 "model_type": config.model_type,
                 "position_encoding": getattr(config, "position_encoding", None),
-                "device": device,
+                "device": loading.device,
                 "tokens": sum(len(ids) - 1 for ids in parts),
             },
         )
         measured = {cell["length"] for cell in entry["cells"]}
         model, loaded = None, None
         for length in (length for length in filled if length not in measured):
-            config, changed = curve.config(length, trust_remote_code)
+            changed = curve.changes(config, length)
             if model is None or changed != loaded:
-                model = load_model(
-                    curve.checkpoint,
-                    config,
-                    dtype=dtype,
-                    attn_implementation=attn_implementation,
-                    trust_remote_code=trust_remote_code,
-                ).to(device)
+                model = loading.model(curve.checkpoint, loading.config(curve.checkpoint, **changed))
                 loaded, entry["parameters"] = changed, model.num_parameters()
             limit = longest_length(model)
             if limit is not None and length > limit:
@@ -459,7 +405,7 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help=f"cut windows from all documents joined (default, except {', '.join(SEPARATE_DOCUMENTS)}), or from each",
     )
-    add_model_options(result)
+    add_loading(result)
     result.add_argument(
         "--batch-tokens", type=at_least_one, default=4096, metavar="N", help="in a batch of windows (default 4096)"
     )
@@ -481,14 +427,8 @@ def main(arguments: list[str] | None = None) -> None:
 def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
     """Measures, writes results and figure, and prints the table.
 
-    Args:
-        options: from `parser`.
-        origin: from `provenance`.
-
     Raises:
-        ValueError: an option, a checkpoint or the text is not valid.
-        OSError: data are missing, or results cannot be written.
-        ImportError: a package is not installed.
+        ValueError, OSError, ImportError: an option, a checkpoint or the text is not valid, or something is missing.
     """
     source, split = parse_data(options.data)
     for name, used in (
@@ -502,12 +442,12 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
         options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
     check_writable(options.output)
+    loading = loading_of(options)
     curves = curves_of(
         options.checkpoints,
         options.variants.split(",") if options.variants is not None else [],
+        loading,
         trained_length=options.trained_length,
-        trust_remote_code=options.trust_remote_code,
-        report=_report,
     )
     from ..data.corpus import DATA_DIR_VARIABLE
 
@@ -532,12 +472,8 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         lambda: iterate_texts(source, split, **names),
         results,
         books if options.windows is None else options.windows,
-        device=options.device,
-        dtype=options.dtype,
-        attn_implementation=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code,
+        loading,
         batch_tokens=options.batch_tokens,
-        report=_report,
     )
     stem = results.path.with_suffix("")
     draw(results.checkpoints, stem, metric=options.metric, title=f"{source}, {split}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .figures import new_figure, save_figure
+from .results import markdown_table
 
 METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 
@@ -17,12 +18,7 @@ def label(entry: dict[str, Any]) -> str:
 
 
 def error(cell: dict[str, Any], metric: str) -> float | None:
-    """Returns the standard error of a metric, from that of the loss, to first order (bytes per token taken as fixed).
-
-    Args:
-        cell: a cell that was reached.
-        metric: a key of `METRICS`.
-    """
+    """Returns the standard error of a metric from that of the loss, to first order (bytes per token taken as fixed)."""
     if cell["standard_error"] is None:
         return None
     return cell[metric] * cell["standard_error"] / (1.0 if metric == "perplexity" else cell["loss"])
@@ -49,22 +45,13 @@ def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity") -> s
         cells = {cell["length"]: cell for cell in entry["cells"]}
         row = [label(entry), entry["position_encoding"] or "stock", f"{entry['trained_length']:,}"]
         rows.append(row + [text_of(cells.get(length), metric) for length in lengths])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    return markdown_table(rows, aligned=True)
 
 
 def draw(
     entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, title: str, metric: str = "perplexity"
 ) -> list[pathlib.Path]:
-    """Draws a metric against the window, and loss by position in the longest window; returns the two files.
-
-    Args:
-        entries: what is drawn, one line each.
-        stem: the path without its ending, .png and .svg.
-        title: what was scored.
-        metric: a key of `METRICS`.
-    """
+    """Draws a metric against the window, and loss by position in the longest window; returns the two files."""
     columns = 3
     # One legend for both panels, below them: a row of it for three curves.
     figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(entries) / columns))

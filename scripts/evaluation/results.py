@@ -21,7 +21,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from whatwhere.model_card import weights_fingerprint
@@ -96,6 +96,13 @@ def result_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     return [path for pattern in RESULT_FILES for path in sorted(pathlib.Path(folder).glob(pattern)) if path.is_file()]
 
 
+def markdown_table(rows: Sequence[Sequence[str]], *, aligned: bool = False) -> str:
+    """Returns a table in Markdown, its columns aligned as text if wanted; the first row is the header."""
+    widths = [max(len(row[column]) for row in rows) if aligned else 0 for column in range(len(rows[0]))]
+    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * max(3, width + 2) for width in widths) + "|", *lines[1:]])
+
+
 def check_writable(folder: str | pathlib.Path) -> None:
     """Raises OSError, which names the folder, if nothing can be written to it; it need not exist."""
     folder = pathlib.Path(folder)
@@ -130,10 +137,6 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def collect_lm_eval(output_path: str | pathlib.Path, *, command: str) -> dict[str, Any]:
     """Returns the content of `lm_eval.json` from the newest file that `lm_eval --output_path` wrote.
-
-    Args:
-        output_path: the folder given to lm-eval.
-        command: the command line that was run.
 
     Raises:
         FileNotFoundError: there is no results file in the folder.

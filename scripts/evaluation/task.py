@@ -29,14 +29,14 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...position_encoding import suggest
 from ..extras import explain, fail_import
-from .checkpoints import choose_device, load_config, load_model, load_tokenizer, longest_length, names_of
-from .options import add_model_options, at_least_one
-from .results import check_writable, provenance, read_json, write_json
+from .checkpoints import Loading, longest_length, names_of
+from .options import add_loading, at_least_one, loading_of
+from .results import check_writable, markdown_table, provenance, read_json, write_json
 
 try:
     from ..data.samples import TaskSamples
@@ -93,12 +93,10 @@ def test_sets(
         sets: replace those of the recipe: for each name, the parameters that differ from those of training.
         samples: of each set; None for what the set says, or the recipe for all sets, or the task.
         seed: decides the samples.
-
-    Raises:
-        ValueError: neither the recipe nor `task` names a task, or a parameter is not valid.
     """
     data = recipe["data"] if recipe is not None and recipe["data"]["source"] == "task" else None
-    block, parameters, sizes = None, {}, {}
+    block, sizes = None, {}
+    parameters: dict[str, Any] = {}
     if data is not None and task in (None, data["task"]):
         task, block, parameters = str(data["task"]), data["sequence_length"], data.get("task_parameters") or {}
         sets = data.get("test_sets") if sets is None else sets
@@ -124,30 +122,22 @@ def test_sets(
 
 def evaluate(
     checkpoints: Sequence[str],
+    loading: Loading | None = None,
     *,
     task: str | None = None,
     sets: Mapping[str, Mapping[str, Any]] | None = None,
     samples: int | None = None,
     seed: int = 0,
     batch_size: int = 64,
-    device: str | None = None,
-    dtype: str = "float32",
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluates every checkpoint on its test sets.
 
     Args:
         checkpoints: folders or Hub ids.
-        task: the task of checkpoints that have no recipe, or a probe.
-        sets: the test sets; None for those of the checkpoint's recipe, or the task's own.
-        samples: of each set; None for what the set says, or the recipe for all sets, or the task.
+        loading: how they are loaded.
+        task, sets, samples: as in `test_sets`; the task may also be a probe.
         seed: decides the samples; with 0 they are those that training ends with.
         batch_size: samples in a batch.
-        device: None for the GPU if there is one.
-        dtype: of the model's weights and activations.
-        attn_implementation: None for the model's default.
-        trust_remote_code: run the code in the checkpoint's folder.
 
     Returns:
         for each checkpoint its `checkpoint`, `name`, `recipe` (None without one), `task` and `test_sets`, which holds
@@ -156,12 +146,12 @@ def evaluate(
     Raises:
         ValueError: a checkpoint cannot be loaded, its task is not known, or a parameter is not valid.
     """
+    loading = loading or Loading()
     if task is not None and task not in (*TASKS, *PROBES):
         raise ValueError(f"task={task!r} is not valid. {suggest(task, [*TASKS, *PROBES])}")
     for name, values in (sets or {}).items():
         if "seed" in values:
             raise ValueError(f"test set {name!r} is not valid: seed={values['seed']!r} must not be given, but --seed.")
-    device = choose_device(device)
     names = dict(zip(checkpoints, names_of(checkpoints)))
     # Everything is read before the first model runs: mistakes should not wait for minutes.
     recipes = {checkpoint: read_recipe(checkpoint) for checkpoint in checkpoints}
@@ -171,10 +161,8 @@ def evaluate(
     }
     entries = []
     for checkpoint, (named, configs, block) in plans.items():
-        config = load_config(checkpoint, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=trust_remote_code)
-        options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-        model = load_model(checkpoint, config, **options).to(device).eval()
+        config, tokenizer = loading.config(checkpoint), loading.tokenizer(checkpoint)
+        model = loading.model(checkpoint, config).eval()
         scores = {}
         for name, test in configs.items():
             if named in PROBES:
@@ -233,10 +221,6 @@ def ask(model: Any, tokenizer: Any, config: AliceConfig) -> dict[str, Any]:
 def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> list[dict[str, Any]]:
     """Groups checkpoints that differ in the seed alone.
 
-    Args:
-        entries: from `evaluate`.
-        solved: the largest `sequence_error` of a checkpoint that has solved a test set.
-
     Returns:
         for each system its `name`, `task`, `checkpoints` and `test_sets`: for each of these the `mean` and the
         `standard_deviation` (None for one checkpoint) of each metric, and of a toy task the `solve_rate`.
@@ -247,16 +231,12 @@ def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> 
         same = {**recipe, "seed": None} if recipe else entry["checkpoint"]
         groups.setdefault(json.dumps([entry["task"], same], sort_keys=True), []).append(entry)
     systems = []
-    first: dict[tuple[str, str], Mapping[str, Any] | None] = {}
+    names = collections.Counter((group[0]["task"], group[0]["name"]) for group in groups.values())
     for group in groups.values():
-        task, name, recipe = group[0]["task"], group[0]["name"], group[0]["recipe"]
+        task, name = group[0]["task"], group[0]["name"]
         # Systems of one name must not look the same.
-        if (task, name) in first:
-            other = first[task, name]
-            changed = _differences({**other, "seed": None}, {**recipe, "seed": None}) if other and recipe else []
-            name = f"{name} ({'; '.join(changed) or group[0]['checkpoint']})"
-        else:
-            first[task, name] = recipe
+        if names[task, name] > 1:
+            name = f"{name} ({group[0]['checkpoint']})"
         sets: dict[str, dict[str, Any]] = {}
         for test_set, scores in group[0]["test_sets"].items():
             sets[test_set] = {}
@@ -270,21 +250,6 @@ def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> 
         checkpoints = [entry["checkpoint"] for entry in group]
         systems.append({"name": name, "task": task, "checkpoints": checkpoints, "test_sets": sets})
     return systems
-
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the keys in which two recipes differ, with both values."""
-
-    def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                yield from leaves(value, f"{prefix}{key}.")
-            else:
-                yield prefix + key, value
-
-    before, after = dict(leaves(one)), dict(leaves(other))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return [f"{key}: {before.get(key)!r} → {after.get(key)!r}" for key in keys]
 
 
 def table(systems: Sequence[Mapping[str, Any]]) -> str:
@@ -301,8 +266,7 @@ def table(systems: Sequence[Mapping[str, Any]]) -> str:
                 cells = [_percent(scores[metric]) for metric in metrics]
                 rate = [f"{100 * scores['solve_rate']:.0f} %"] if solve else []
                 rows.append([system["name"], str(len(system["checkpoints"])), name, *cells, *rate])
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
-        tables.append("\n".join([f"{task}:", "", lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]))
+        tables.append(f"{task}:\n\n{markdown_table(rows)}")
     return "\n\n".join(tables)
 
 
@@ -345,7 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=at_least_one, default=64, metavar="N", help="default %(default)s")
     parser.add_argument("--solved", type=float, default=0.01, help="largest sequence error (default %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every number to a file")
-    add_model_options(parser)
+    add_loading(parser)
     options = parser.parse_args(arguments)
     try:
         if not 0 <= options.solved <= 1 or math.isnan(options.solved):
@@ -354,15 +318,12 @@ def main(arguments: list[str] | None = None) -> None:
             check_writable(options.json.parent)
         entries = evaluate(
             options.checkpoints,
+            loading_of(options),
             task=options.task,
             sets=parse_sets(options.sets),
             samples=options.samples,
             seed=options.seed,
             batch_size=options.batch_size,
-            device=options.device,
-            dtype=options.dtype,
-            attn_implementation=options.attn_implementation,
-            trust_remote_code=options.trust_remote_code,
         )
         systems = summarise(entries, solved=options.solved)
         if options.json:

@@ -25,12 +25,6 @@ class DoesNotApply(ValueError):
 def changes(variant: str, config: Any, *, trained_length: int, length: int) -> dict[str, Any]:
     """Returns the fields of a configuration that a variant changes for windows of a length.
 
-    Args:
-        variant: a key of `VARIANTS`.
-        config: of one of our models, or of a stock one.
-        trained_length: tokens.
-        length: tokens in a window.
-
     Raises:
         ValueError: there is no such variant.
         DoesNotApply: it means nothing for this configuration.

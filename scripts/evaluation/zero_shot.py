@@ -37,22 +37,21 @@ models with each other rather than with the paper.
 """
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...model_card import weights_fingerprint
 from ...position_encoding import suggest
 from ...position_encodings import reach
 from ..extras import explain
-from .checkpoints import choose_device, load_config, load_tokenizer, names_of
+from .checkpoints import Loading, names_of
 from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_files
-from .options import add_model_options, at_least_one
-from .results import check_writable, lm_eval_tasks, provenance, read_json, write_json
+from .options import add_loading, at_least_one, loading_of
+from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
 
 TASK_FOLDER = pathlib.Path(__file__).with_name("lm_eval")
 
@@ -62,36 +61,41 @@ BOOTSTRAP_DRAWS = 1000
 MAX_LENGTH = 1 << 17
 
 
-@dataclasses.dataclass(frozen=True)
-class ZeroShotTask:
+class ZeroShotTask(NamedTuple):
     """A task of the table.
 
     Attributes:
         title: as the paper writes it.
         hub: lm-eval's task or group that reads the Hub's data.
-        local: our group that reads local files.
-        scored: the names of the local group's scores in lm-eval's report.
         metric: the one that stands beside the paper's.
         chance: its expected value by guessing.
+        is_group: whether it has parts, so that the scores of local files have the name of our group.
     """
 
     title: str
     hub: str
-    local: str
-    scored: str
     metric: str
     chance: float
+    is_group: bool = False
+
+    @property
+    def local(self) -> str:
+        """Our group that reads local files."""
+        return f"whatwhere_local_{self.hub.removeprefix('whatwhere_')}"
+
+    @property
+    def scored(self) -> str:
+        """The name of the local group's scores in lm-eval's report."""
+        return self.local if self.is_group else self.hub
 
 
 TASKS = {
-    "lambada": ZeroShotTask(
-        "LAMBADA", "lambada_openai", "whatwhere_local_lambada_openai", "lambada_openai", "acc", 0.0
-    ),
-    "blimp": ZeroShotTask("BLiMP", "blimp", "whatwhere_local_blimp", "whatwhere_local_blimp", "acc", 0.5),
-    "cbt": ZeroShotTask("CBT", "whatwhere_cbt", "whatwhere_local_cbt", "whatwhere_local_cbt", "acc", 0.1),
-    "hellaswag": ZeroShotTask("HellaSwag", "hellaswag", "whatwhere_local_hellaswag", "hellaswag", "acc_norm", 0.25),
-    "piqa": ZeroShotTask("PIQA", "piqa", "whatwhere_local_piqa", "piqa", "acc_norm", 0.5),
-    "arc_easy": ZeroShotTask("ARC-Easy", "arc_easy", "whatwhere_local_arc_easy", "arc_easy", "acc_norm", 0.25),
+    "lambada": ZeroShotTask("LAMBADA", "lambada_openai", "acc", 0.0),
+    "blimp": ZeroShotTask("BLiMP", "blimp", "acc", 0.5, is_group=True),
+    "cbt": ZeroShotTask("CBT", "whatwhere_cbt", "acc", 0.1, is_group=True),
+    "hellaswag": ZeroShotTask("HellaSwag", "hellaswag", "acc_norm", 0.25),
+    "piqa": ZeroShotTask("PIQA", "piqa", "acc_norm", 0.5),
+    "arc_easy": ZeroShotTask("ARC-Easy", "arc_easy", "acc_norm", 0.25),
 }
 
 # Gopalakrishnan et al. 2025 (2509.10534), Table 5: accuracy in percent, in the order of TASKS, and the printed mean.
@@ -107,10 +111,6 @@ TABLE_5 = {
 
 def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> tuple[list[str], dict[str, list[str]]]:
     """Returns the tasks to run, and those to leave out with the local files that they lack.
-
-    Args:
-        names: keys of TASKS with commas between them; None for all for which there is data.
-        data_dir: the folder of local data sets; None for the Hub's.
 
     Raises:
         ValueError: a name is not a task, or is there twice; no task has its files.
@@ -148,9 +148,6 @@ class _LogFilter(logging.Filter):
 def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
     """Returns lm-eval's `TaskManager` with its own tasks and ours; making it takes some seconds.
 
-    Args:
-        data_dir: the folder that our local tasks read.
-
     Raises:
         ImportError: lm-eval is not installed.
     """
@@ -164,14 +161,11 @@ def run(
     checkpoint: str,
     tasks: Sequence[str],
     manager: Any,
+    loading: Loading,
     *,
     local: bool,
     limit: int | None = None,
     batch_size: int | str = 8,
-    device: str = "cpu",
-    dtype: str = "float32",
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Asks one checkpoint the questions of tasks and returns lm-eval's report, with `truncated_requests` added.
 
@@ -183,33 +177,32 @@ def run(
         checkpoint: a folder or Hub id with a tokenizer.
         tasks: keys of TASKS.
         manager: from `task_manager`.
+        loading: how it is loaded.
         local: read local files, not the Hub.
         limit: ask only so many questions of each task, of BLiMP's and CBT's parts each; None for all.
         batch_size: requests in a batch, or "auto", which finds the largest.
-        device: for example "cuda".
-        dtype: of the model's weights and activations.
-        attn_implementation: None for the model's own choice.
-        trust_remote_code: run the code in the checkpoint's folder.
 
     Raises:
-        ValueError: the checkpoint can not be loaded.
+        ValueError: the checkpoint cannot be loaded.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from safetensors import SafetensorError
 
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options: dict[str, Any] = (
+        {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
+    )
+    config = loading.config(checkpoint)
+    if hasattr(config, "position_encoding") and reach(config) is None:
+        options["max_length"] = MAX_LENGTH
     try:
-        config = load_config(checkpoint, trust_remote_code=trust_remote_code)
-        if hasattr(config, "position_encoding") and reach(config) is None:
-            options["max_length"] = MAX_LENGTH
         model = HFLM(
             pretrained=checkpoint,
             backend="causal",
-            device=device,
-            dtype=dtype,
+            device=loading.device,
+            dtype=loading.dtype,
             batch_size=batch_size,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=loading.trust_remote_code,
             **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -220,8 +213,7 @@ def run(
     for logger in loggers:
         logger.addFilter(log_filter)
     # One chunk of draws is no work for several processes.
-    processes = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     try:
         report = lm_eval.simple_evaluate(
             model,
@@ -234,27 +226,14 @@ def run(
     finally:
         for logger in loggers:
             logger.removeFilter(log_filter)
-        if processes is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = processes
     return {**report, "truncated_requests": log_filter.truncated}
 
 
-def content(
-    report: Mapping[str, Any], origin: Mapping[str, Any], *, data: str, device: str, dtype: str
-) -> dict[str, Any]:
-    """Returns the content of `lm_eval.json` from a report.
-
-    Args:
-        report: from `run`.
-        origin: from `provenance`: the command, the date, the versions.
-        data: where the questions came from.
-        device: that the model ran on.
-        dtype: that it ran in.
-    """
+def content(report: Mapping[str, Any], origin: Mapping[str, Any], loading: Loading, *, local: bool) -> dict[str, Any]:
+    """Returns the content of `lm_eval.json` from a report of `run`; `origin` is from `provenance`."""
     limit = report["config"]["limit"]
-    about = {"limit": limit, "data": data, "device": device, "dtype": dtype}
+    about = {"limit": limit, "data": "local files" if local else "the Hub"}
+    about |= {"device": loading.device, "dtype": loading.dtype}
     about |= {key: origin[key] for key in ("command", "date")}
     return {
         "tasks": {name: {**task, **about} for name, task in lm_eval_tasks(report).items()},
@@ -268,10 +247,6 @@ def content(
 
 def merge(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Puts new scores among those that a checkpoint has already, if they are about the same weights.
-
-    Args:
-        old: the content of the `lm_eval.json` that is there; None for none.
-        new: from `content`, with `weights_sha256`, which is None for a model that has no folder.
 
     Returns:
         The content to write, and the tasks whose old scores stay because they are of more questions. Its `command`
@@ -292,11 +267,6 @@ def _percent(score: Mapping[str, Any]) -> str:
     return f"{100 * score['value']:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
-def _rows(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
 def table(
     contents: Mapping[str, Mapping[str, Any]],
     tasks: Sequence[str],
@@ -304,7 +274,7 @@ def table(
     local: bool,
     left_out: Mapping[str, Sequence[str]],
 ) -> str:
-    """Returns the scores of checkpoints, beside the paper's Table 5, in Markdown.
+    """Returns the scores of checkpoints, beside chance and the paper's Table 5, in Markdown.
 
     Args:
         contents: from `content`, by checkpoint; all of the same tasks and limit.
@@ -312,64 +282,41 @@ def table(
         local: the questions came from local files.
         left_out: tasks that were not run, and the files that they lack.
     """
-    # lm-eval's names depend on where the data came from.
-    scores = {
-        checkpoint: {name: found["tasks"][TASKS[name].scored if local else TASKS[name].hub] for name in tasks}
-        for checkpoint, found in contents.items()
-    }
-    asked = [["task", "in lm-eval", "version", "metric", "split", "shots", "questions"]]
-    for name, task in next(iter(scores.values())).items():
-        cells = [
-            TASKS[name].title,
-            TASKS[name].local if local else TASKS[name].hub,
-            task["version"],
-            TASKS[name].metric,
-        ]
-        asked.append([*map(str, [*cells, task["split"], task["shots"]]), f"{task['samples']:,}"])
-    notes = "\n".join(f"- {note}" for note in _notes(contents, local=local, left_out=left_out))
-    return "\n\n".join(["# Zero-shot evaluation", _comparison(contents, scores, tasks), _rows(asked), notes]) + "\n"
-
-
-def _comparison(contents: Mapping[str, Any], scores: Mapping[str, Any], tasks: Sequence[str]) -> str:
-    """One row a checkpoint, then chance and the paper's; the mean is over the same tasks in every row."""
+    # The mean is over the same tasks in every row.
     mean = "mean" if len(tasks) == len(TASKS) else f"mean of these {len(tasks)}"
     rows = [["accuracy, %", "parameters", *(TASKS[name].title for name in tasks), mean]]
-    for checkpoint, by_task in scores.items():
-        metrics = [by_task[name]["metrics"][TASKS[name].metric] for name in tasks]
-        average = 100 * sum(metric["value"] for metric in metrics) / len(metrics)
-        rows.append([checkpoint, f"{contents[checkpoint]['parameters']:,}", *map(_percent, metrics), f"{average:.2f}"])
-    chances = [100 * TASKS[name].chance for name in tasks]
-    rows.append(["chance", "", *(f"{chance:.0f}" for chance in chances), f"{sum(chances) / len(chances):.2f}"])
-    for name, (figures, _) in TABLE_5.items():
-        chosen = [figures[list(TASKS).index(task)] for task in tasks]
-        encoding, size = name.split(", ")
-        cells = [f"{figure:.2f}" for figure in (*chosen, sum(chosen) / len(chosen))]
-        rows.append([f"{encoding}, the paper's", size, *cells])
-    return _rows(rows)
-
-
-def _notes(contents: Mapping[str, Any], *, local: bool, left_out: Mapping[str, Sequence[str]]) -> list[str]:
     notes = []
+    for checkpoint, found in contents.items():
+        # lm-eval's names depend on where the data came from.
+        names = [TASKS[name].scored if local else TASKS[name].hub for name in tasks]
+        metrics = [found["tasks"][key]["metrics"][TASKS[name].metric] for key, name in zip(names, tasks)]
+        average = 100 * sum(metric["value"] for metric in metrics) / len(metrics)
+        rows.append([checkpoint, f"{found['parameters']:,}", *map(_percent, metrics), f"{average:.2f}"])
+        if cut := found["truncated_requests"]:
+            limit = found["max_length"]
+            notes.append(
+                f"{checkpoint}: {cut:,} requests were longer than its {limit:,} tokens and lost their beginning."
+            )
+    printed = {"chance, ": [100 * task.chance for task in TASKS.values()]}
+    printed |= {f"the paper's {name}": list(figures) for name, (figures, _) in TABLE_5.items()}
+    for name, figures in printed.items():
+        chosen = [figures[list(TASKS).index(task)] for task in tasks]
+        cells = [f"{figure:.2f}" for figure in (*chosen, sum(chosen) / len(chosen))]
+        rows.append([*name.split(", "), *cells])
     limit = next(iter(contents.values()))["limit"]
     if limit is not None:
         notes.append(
-            f"**Only the first {limit} questions of each task** (of each part of BLiMP and CBT): not comparable with "
-            "the paper, or with other results."
+            f"**Only the first {limit} questions of each task, or part of a task**: not comparable with others."
         )
     notes += [f"**{TASKS[name].title} was not run**: missing {', '.join(files)}." for name, files in left_out.items()]
-    for checkpoint, found in contents.items():
-        if found["truncated_requests"]:
-            notes.append(
-                f"{checkpoint}: {found['truncated_requests']:,} requests were longer than its {found['max_length']:,} "
-                "tokens and lost their beginning."
-            )
     if local:
         notes.append("Questions from local files; those of HellaSwag and ARC-Easy differ a little from the Hub's.")
     notes.append(
         "± is one standard error over questions. The paper: Gopalakrishnan et al. 2025 (2509.10534), Table 5; models "
         "trained on OpenWebText with 1,024 tokens."
     )
-    return notes
+    lines = "\n".join(f"- {note}" for note in notes)
+    return f"# Zero-shot evaluation\n\n{markdown_table(rows)}\n\n{lines}\n"
 
 
 def result_folder(checkpoint: str, output: pathlib.Path) -> pathlib.Path:
@@ -387,11 +334,6 @@ def old_results(folder: pathlib.Path) -> dict[str, Any] | None:
 
 def save(folder: pathlib.Path, content: dict[str, Any], report: dict[str, Any]) -> list[str]:
     """Writes `lm_eval.json` and lm-eval's report into the folder of a checkpoint's results.
-
-    Args:
-        folder: made if it does not exist.
-        content: from `content`.
-        report: from `run`.
 
     Returns:
         The tasks whose scores in `lm_eval.json` stay as they were, because they are of more questions.
@@ -429,7 +371,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--print-task-folder", action="store_true", help="print the folder for lm_eval --include_path, and stop"
     )
-    add_model_options(parser)
+    add_loading(parser)
     options = parser.parse_args(arguments)
     if options.print_task_folder:
         print(TASK_FOLDER)
@@ -447,17 +389,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
-    """Evaluates every checkpoint, writes all results and returns the table in Markdown.
-
-    Args:
-        options: of the command line.
-        origin: from `provenance`.
-
-    Raises:
-        ValueError: an option or a checkpoint is not valid.
-        OSError: data is missing, or results can not be written.
-        ImportError: lm-eval is not installed.
-    """
+    """Evaluates every checkpoint, writes all results and returns the table in Markdown."""
     if not options.checkpoints:
         raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
     names_of(options.checkpoints)
@@ -474,13 +406,13 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     for name, files in left_out.items():
         print(f"{TASKS[name].title} is left out: {str(data_dir)!r} lacks {', '.join(files)}.")
     # What can be wrong is found before the first model runs.
+    loading = loading_of(options)
     for checkpoint in options.checkpoints:
-        load_config(checkpoint, trust_remote_code=options.trust_remote_code)
-        load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+        loading.config(checkpoint)
+        loading.tokenizer(checkpoint)
         check_writable(result_folder(checkpoint, options.output))
         old_results(result_folder(checkpoint, options.output))
     check_writable(options.output)
-    device = choose_device(options.device)
     manager = task_manager(data_dir)
     contents = {}
     for checkpoint in options.checkpoints:
@@ -489,21 +421,17 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
                 checkpoint,
                 tasks,
                 manager,
+                loading,
                 local=local,
                 limit=options.limit,
                 batch_size=options.batch_size if options.batch_size == "auto" else int(options.batch_size),
-                device=device,
-                dtype=options.dtype,
-                attn_implementation=options.attn_implementation,
-                trust_remote_code=options.trust_remote_code,
             )
         except ConnectionError as error:
             raise ConnectionError(
                 f"the questions come from the Hub, which did not answer: {error}. With --data-dir or "
                 f"{DATA_DIR_VARIABLE} they come from local files."
             ) from error
-        data = "local files" if local else "Hub"
-        contents[checkpoint] = content(report, origin, data=data, device=device, dtype=options.dtype)
+        contents[checkpoint] = content(report, origin, loading, local=local)
         folder = result_folder(checkpoint, options.output)
         for name in save(folder, contents[checkpoint], report):
             print(f"{name}: {str(folder / 'lm_eval.json')!r} keeps its scores, which are of more questions.")

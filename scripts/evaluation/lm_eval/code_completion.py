@@ -32,11 +32,6 @@ def _is_candidate(line: str) -> bool:
 def questions(texts: Sequence[str], count: int, *, seed: int = 0) -> list[dict[str, Any]]:
     """Draws questions from documents; the same texts, count and seed give the same questions.
 
-    Args:
-        texts: held-out documents.
-        count: how many questions.
-        seed: of the choice of documents, lines and order of the choices.
-
     Returns:
         Dictionaries with `context` (12 lines without the last line end), `choices` (4 different lines) and `answer`
         (the index of the line that follows the context).
@@ -74,12 +69,6 @@ def questions(texts: Sequence[str], count: int, *, seed: int = 0) -> list[dict[s
 
 def write_task(output: str | pathlib.Path, texts: Sequence[str], count: int = 200, *, seed: int = 0) -> pathlib.Path:
     """Writes the questions and the task's YAML file into a folder for `lm_eval --include_path`, and returns the YAML.
-
-    Args:
-        output: the folder; made if it does not exist.
-        texts: held-out documents.
-        count: how many questions.
-        seed: of the draw.
 
     Raises:
         ValueError: no question is asked for.
