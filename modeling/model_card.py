@@ -43,7 +43,7 @@ def card_tags(config: Any) -> list[str]:
 
 def card_head(config: Any) -> tuple[str, str | None]:
     """Returns the Auto class that loads a model, and the Hub's pipeline tag."""
-    architecture = (getattr(config, "architectures", None) or ["ForCausalLM"])[0]
+    architecture = (config.architectures or ["ForCausalLM"])[0]
     head = next((head for head in _PIPELINES if architecture.endswith(head)), "")
     return f"AutoModel{head}", _PIPELINES.get(head)
 
@@ -76,15 +76,11 @@ def _short_text(config: Any, name: str) -> str:
     title = re.sub(r"[\\`*_\[\]<|]", r"\\\g<0>", " ".join(name.split()))
     code = f"from transformers import {auto}\n\nname = {json.dumps(name, ensure_ascii=False)}\n"
     code += f"model = {auto}.from_pretrained(name, trust_remote_code=True)"
-    return (
-        f"\n# {title}\n\nA `{config.model_type}` model (base class `{auto}`) with position encoding "
-        f"`{config.position_encoding}`, made with `whatwhere`. Its code is in this repository.\n\n"
-        f"```python\n{code}\n```\n\n"
-        "| parameter | value |\n|---|---|\n"
-        + "\n".join(rows)
-        + "\n\nNo results are recorded for these weights, and no "
-        "licence is stated.\n"
-    )
+    text = f"A `{config.model_type}` model with position encoding `{config.position_encoding}`, made with `whatwhere`. "
+    text += f"`{auto}` loads it, with the code in this repository:"
+    end = "No results are recorded for these weights. Their licence is not known to this card."
+    table = "\n".join(["| parameter | value |", "|---|---|", *rows])
+    return "\n\n".join([f"\n# {title}", text, f"```python\n{code}\n```", table, end])
 
 
 def complete_card(
@@ -99,12 +95,8 @@ def complete_card(
     folder = pathlib.Path(folder)
     name, weights = name or folder.resolve().name, weights_fingerprint(folder)
     text, pipeline = _short_text(config, name), card_head(config)[1]
-    about: dict[str, Any] = {
-        "license": "unknown",
-        "library_name": "transformers",
-        "pipeline_tag": pipeline,
-        "tags": card_tags(config),
-    }
+    about: dict[str, Any] = {"license": "unknown", "library_name": "transformers"}
+    about |= {"pipeline_tag": pipeline, "tags": card_tags(config)}
     data: Any = ModelCardData(**about)
     old, mark = _read(folder)
     known, known_mark = _read(source)

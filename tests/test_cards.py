@@ -82,9 +82,9 @@ def cell(length, perplexity, *, reached=True):
     return {**found, **(numbers if reached else dict.fromkeys(numbers))}
 
 
-def entry(name, weights, cells, *, variant=None):
+def entry(name, weights, cells, *, variant=None, encoding="pope"):
     by_position = [{"length": 64, "edges": [0, 16, 64], "loss": [4.0, 3.0], "tokens": [240, 720]}]
-    about = {"name": name, "variant": variant, "weights": weights, "trained_length": 32, "position_encoding": "pope"}
+    about = {"name": name, "variant": variant, "weights": weights, "trained_length": 32, "position_encoding": encoding}
     return {**about, "tokens_sha256": "0", "cells": cells, "by_position": by_position}
 
 
@@ -123,7 +123,7 @@ def made(tmp_path_factory):
     entries = [
         entry("tiny", one, [cell(32, 51.25), cell(64, 1234.5)]),
         entry("tiny", one, [cell(64, 60.75), cell(128, None, reached=False)], variant="yarn"),
-        entry("other", two, [cell(32, 42.5)]),
+        entry("other", two, [cell(32, 42.5)], encoding="rope"),
     ]
     write_json(place / "length_pg19.json", {"data": DATA, "checkpoints": entries, **ORIGIN})
     command.make(runs, place / "model_cards", files=[place / "length_pg19.json"])
@@ -193,9 +193,9 @@ def test_the_first_screen(place):
         "# tiny_small_pope",
         "54,321 parameters",
         "](length_pg19.png)",
-        "| **this model** | 51.25 ± 0.51 | 1,234 ± 12 |  |",
-        "| **this model**, yarn |  | 60.75 ± 0.61 | cannot reach |",
-        "| [tiny_small_rope](../tiny_small_rope/README.md) | 42.50 ± 0.42 |  |  |",
+        "| **this model** | pope | 32 | 51.25 ± 0.51 | 1,234 ± 12 | - |",
+        "| **this model**, yarn | pope | 32 | - | 60.75 ± 0.61 | cannot reach |",
+        "| [tiny_small_rope](../tiny_small_rope/README.md) | rope | 32 | 42.50 ± 0.42 | - | - |",
         "```python",
         TRAINING["command"],
     ):
@@ -372,9 +372,10 @@ def test_a_toy_task():
     example = {"prompt": "w 1", "answer": "1", "tokens": 1}
     data = describe_data({"source": "task", "task": "flip_flop", "split": "test", "example": example})
     sets = {"dense": {"token_error": 0.0123, "sequence_error": 0.5, "tokens": 40, "sequences": 20}}
-    training = {"metrics": {"test_sets": sets}, "data": data, **ORIGIN}
+    recipe = {"data": {"test_sets": {"dense": {"ignore": 0.5, "test_samples": 20}}}}
+    training = {"metrics": {"test_sets": sets}, "data": data, "recipe": recipe, **ORIGIN}
     card = model_card(WhatWhereLlamaConfig(), {"results": training}, name="x", weights="0", has_tokenizer=True)
-    assert "| dense | 1.23 % | 50.00 % | 40 | 20 |" in card.text
+    assert "| dense | ignore 0.5 | 1.23 % | 50.00 % | 40 | 20 |" in card.text
     assert 'tokenizer("w 1", return_tensors' in card.text
     assert {one.metric_type: one.metric_value for one in card.data.eval_results} == {
         "token_error": 0.0123,

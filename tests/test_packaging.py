@@ -123,6 +123,14 @@ def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
             assert not wrong, f"{relative(path)}:{node.lineno} imports {wrong}: import `whatwhere`"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts" / "evaluation").rglob("*.py")), ids=relative)
+def test_evaluation_does_not_import_what_trains(path: pathlib.Path) -> None:
+    above = {"training", "train", "finetune", "reproduce", "demo", "cards"}
+    for node, _ in imports(path):
+        found = above & {part for module in modules(node) for part in module.split(".")}
+        assert not found, f"{relative(path)}:{node.lineno} imports {found}"
+
+
 # Runs in a process of its own: finders that do not find the optional packages.
 CORE_ONLY = """
 import sys

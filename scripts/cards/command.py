@@ -87,6 +87,8 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, figures: 
         _draw(folder, figure, results[figure], compared)
     path = folder / "README.md"
     training = results.get("results", {})
+    if about and training and (folder / "recipe.yaml").is_file():
+        training["recipe"] = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
     card = model_card(
         config,

@@ -4,6 +4,8 @@ No number is typed by hand: each comes from the configuration or from a results 
 bytes.
 """
 
+import functools
+import json
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ...model_card import card_head, card_tags, sign
 from ...position_encodings import reach
 from ..evaluation.data_description import describe_data
-from ..evaluation.length_report import text_of
+from ..evaluation.length_report import table as length_table
 
 TEMPLATE = pathlib.Path(__file__).with_name("templates") / "model.md"
 
@@ -55,9 +57,8 @@ def model_card(
     """
     training = dict(results.get("results", {}))
     data = described(training["data"]) if training.get("data") else {}
-    lengths = [_length(one) for key, one in results.items() if key.startswith("length")]
-    for one in lengths[:1]:
-        one["rows"] += [_length_row(f"[{entry['name']}]({_path(entry)})", entry, one["windows"]) for entry in compared]
+    measured = [one for key, one in results.items() if key.startswith("length")]
+    lengths = [_length(one, compared if one is measured[0] else ()) for one in measured]
     lm_eval = results.get("lm_eval", {})
     tasks = {name: {**task, "metrics": _with_meaning(task, config)} for name, task in lm_eval.get("tasks", {}).items()}
     found = [*_trained(training), *_lengths(results), *_tasks(tasks)]
@@ -84,6 +85,7 @@ def model_card(
         training=training,
         metrics={metric: one for metric, one in training.get("metrics", {}).items() if metric != "test_sets"},
         test_sets=training.get("metrics", {}).get("test_sets", {}),
+        differences=_differences(training),
         curves=results.get("curves"),
         data=data,
         lengths=lengths,
@@ -91,6 +93,7 @@ def model_card(
         tasks=tasks,
         origins={file: one for file, one in results.items() if "command" in one},
         auto=auto,
+        quote=functools.partial(json.dumps, ensure_ascii=False),
         path=place or name,
         has_tokenizer=has_tokenizer,
         is_here=place is None,
@@ -211,26 +214,23 @@ def _parameters(config: Any) -> Iterator[tuple[str, Any]]:
         yield f"rope_parameters.{key}", value
 
 
+def _differences(training: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the parameters in which the test sets of a toy task differ from training, by their names."""
+    sets = training.get("recipe", {}).get("data", {}).get("test_sets") or {}
+    return {
+        name: ", ".join(f"{key} {value}" for key, value in changed.items() if key != "test_samples")
+        for name, changed in sets.items()
+    }
+
+
 def _is_transfer(data: Mapping[str, Any]) -> bool:
     names = [data.get("described", {}).get(split, {}).get("corpus") for split in ("train", data.get("split"))]
     # Forms of one corpus, such as `maestro_transposed` and `maestro`, are named alike.
     return all(names) and not names[0].startswith(names[1]) and not names[1].startswith(names[0])
 
 
-def _length(length: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `data`, `trained_length`, `windows` and `rows` of length results for the template."""
-    entries = length["checkpoints"]
-    windows = sorted({cell["length"] for entry in entries for cell in entry["cells"]})
-    rows = [_length_row("**this model**", entry, windows) for entry in entries]
-    about = {"data": described(length["data"]), "trained_length": entries[0]["trained_length"]}
-    return {**about, "windows": windows, "rows": rows}
-
-
-def _length_row(name: str, entry: Mapping[str, Any], windows: Sequence[int]) -> list[str]:
-    cells = {cell["length"]: cell for cell in entry["cells"]}
-    variant = f", {entry['variant']}" if entry["variant"] else ""
-    return [name + variant, *(text_of(cells[window]) if window in cells else "" for window in windows)]
-
-
-def _path(entry: Mapping[str, Any]) -> str:
-    return f"../{entry['name']}/README.md"
+def _length(length: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns `data` and `table` of length results for the template."""
+    own = [{**entry, "name": "**this model**"} for entry in length["checkpoints"]]
+    others = [{**entry, "name": f"[{entry['name']}](../{entry['name']}/README.md)"} for entry in compared]
+    return {"data": described(length["data"]), "table": length_table([*own, *others], aligned=False)}

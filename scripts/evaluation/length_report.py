@@ -24,28 +24,26 @@ def error(cell: dict[str, Any], metric: str) -> float | None:
     return cell[metric] * cell["standard_error"] / (1.0 if metric == "perplexity" else cell["loss"])
 
 
-def text_of(cell: dict[str, Any] | None, metric: str = "perplexity") -> str:
+def text_of(cell: dict[str, Any] | None, metric: str) -> str:
     """Returns a cell of the table: the value and its standard error."""
-    if cell is None:
-        return "not measured"
+    if cell is None or (cell["reached"] and cell[metric] is None):
+        return "-"
     if not cell["reached"]:
         return "cannot reach"
-    value, spread = cell[metric], error(cell, metric) if cell[metric] is not None else None
-    if value is None:
-        return "unknown"
+    value, spread = cell[metric], error(cell, metric)
     digits = 3 if metric != "perplexity" else 2 if value < 1000 else 0
     return f"{value:,.{digits}f}" + ("" if spread is None else f" ± {spread:,.{digits}f}")
 
 
-def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity") -> str:
-    """Returns the table, one row per checkpoint and variant, one column per window, in Markdown and aligned as text."""
+def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity", aligned: bool = True) -> str:
+    """Returns the table, one row per checkpoint and variant, one column per window (in tokens), in Markdown."""
     lengths = sorted({cell["length"] for entry in entries for cell in entry["cells"]})
-    rows = [["checkpoint", "encoding", "trained length", *(f"{length:,}" for length in lengths)]]
+    rows = [["model", "encoding", "trained at", *(f"{length:,}" for length in lengths)]]
     for entry in entries:
         cells = {cell["length"]: cell for cell in entry["cells"]}
         row = [label(entry), entry["position_encoding"] or "stock", f"{entry['trained_length']:,}"]
         rows.append(row + [text_of(cells.get(length), metric) for length in lengths])
-    return markdown_table(rows, aligned=True)
+    return markdown_table(rows, aligned=aligned)
 
 
 def draw(
