@@ -375,6 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="whatwhere card",
+        usage="%(prog)s [RUN ...] [options]",
         description="Write model cards from results files: beside the weights, or in folders of their own.",
         epilog="example: whatwhere card demo/pope",
     )

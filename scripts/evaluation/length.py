@@ -371,6 +371,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = argparse.ArgumentParser(
         prog="whatwhere length",
+        usage="%(prog)s CHECKPOINT [CHECKPOINT ...] [options]",
         description="Length extrapolation: perplexity and bits per byte in windows of several lengths.",
         epilog="example: whatwhere length demo/rope demo/pope --windows 1x,2x,4x",
     )
@@ -378,7 +379,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--windows",
         metavar="N,...",
-        help=f"lengths in tokens, or multiples of the trained length (default {DEFAULT_WINDOWS}; pg19: {BOOK_WINDOWS})",
+        help=f"lengths in tokens, or multiples of the trained length (default {DEFAULT_WINDOWS}; pg19: the paper's)",
     )
     result.add_argument("--trained-length", type=at_least_one, metavar="N", help="default: what the checkpoint says")
     result.add_argument("--variants", metavar="NAME,...", help=f"further curves: {', '.join(variants.VARIANTS)}")

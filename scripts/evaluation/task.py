@@ -298,6 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="whatwhere task",
+        usage="%(prog)s CHECKPOINT [CHECKPOINT ...] [options]",
         description="Errors of checkpoints in the answers of toy tasks, over seeds.",
         epilog="example: whatwhere task runs/flip_flop-0 runs/flip_flop-1 --samples 500",
     )

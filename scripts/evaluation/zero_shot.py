@@ -355,6 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="whatwhere zero-shot",
+        usage="%(prog)s CHECKPOINT [CHECKPOINT ...] [options]",
         description="Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.",
         epilog="example: whatwhere zero-shot demo/rope demo/pope --limit 20",
     )
