@@ -173,7 +173,7 @@ def measure_lengths(
     for folder in folders:
         results.write(folder, weights=weights_fingerprint(folder))
         own = [entry for entry in results.checkpoints if entry["name"] == folder.name]
-        length_report.draw(own, folder / "length", title="stdlib, test", metric="bits_per_byte")
+        length_report.draw(own, folder / "length", title="stdlib, test")
 
 
 def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> None:
