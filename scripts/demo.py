@@ -33,10 +33,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..model_card import weights_fingerprint
-from . import length as length_script
-from .evaluation import code_completion
-from .evaluation import length as length_evaluation
-from .evaluation.card import write_card
+from .cards.command import write_card
+from .evaluation import length, length_report
+from .evaluation.lm_eval import code_completion
 from .evaluation.results import collect_lm_eval, provenance, versions, write_json
 from .extras import explain
 
@@ -163,16 +162,18 @@ def estimate(missing: list[str], overrides: list[str]) -> str:
     return f"Training will take about {describe_seconds(total)} ({parts}{at_once}), measuring one or two more."
 
 
-def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], **options: Any) -> None:
+def measure_lengths(
+    folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], tokens: int | None
+) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's own part beside it."""
-    entries = length_script.evaluate([str(folder) for folder in folders], length_script.load_test_texts(), **options)
-    data = {"source": "stdlib", "split": "test"}
-    origin = provenance("whatwhere.scripts.demo", arguments)
-    length_script.save(output, entries, data=data, origin=origin)
-    for folder, entry in zip(folders, entries):
-        length_script.save(folder, [entry], data=data, origin=origin)
-    print(length_evaluation.table(entries))
-    print(f"Bits per byte ± standard error over windows. Figure: {output / 'length.png'}")
+    parsed = length.parser().parse_args([*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"])
+    parsed.tokens = tokens
+    (output / "length.json").unlink(missing_ok=True)
+    results = length.run(parsed, provenance("whatwhere.scripts.demo", arguments))
+    for folder in folders:
+        results.write(folder, weights=weights_fingerprint(folder))
+        own = [entry for entry in results.checkpoints if entry["name"] == folder.name]
+        length_report.draw(own, folder / "length", title="stdlib, test")
 
 
 def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> None:
@@ -185,7 +186,7 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> No
     if importlib.util.find_spec("lm_eval") is None:
         raise ImportError('the task needs lm-eval: pip install "whatwhere[eval]"')
     tasks, log = output / "tasks", output / "lm_eval.log"
-    code_completion.write_task(tasks, length_script.load_test_texts(), count)
+    code_completion.write_task(tasks, list(length.iterate_texts()), count)
     options = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
     options += ["--tasks", code_completion.TASK, "--include_path", str(tasks), "--batch_size", "16"]
     with tempfile.TemporaryDirectory() as scores:
@@ -257,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
             train(missing, overrides)
         with stage("length extrapolation", seconds):
             own = sys.argv[1:] if arguments is None else arguments
-            measure_lengths(list(folders.values()), options.output, own, tokens=options.tokens)
+            measure_lengths(list(folders.values()), options.output, own, options.tokens)
         with stage(f"lm-eval {CHOSEN}", seconds):
             run_lm_eval(folders[CHOSEN], options.output, count=options.questions)
         with stage("model cards", seconds):

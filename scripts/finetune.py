@@ -59,11 +59,12 @@ try:
     import peft
     from accelerate import PartialState
 
+    from .cards.command import write_card
     from .data.corpora import CORPORA, load_corpus
     from .data.corpus import DATA_DIR_VARIABLE, SOURCES, find_files, load_text
     from .data.pack import add_labels, iterate_blocks, make_blocks
     from .data.tokenize import build_tokenizer, bytes_per_token
-    from .evaluation.card import write_card
+    from .evaluation.data_description import describe_data
     from .evaluation.results import provenance, write_json
     from .training.lock import lock_folder
     from .training.loop import HOPELESS, Interrupted, TrainingError, check_folder, stop_signals
@@ -313,7 +314,9 @@ def _finetune(options: argparse.Namespace, arguments: list[str] | None) -> dict[
     results = {
         "metrics": metrics(loss),
         "metrics_before": metrics(before) if math.isfinite(before) else {},
-        "data": {"source": settings["data"], "dataset": options.dataset, "splits": options.splits, "split": split},
+        "data": describe_data(
+            {"source": settings["data"], "dataset": options.dataset, "splits": options.splits, "split": split}
+        ),
         "length": blocks["test"][0]["input_ids"].shape[0],
         "tokens": len(labels),
         "base_model": None if os.path.exists(options.checkpoint) else options.checkpoint,

@@ -51,6 +51,7 @@ def test_table_and_figure(finished):
         for cell in checkpoint["cells"]:
             assert 7 < cell["bits_per_byte"] < 9, "an untrained model knows nothing about bytes"
             assert f"{cell['bits_per_byte']:.3f}" in row
+            assert cell["dropped_tokens"] == 0, "the same tokens at every length"
     assert (folder / "length.png").stat().st_size > 10_000
     assert (folder / "length.svg").is_file()
 
@@ -75,7 +76,8 @@ def test_cards(finished):
         card = ModelCard.load(folder / encoding / "README.md")
         measured = json.loads((folder / encoding / "length.json").read_text(encoding="utf-8"))
         assert encoding in card.data.tags
-        assert f"{measured['checkpoints'][0]['cells'][4]['bits_per_byte']:.4f}" in card.text
+        assert [entry["name"] for entry in measured["checkpoints"]] == [encoding]
+        assert f"{measured['checkpoints'][0]['cells'][4]['perplexity']:.2f}" in card.text
         assert "](length.png)" in card.text
         assert (folder / encoding / "length.png").is_file()
         scored = any(result.dataset_type == "whatwhere_code_completion" for result in card.data.eval_results)

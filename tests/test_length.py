@@ -1,248 +1,500 @@
-"""Length extrapolation: the same tokens at every length, against a loop over tokens; reach; the command line."""
+"""Length extrapolation: losses against loops over tokens, names of windows, variants, the growing file, the command."""
 
+import gzip
 import json
 import math
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny import tiny_model
-from whatwhere.scripts import length as script
 from whatwhere.scripts.data.tokenize import build_tokenizer
-from whatwhere.scripts.evaluation import length as evaluation
+from whatwhere.scripts.evaluation import length as script
+from whatwhere.scripts.evaluation import length_report, variants, windows
+from whatwhere.scripts.evaluation.checkpoints import Loading, longest_length, trained_length_of
+from whatwhere.scripts.evaluation.results import read_results
 
-VOCABULARY = 258
-
-
-def stock_llama(**kwargs):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=8, bos_token_id=0, eos_token_id=0, **{**sizes, **kwargs}
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+SIZES = {"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TRAINED = 16
 
 
-def stock_gpt2(positions=8):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=positions, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
+def small(encoding, **fields):
+    """A model trained, so it says, at 16 tokens."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": TRAINED}
+    return tiny_model("gpt2", encoding, **{**sizes, **fields})
 
 
 def granite():
     """A model whose logits are not just head x hidden state: it divides them."""
     torch.manual_seed(0)
-    config = transformers.GraniteConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        logits_scaling=8.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = transformers.GraniteConfig(**SIZES, intermediate_size=32, logits_scaling=8.0, **special)
     return transformers.GraniteForCausalLM(config).eval()
 
 
 @pytest.fixture
-def stream():
+def texts():
     generator = torch.Generator().manual_seed(1)
-    token_ids = torch.randint(0, VOCABULARY, (161,), generator=generator)
-    return token_ids, torch.randint(0, 4, (161,), generator=generator)
+    return [torch.randint(0, 258, (n,), generator=generator, dtype=torch.int32) for n in (66, 20, 100, 34)]
 
 
 @torch.no_grad()
-def one_by_one(model, token_ids, byte_counts, length):
-    """Bits per byte, one token at a time: token i is scored from the tokens of its window before it."""
-    nats, total = 0.0, 0
-    for target in range(1, len(token_ids)):
-        start = (target - 1) // length * length
-        logits = model(input_ids=token_ids[None, start:target]).logits[0, -1].double()
-        nats -= logits.log_softmax(-1)[token_ids[target]].item()
-        total += byte_counts[target].item()
-    return nats / math.log(2) / total
+def by_hand(model, texts, length):
+    """The loss of every token of every window, (windows, length) for each text: one forward pass a window."""
+    found = []
+    for ids in texts:
+        rows = []
+        while (len(rows) + 1) * length < len(ids):
+            some = ids[len(rows) * length :][: length + 1].long()
+            logits = model(input_ids=some[None, :-1]).logits[0].double()
+            rows.append(-logits.log_softmax(-1)[torch.arange(length), some[1:]])
+        found.append(torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float64))
+    return found
 
 
-@pytest.mark.parametrize("make", [stock_llama, granite], ids=["plain head", "scaled logits"])
-def test_equals_a_loop_over_tokens(make, stream):
+# --- what is computed
+
+
+@pytest.mark.parametrize("make", [lambda: small("rope"), granite], ids=["plain head", "scaled logits"])
+def test_equals_a_loop_over_windows(make, texts):
     model = make()
-    assert evaluation.has_plain_head(model, stream[0][None, :8]) == (make is stock_llama)
-    cells = evaluation.measure(model, *stream, [8, 16, 80], trained_length=8, batch_tokens=32)
-    for cell in cells:
-        expected = one_by_one(model, *stream, cell.length)
-        assert cell.bits_per_byte == pytest.approx(expected, rel=1e-5)
-        assert cell.tokens == 160
-        assert cell.windows == 160 // cell.length
-        assert cell.bytes == stream[1][1:].sum()
-        assert cell.perplexity == pytest.approx(2 ** (expected * cell.bytes / cell.tokens), rel=1e-4)
-    assert [cell.multiple for cell in cells] == [1, 2, 10]
+    byte_counts = torch.arange(258) % 5
+    cell, by_position = windows.measure_windows(model, texts, byte_counts, 32, trained_length=16, batch_tokens=64)
+    losses = by_hand(model, texts, 32)
+    assert [len(rows) for rows in losses] == [2, 0, 3, 1]
+    whole = torch.cat(losses)
+    assert cell.loss == pytest.approx(whole.mean().item(), rel=1e-6)
+    assert cell.perplexity == pytest.approx(math.exp(whole.mean()), rel=1e-6)
+    targets = [ids[1:][: len(rows) * 32].long() for ids, rows in zip(texts, losses)]
+    size = sum(byte_counts[some].sum().item() for some in targets)
+    assert cell.bytes == size
+    assert cell.bits_per_byte == pytest.approx(whole.sum().item() / math.log(2) / size, rel=1e-6)
+    assert (cell.windows, cell.tokens, cell.multiple) == (6, 192, 2.0)
+    assert (cell.documents, cell.short_documents, cell.dropped_tokens) == (3, 1, 65 + 19 + 99 + 33 - 192)
+    assert by_position["edges"] == [0, 16, 23, 32]
+    expected = [whole[:, start:stop].mean().item() for start, stop in ((0, 16), (16, 23), (23, 32))]
+    assert by_position["loss"] == pytest.approx(expected, rel=1e-6)
+    assert by_position["tokens"] == [96, 42, 54]
 
 
-def test_logits_are_computed_in_pieces(stream):
-    model = stock_llama()
+def test_standard_error_is_over_documents_or_over_the_windows_of_one(texts):
+    model = small("rope")
+    equal = [texts[0][:33], texts[2][:33], texts[2][33:66]]
+    cell, _ = windows.measure_windows(model, equal, None, 16, trained_length=16)
+    # Documents of the same size: the ratio is a plain mean.
+    means = torch.stack([rows.mean() for rows in by_hand(model, equal, 16)])
+    assert cell.clusters == "documents"
+    assert cell.standard_error == pytest.approx((means.std() / math.sqrt(3)).item(), rel=1e-6)
+    assert cell.bits_per_byte is cell.bytes is None
+    cell, _ = windows.measure_windows(model, texts[2:3], None, 16, trained_length=16)
+    means = by_hand(model, texts[2:3], 16)[0].mean(1)
+    assert cell.clusters == "windows"
+    assert cell.standard_error == pytest.approx((means.std() / math.sqrt(6)).item(), rel=1e-6)
+    cell, _ = windows.measure_windows(model, texts[2:3], None, 99, trained_length=16)
+    assert cell.standard_error is None
+    with pytest.raises(ValueError, match="windows=128"):
+        windows.measure_windows(model, texts, None, 128, trained_length=16)
+
+
+def test_logits_are_computed_in_pieces(texts):
+    model = small("rope")
     rows = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output[..., 0].numel()))
-    inputs, targets = stream[0][None, :-1], stream[0][None, 1:]
+    inputs, targets = texts[2][None, :-1].long(), texts[2][None, 1:].long()
     with torch.no_grad():
-        pieces = evaluation.token_losses(model, inputs, targets, plain_head=True, chunk=50)
-        assert rows == [50, 50, 50, 10]
-        whole = evaluation.token_losses(model, inputs, targets, plain_head=False)
+        pieces = windows.token_losses(model, inputs, targets, plain_head=True, chunk=40)
+        assert rows == [40, 40, 19]
+        whole = windows.token_losses(model, inputs, targets, plain_head=False)
     torch.testing.assert_close(pieces, whole)
 
 
-def test_standard_error_is_that_of_the_mean_over_windows(stream):
-    model = stock_llama()
-    # With the same number of bytes in every window the ratio is a plain mean.
-    cells = evaluation.measure(model, stream[0], torch.full((161,), 2), [16, 160], trained_length=8)
-    with torch.no_grad():
-        inputs, targets = stream[0][:-1].view(-1, 16), stream[0][1:].view(-1, 16)
-        nats = evaluation.token_losses(model, inputs, targets, plain_head=True).double().sum(1)
-    bits_per_byte = nats / math.log(2) / 32
-    assert cells[0].standard_error == pytest.approx((bits_per_byte.std() / math.sqrt(10)).item(), rel=1e-6)
-    # One window says nothing about its spread.
-    assert cells[1].standard_error is None
+def test_edges_of_positions():
+    edges = windows.position_edges(1024)
+    assert edges[:6] == [0, 16, 23, 32, 45, 64]
+    assert edges[-3:] == [512, 724, 1024]
+    assert set(windows.position_edges(256)) < set(edges)
+    assert windows.position_edges(7) == [0, 7]
 
 
-def test_a_length_out_of_reach_is_reported_and_not_run(stream):
-    model = stock_gpt2(positions=16)
-    assert evaluation.reach(model) == 16
-    seen = []
-    model.transformer.wte.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
-    cells = evaluation.measure(model, *stream, [8, 16, 32], trained_length=16)
-    assert max(seen) == 16
-    assert [cell.reached for cell in cells] == [True, True, False]
-    assert "16" in cells[2].reason
-    assert cells[2].bits_per_byte is cells[2].standard_error is cells[2].perplexity is None
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                # A broadcast tensor takes the room of what it is made of.
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
 
 
-@pytest.mark.parametrize(("encoding", "limit"), [("absolute", 8), ("rope", None), ("pope", None)])
-def test_reach_of_our_models(encoding, limit):
-    from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
-
-    config = WhatWhereLlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=8,
-        position_encoding=encoding,
-    )
-    assert evaluation.reach(WhatWhereLlamaForCausalLM(config)) == limit
+@pytest.mark.parametrize("encoding", ["rope", "pope", "cope", "relative"])
+def test_memory_is_linear_in_the_length(encoding):
+    length = 4096
+    fields = {"position_encoding_parameters": {"beyond": "last"}} if encoding == "relative" else {}
+    with Largest() as largest:
+        text = torch.zeros(length + 1, dtype=torch.int32)
+        windows.measure_windows(small(encoding, **fields), [text], None, length, trained_length=16)
+    # The logits of 1,024 tokens, or a block of attention: both are the same for any longer window.
+    assert largest.elements <= length**2 // 8
 
 
-def test_tokens_are_a_multiple_of_every_length():
-    assert evaluation.usable_tokens(None, 10**6, [256, 512, 1024, 2048, 2560]) == 40960
-    assert evaluation.usable_tokens(1, 10**6, [8, 12]) == 24
-    assert evaluation.usable_tokens(25, 10**6, [8, 12]) == 48
-    # As much as there is, when nobody asked for more.
-    assert evaluation.usable_tokens(None, 101, [8, 12]) == 96
-    for requested, available in ((100, 100), (None, 24)):
-        with pytest.raises(ValueError, match=f"it holds {available}"):
-            evaluation.usable_tokens(requested, available, [8, 12])
-
-
-@pytest.mark.parametrize("text", ["", "1,two", "0,1", "-1", "1,nan", "inf"])
-def test_bad_multiples(text):
-    with pytest.raises(ValueError, match="lengths="):
-        script.parse_multiples(text)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("length")
-    for name, model in (("llama", stock_llama()), ("gpt2", stock_gpt2())):
-        model.save_pretrained(root / name)
-        build_tokenizer("bytes").save_pretrained(root / name)
-    (root / "text").mkdir()
-    (root / "text" / "a.txt").write_text("def f(x):\n    return x + 1\n" * 40, encoding="utf-8")
-    return root
-
-
-def test_command_line(folders, capsys):
-    output = folders / "out"
-    checkpoints = [str(folders / "llama"), str(folders / "gpt2")]
-    local = ["--data", "local", "--data-dir", str(folders / "text"), "--lengths", "4,1,2", "--tokens", "200"]
-    arguments = [*checkpoints, *local, "--output", str(output), "--device", "cpu"]
-    script.main(arguments)
-    printed = capsys.readouterr().out
-    content = json.loads((output / "length.json").read_text(encoding="utf-8"))
-    llama, gpt2 = content["checkpoints"]
-    assert [cell["length"] for cell in llama["cells"]] == [8, 16, 32]
-    assert {cell["tokens"] for cell in llama["cells"]} == {224}
-    assert llama["tokens_sha256"] == gpt2["tokens_sha256"]
-    assert [cell["reached"] for cell in gpt2["cells"]] == [True, False, False]
-    assert printed.count("cannot reach") == 2
-    assert f"{llama['cells'][2]['bits_per_byte']:.3f}" in printed
-    assert content["command"].startswith("python -m whatwhere.scripts.length ")
-    assert content["date"]
-    assert content["versions"]["torch"] == torch.__version__
-    figures = {ending: (output / f"length.{ending}").read_bytes() for ending in ("png", "svg")}
-    assert figures["png"].startswith(b"\x89PNG")
-    assert b"<svg" in figures["svg"]
-    # The same numbers draw the same bytes.
-    evaluation.draw(content["checkpoints"], folders / "again")
-    assert {ending: (folders / f"again.{ending}").read_bytes() for ending in ("png", "svg")} == figures
-
-
-def test_one_checkpoint_keeps_its_numbers_beside_its_weights(folders):
-    from whatwhere.model_card import read_results
-
-    local = ["--data", "local", "--data-dir", str(folders / "text"), "--lengths", "1", "--tokens", "16"]
-    script.main([str(folders / "llama"), *local])
-    assert read_results(folders / "llama")["length"]["checkpoints"][0]["name"] == "llama"
+@pytest.mark.parametrize(("encoding", "limit"), [("absolute", TRAINED), ("rope", None), ("pope", None)])
+def test_longest_length(encoding, limit):
+    assert longest_length(small(encoding)) == limit
+    stock = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    assert longest_length(stock) == 8
 
 
 def test_trained_length_comes_from_the_run_before_the_configuration(tmp_path):
-    config = stock_llama().config
-    assert script.trained_length_of(str(tmp_path), config) == 8
+    config = small("rope").config
+    assert trained_length_of(str(tmp_path), config) == TRAINED
     (tmp_path / "results.json").write_text('{"length": 4}', encoding="utf-8")
-    assert script.trained_length_of(str(tmp_path), config) == 4
+    assert trained_length_of(str(tmp_path), config) == 4
     with pytest.raises(ValueError, match="--trained-length"):
-        script.trained_length_of("me/x", transformers.BloomConfig())
+        trained_length_of("me/x", transformers.BloomConfig())
+
+
+def test_names_of_windows():
+    assert script.parse_windows("4x,16, 1x", 8) == [8, 16, 32]
+    assert script.parse_windows("1.5x", 8) == [12]
+    for text in ("", "1,two", "0,1", "-1", "nan", "infx", "1.3x", "2.5"):
+        with pytest.raises(ValueError, match="windows="):
+            script.parse_windows(text, 8)
+
+
+def test_the_same_tokens_in_all_windows():
+    assert windows.common_tokens(16 * 2560, 10**6, [256, 512, 1024, 2048, 2560]) == 40960
+    assert windows.common_tokens(1, 10**6, [8, 12]) == 24
+    assert windows.common_tokens(25, 10**6, [8, 12]) == 48
+    # As much as there is.
+    assert windows.common_tokens(192, 100, [8, 12]) == 96
+    assert windows.common_tokens(192, 20, [8, 12]) == 20
+
+
+def test_errors_of_both_metrics_have_one_unit():
+    cell = {"loss": 2.0, "standard_error": 0.1, "perplexity": 7.5, "bits_per_byte": 3.0, "reached": True}
+    assert length_report.error(cell, "perplexity") == pytest.approx(0.75)
+    assert length_report.error(cell, "bits_per_byte") == pytest.approx(0.15)
+    assert length_report.error({**cell, "standard_error": None}, "perplexity") is None
+
+
+# --- variants
+
+
+def changed(variant, model, length):
+    return variants.changes(variant, model.config, trained_length=TRAINED, length=length)
+
+
+@pytest.mark.parametrize(("variant", "kind"), [("yarn", "yarn"), ("interpolation", "linear")])
+@pytest.mark.parametrize("encoding", ["rope", "cope+rope"])
+def test_scaled_rope(variant, kind, encoding):
+    model = small(encoding)
+    rope = changed(variant, model, 64)["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 4.0, 10000.0)
+    assert rope.get("original_max_position_embeddings") == (TRAINED if variant == "yarn" else None)
+    # Never below 1: shorter windows are left alone.
+    assert changed(variant, model, 8)["rope_parameters"]["factor"] == 1.0
+
+
+def test_relative_positions_beyond_the_table():
+    parameters = changed("relative-capped", small("relative"), 64)["position_encoding_parameters"]
+    assert parameters == {"num_positions": TRAINED, "beyond": "last"}
+    both = small("cope+relative")
+    parameters = changed("relative-none", both, 64)["position_encoding_parameters"]
+    assert parameters["relative"] == {"num_positions": TRAINED, "beyond": "none"}
+    assert parameters["cope"] == both.config.position_encoding_parameters["cope"]
+
+
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(
+    ("variant", "encoding", "fields"),
+    [
+        ("yarn", "pope", {}),
+        ("yarn", "rope", LINEAR),
+        ("relative-capped", "rope", {}),
+        ("relative-capped", "relative", {"position_encoding_parameters": {"beyond": "last"}}),
+        ("relative-none", "relative", {"position_encoding_parameters": {"num_positions": 99}}),
+    ],
+)
+def test_variants_that_do_not_apply(variant, encoding, fields):
+    with pytest.raises(variants.DoesNotApply):
+        changed(variant, small(encoding, **fields), 64)
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Keeps the copies that `datasets` makes out of the user's cache."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Checkpoints, and a data folder with three books, two short articles and a text of code."""
+    root = tmp_path_factory.mktemp("windows")
+    for encoding in ("rope", "pope", "relative", "absolute"):
+        small(encoding).save_pretrained(root / encoding)
+        build_tokenizer("bytes").save_pretrained(root / encoding)
+    books = root / "data" / "pg19"
+    (books / "test").mkdir(parents=True)
+    for index, size in enumerate((70, 140, 200)):
+        (books / "test" / f"{index}.txt").write_text("".join(chr(97 + i * i % 23) for i in range(size)))
+    (books / "train").mkdir()
+    with gzip.open(books / "train" / "train-00.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": "it was a dark and stormy night; " * 20}) + "\n")
+    (root / "data" / "wikitext").mkdir()
+    article = " \n = Title = \n \n words of the article \n"
+    (root / "data" / "wikitext" / "wiki.test.raw").write_text(article + article.replace("Title", "Other"))
+    (root / "code").mkdir()
+    (root / "code" / "a.txt").write_text("def f(x):\n    return x + 1\n" * 40, encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def run(root, tmp_path):
+    def run(names, *arguments, data="pg19", data_dir="data"):
+        fixed = ["--data", data, "--data-dir", str(root / data_dir), "--device", "cpu", "--output", str(tmp_path)]
+        script.main([*(str(root / name) for name in names), *fixed, *arguments])
+        (path,) = tmp_path.glob("length*.json")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    return run
+
+
+def test_multiples_of_the_trained_length(root, run, tmp_path, capsys):
+    arguments = ["--windows", "4x,1x,2x", "--tokens", "200", "--metric", "bits_per_byte"]
+    content = run(["rope", "absolute"], *arguments, data="local", data_dir="code")
+    rope, absolute = content["checkpoints"]
+    assert [(cell["length"], cell["multiple"], cell["tokens"]) for cell in rope["cells"]] == [
+        (16, 1, 256),
+        (32, 2, 256),
+        (64, 4, 256),
+    ]
+    assert rope["tokens_sha256"] == absolute["tokens_sha256"]
+    assert [cell["reached"] for cell in absolute["cells"]] == [True, False, False]
+    printed = capsys.readouterr().out
+    assert printed.count("cannot reach") == 2
+    assert f"{rope['cells'][2]['bits_per_byte']:.3f} ±" in printed
+    assert content["command"].startswith("whatwhere length ")
+    assert content["versions"]["torch"] == torch.__version__
+    figures = {ending: (tmp_path / f"length.{ending}").read_bytes() for ending in ("png", "svg")}
+    assert figures["png"].startswith(b"\x89PNG")
+    # The same numbers draw the same bytes.
+    length_report.draw(content["checkpoints"], tmp_path / "again", title="local, test", metric="bits_per_byte")
+    assert {ending: (tmp_path / f"again.{ending}").read_bytes() for ending in ("png", "svg")} == figures
+
+
+def test_one_checkpoint_keeps_its_numbers_beside_its_weights(root):
+    data = ["--data", "local", "--data-dir", str(root / "code"), "--device", "cpu"]
+    script.main([str(root / "pope"), *data, "--windows", "1x", "--tokens", "16"])
+    assert read_results(root / "pope")["length"]["checkpoints"][0]["name"] == "pope"
+
+
+def test_variants(root, run, capsys):
+    names = "yarn,interpolation,relative-capped,relative-none"
+    content = run(["rope", "relative"], "--windows", "64,16", "--variants", names)
+    assert capsys.readouterr().err.count(": no ") == 4
+    data = content["data"]
+    assert (data["corpus"], data["place"], data["joined"], data["documents"]) == ("pg19", "local files", False, 3)
+    found = {(one["name"], one["variant"]): one for one in content["checkpoints"]}
+    books = [torch.tensor([*file.read_bytes(), 256]) for file in sorted((root / "data/pg19/test").glob("*.txt"))]
+    for (name, variant), entry in found.items():
+        for cell in entry["cells"]:
+            length = cell["length"]
+            assert cell["reached"] == (length <= TRAINED or name == "rope" or variant is not None)
+            if not cell["reached"]:
+                assert "16" in cell["reason"]
+                continue
+            fields = {}
+            if variant in ("yarn", "interpolation"):
+                fields = {"rope_type": variant.replace("interpolation", "linear"), "rope_theta": 10000.0}
+                fields["factor"] = length / TRAINED
+                if variant == "yarn":
+                    fields["original_max_position_embeddings"] = TRAINED
+                fields = {"rope_parameters": fields}
+            elif variant:
+                beyond = {"relative-capped": "last", "relative-none": "none"}[variant]
+                fields = {"position_encoding_parameters": {"num_positions": TRAINED, "beyond": beyond}}
+            model = transformers.AutoModelForCausalLM.from_pretrained(root / name, **fields).eval()
+            # The books end with the end-of-text token.
+            assert cell["loss"] == pytest.approx(torch.cat(by_hand(model, books, length)).mean().item(), rel=1e-5)
+        reached = [cell["length"] for cell in entry["cells"] if cell["reached"]]
+        assert [one["length"] for one in entry["by_position"]] == reached
+    # At the trained length a variant changes nothing, beyond it does.
+    losses = {key: [cell["loss"] for cell in entry["cells"]] for key, entry in found.items()}
+    for name, variant in found:
+        if variant is not None:
+            assert losses[name, variant][0] == losses[name, None][0]
+            assert losses[name, variant][1] != losses[name, None][1]
+
+
+def test_some_of_the_text(run, capsys):
+    content = run(["rope"], "--windows", "16,32,999", "--documents", "2", "--tokens", "48")
+    assert content["data"]["documents"] == 2
+    (entry,) = content["checkpoints"]
+    assert entry["tokens"] == 96
+    assert [(cell["windows"], cell["dropped_tokens"]) for cell in entry["cells"]] == [(6, 0), (2, 32)]
+    assert "999" in capsys.readouterr().err, "windows that no text fills are skipped"
+
+
+def test_articles_are_joined(root, run, tmp_path):
+    content = run(["rope"], "--windows", "16", data="wikitext103")
+    (cell,) = content["checkpoints"][0]["cells"]
+    assert (content["data"]["joined"], content["data"]["documents"]) == (True, 2)
+    assert (cell["documents"], cell["clusters"]) == (1, "windows")
+    # Between the articles and after them an end-of-text token; the first token is only context; what comes before the
+    # first title is no article.
+    size = len((root / "data" / "wikitext" / "wiki.test.raw").read_bytes()) - 2 + 2 - 1
+    assert content["checkpoints"][0]["tokens"] == size
+    (tmp_path / "length_wikitext103.json").unlink()
+    apart = run(["rope"], "--windows", "16", "--no-join", data="wikitext103")
+    assert apart["checkpoints"][0]["cells"][0]["documents"] == 2
+    assert apart["checkpoints"][0]["tokens"] == size - 1
+
+
+def test_no_more_books_are_read_than_asked_for(run, monkeypatch):
+    from datasets import IterableDataset
+
+    from whatwhere.scripts.data.corpora import CORPORA
+
+    read = []
+
+    def books():
+        for index in range(1000):
+            read.append(index)
+            yield {"text": "once upon a time " * 9}
+
+    monkeypatch.setattr(
+        type(CORPORA["pg19"]), "read_local", lambda *_, **__: IterableDataset.from_generator(books), raising=True
+    )
+    content = run(["rope"], "--windows", "16,32", "--documents", "3")
+    assert content["data"]["documents"] == 3
+    assert len(read) <= 4
+
+
+def test_the_same_command_goes_on(run, monkeypatch):
+    lengths = []
+    measure = windows.measure_windows
+
+    def counted(model, parts, byte_counts, length, **options):
+        if len(lengths) == 2:
+            raise KeyboardInterrupt
+        lengths.append(length)
+        return measure(model, parts, byte_counts, length, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(windows, "measure_windows", counted)
+        with pytest.raises(SystemExit) as stop:
+            run(["rope", "pope"], "--windows", "16,32")
+        assert stop.value.code == 130
+    assert lengths == [16, 32]
+    monkeypatch.setattr(
+        windows, "measure_windows", lambda *args, **options: lengths.append(args[3]) or measure(*args, **options)
+    )
+    del lengths[:]
+    first = run(["rope", "pope"], "--windows", "16,32")
+    assert lengths == [16, 32], "only pope's were missing"
+    more = run(["rope"], "--windows", "64,32")
+    assert lengths == [16, 32, 64]
+    assert [cell["length"] for cell in more["checkpoints"][0]["cells"]] == [16, 32, 64]
+    assert more["checkpoints"][1] == first["checkpoints"][1]
+    # Every run that added to it is named: the one that was stopped, its second part, this one.
+    assert ["16,32" in run["command"] for run in (*more["earlier"], more)] == [True, True, False]
+    # What was measured with another precision is measured again.
+    run(["pope"], "--windows", "16", "--dtype", "bfloat16")
+    assert lengths[3:] == [16]
+
+
+def test_results_of_other_data_stay(run, tmp_path, capsys):
+    run(["rope"], "--windows", "16")
+    before = (tmp_path / "length_pg19.json").read_bytes()
+    with pytest.raises(SystemExit):
+        run(["rope"], "--windows", "16", "--tokens", "32")
+    assert "text_tokens: None → 32" in capsys.readouterr().err
+    assert (tmp_path / "length_pg19.json").read_bytes() == before
+    (tmp_path / "length_pg19.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        run(["rope"], "--windows", "16")
+    assert "length_pg19.json" in capsys.readouterr().err
+
+
+def test_entries_are_those_of_their_weights(tmp_path):
+    data = {"corpus": "pg19", "split": "validation[:3]"}
+    results = script.LengthResults(tmp_path, data, origin={})
+    assert results.path.name == "length_pg19_validation.json"
+    identity = {"name": "a", "variant": None, "weights": "1"}
+    results.add(
+        results.entry(identity, {"checkpoint": "x/a"}), windows.Cell(length=16, multiple=1.0, reached=True), None
+    )
+    again = script.LengthResults(tmp_path, data, origin={})
+    # The same weights by another path; another checkpoint of that name; other weights in the same place.
+    assert again.entry(identity, {"checkpoint": "y/a"})["cells"]
+    with pytest.raises(ValueError, match="checkpoint='y/a'"):
+        again.entry({**identity, "weights": "2"}, {"checkpoint": "y/a"})
+    assert not again.entry({**identity, "weights": "2"}, {"checkpoint": "x/a"})["cells"]
+    assert len(again.checkpoints) == 1
+    # Weights that nothing tells apart may have changed.
+    unknown = {"name": "b", "variant": None, "weights": None}
+    again.add(again.entry(unknown, {}), windows.Cell(length=16, multiple=1.0, reached=True), None)
+    assert not again.entry(unknown, {})["cells"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{root}/text"], "has no config.json"),
-        (["{root}/nowhere"], "cannot be loaded"),
-        (["{root}/llama", "--lengths", "1.3"], "no whole number"),
-        (["{root}/llama", "--tokens", "99999"], "Use more text"),
-        (["{root}/llama", "--trained-length", "0"], "trained-length"),
+        (["--windows", "16,y"], "windows='16,y'"),
+        (["--windows", "16", "--dataset", "x"], "--dataset"),
+        (["--windows", "16", "--data", "stdlib"], "--data-dir"),
+        (["--windows", "16", "--variants", ""], "variants=''"),
+        (["--windows", "16", "--documents", "0"], "--documents"),
+        (["--windows", "16", "--trained-length", "0"], "--trained-length"),
+        (["--windows", "16", "--batch-tokens", "-5"], "--batch-tokens"),
+        (["--windows", "16", "--variants", "yarm"], "Did you mean 'yarn'"),
+        (["--windows", "16", "--variants", "relative-capped"], "variants='relative-capped'"),
+        (["--windows", "998,999"], "windows=998"),
+        (["--windows", "16", "--data", "pg20"], "data='pg20'"),
+        (["--windows", "16", "--data", "pg19:tset"], "Did you mean 'test'"),
+        (["{root}/code"], "no config.json"),
+        (["{root}/nowhere"], "nowhere"),
+        (["{root}/broken", "--windows", "16"], "broken"),
     ],
 )
-def test_bad_input_is_one_clear_line(folders, capsys, monkeypatch, arguments, message):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    local = ["--data", "local", "--data-dir", str(folders / "text"), "--output", str(folders / "bad")]
+    if not (root / "broken").exists():
+        small("rope").save_pretrained(root / "broken")
+        build_tokenizer("bytes").save_pretrained(root / "broken")
+        (root / "broken" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    names = [] if arguments[0].startswith("{root}") else ["rope"]
     with pytest.raises(SystemExit) as stop:
-        script.main([argument.format(root=folders) for argument in arguments] + local)
+        run(names, *(argument.format(root=root) for argument in arguments))
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-    assert not (folders / "bad").exists()
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--batch-tokens"])
-def test_numbers_out_of_range(option, checkpoint_for_errors, capsys):
-    with pytest.raises(SystemExit):
-        script.main([str(checkpoint_for_errors), option, "-5"])
-    assert f"{option.removeprefix('--')}=-5 is not valid: it must be at least 1" in capsys.readouterr().err
+def test_names_of_folders_that_end_alike(root, tmp_path):
+    (tmp_path / "rope").symlink_to(root / "rope")
+    paths = [str(root / "rope"), str(tmp_path / "rope")]
+    found = script.curves_of(paths, [], Loading())
+    assert [curve.name for curve in found] == paths
 
 
-def test_corrupt_weights(checkpoint_for_errors, capsys):
-    (checkpoint_for_errors / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(SystemExit):
-        script.main([str(checkpoint_for_errors), "--lengths", "1", "--tokens", "32"])
-    assert "cannot be loaded" in capsys.readouterr().err
-
-
-@pytest.fixture
-def checkpoint_for_errors(tmp_path):
-    tiny_model("llama", "rope").save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
+def test_real_books(root, data_dir, tmp_path):
+    fixed = ["--data", "pg19", "--data-dir", str(data_dir), "--output", str(tmp_path), "--device", "cpu"]
+    script.main([str(root / "pope"), *fixed, "--windows", "64", "--documents", "2", "--tokens", "256"])
+    (entry,) = json.loads((tmp_path / "length_pg19.json").read_text(encoding="utf-8"))["checkpoints"]
+    assert (entry["tokens"], entry["cells"][0]["windows"]) == (512, 8)

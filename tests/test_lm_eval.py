@@ -5,7 +5,7 @@ import json
 import pytest
 
 from whatwhere.scripts.data.corpus import load_text
-from whatwhere.scripts.evaluation import code_completion
+from whatwhere.scripts.evaluation.lm_eval import code_completion
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,13 @@ def test_too_few_questions():
         code_completion.questions(["x = 1\n"], 3)
 
 
-def test_the_command_line_writes_the_task(corpus, tmp_path, capsys):
+def test_the_task_is_written(corpus, tmp_path):
     """lm-eval runs it in test_demo.py."""
-    code_completion.main(["--output", str(tmp_path), "--questions", "8", "--seed", "3"])
-    assert "8 questions" in capsys.readouterr().out
+    texts = list(corpus["test"]["text"])
+    task = code_completion.write_task(tmp_path, texts, 8, seed=3)
+    assert "dataset_kwargs" in task.read_text()
     written = [json.loads(line) for line in (tmp_path / f"{code_completion.TASK}.jsonl").read_text().splitlines()]
-    assert written == code_completion.questions(list(corpus["test"]["text"]), 8, seed=3)
+    assert written == code_completion.questions(texts, 8, seed=3)
 
 
 def test_no_question_is_refused(tmp_path):

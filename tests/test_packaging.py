@@ -123,6 +123,14 @@ def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
             assert not wrong, f"{relative(path)}:{node.lineno} imports {wrong}: import `whatwhere`"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts" / "evaluation").rglob("*.py")), ids=relative)
+def test_evaluation_does_not_import_what_trains(path: pathlib.Path) -> None:
+    above = {"training", "train", "finetune", "reproduce", "demo", "cards"}
+    for node, _ in imports(path):
+        found = above & {part for module in modules(node) for part in module.split(".")}
+        assert not found, f"{relative(path)}:{node.lineno} imports {found}"
+
+
 # Runs in a process of its own: finders that do not find the optional packages.
 CORE_ONLY = """
 import sys
@@ -200,12 +208,11 @@ def test_base_install_is_told_the_extra(tmp_path):
     scripts = {
         "train": (["demo_rope"], "datasets", "train"),
         "finetune": (["x", "--output", "y"], "datasets", "train"),
-        "evaluate_task": (["x"], "datasets", "train"),
+        "evaluation.task": (["x"], "datasets", "train"),
         "demo": ([], "datasets", "train"),
-        "length": (["x", "--data", "pg19"], "datasets", "train"),
-        "zero_shot": (["CHECKPOINT"], "lm_eval", "eval"),
+        "evaluation.length": (["x", "--data", "pg19"], "datasets", "train"),
+        "evaluation.zero_shot": (["CHECKPOINT"], "lm_eval", "eval"),
         "reproduce": (["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
-        "evaluation.code_completion": (["--output", "y"], "datasets", "train"),
     }
     asked = json.dumps([hidden, {name: arguments for name, (arguments, _, _) in scripts.items()}])
     command = [sys.executable, "-c", BASE_INSTALL, asked]

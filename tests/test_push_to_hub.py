@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import weights_fingerprint
+from whatwhere.scripts.cards.command import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.results import write_json
 
@@ -102,10 +103,11 @@ def test_exactly_these_files(hub, model):
 def test_the_card_is_ours(hub, model):
     model.push_to_hub(REPOSITORY, tags=["mine"])
     card = card_of(hub.commits[0])
-    assert card.data.license == "apache-2.0"
+    # Nobody has said which.
+    assert card.data.license == "unknown"
     assert {"whatwhere", "pope", "mine"} <= set(card.data.tags)
     assert f'name = "{REPOSITORY}"' in card.text
-    assert "There are no measured results" in card.text
+    assert card.data.eval_results is None
     assert "automatically generated" not in card.text
 
 
@@ -144,7 +146,7 @@ def test_the_card_of_the_trainer_is_completed(hub, model, tmp_path):
     card = card_of(hub.files)
     assert card.text.strip() == written.text.strip()
     assert (card.data.license, card.data.library_name, card.data.pipeline_tag) == (
-        "apache-2.0",
+        "unknown",
         "transformers",
         "text-generation",
     )
@@ -163,10 +165,11 @@ def test_measured_results_travel_with_their_weights(hub, model, tmp_path, traine
         "metrics": {"bits_per_byte": {"value": 2.34567}},
         "data": {"source": "stdlib", "dataset": None, "split": "test"},
         "recipe": {"name": "tiny"},
-        "command": "python -m whatwhere.scripts.train tiny",
+        "command": "whatwhere train tiny",
         "weights_sha256": weights_fingerprint(folder),
     }
     write_json(folder / "results.json", results)
+    write_card(folder)
     model = WhatWhereLlamaForCausalLM.from_pretrained(folder)
     if trained_further:
         with torch.no_grad():

@@ -16,6 +16,15 @@ from whatwhere.position_encodings import COMBINATIONS, POSITION_ENCODINGS, suppo
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 
 
+# The modules of the sub-commands that README names.
+SUBCOMMANDS = {
+    "length": "evaluation.length",
+    "zero-shot": "evaluation.zero_shot",
+    "task": "evaluation.task",
+    "card": "cards.command",
+}
+
+
 def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
@@ -49,7 +58,11 @@ def test_commands_exist_and_take_these_options(command, capsys):
     if command[0] == "lm_eval":
         importlib.import_module("lm_eval.__main__")
         return
-    module = command[command.index("-m") + 1]
+    if command[0] == "whatwhere":
+        module = f"whatwhere.scripts.{SUBCOMMANDS[command[1]]}"
+        command = [module, *command[2:]]
+    else:
+        module = command[command.index("-m") + 1]
     # What `python -m` runs, of a package and of a module.
     package = importlib.util.find_spec(module).submodule_search_locations
     script = importlib.import_module(f"{module}.__main__" if package else module)

@@ -40,15 +40,12 @@ def load_model(
     Raises:
         ValueError: it cannot be loaded, with the reason.
     """
-    config = checkpoints.load_config(checkpoint, trust_remote_code=trust_remote_code)
-    model = checkpoints.load_model(
-        checkpoint,
-        config,
-        dtype="float32",
+    loading = checkpoints.Loading(
+        device=checkpoints.choose_device(device),
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return loading.model(checkpoint, loading.config(checkpoint)).eval()
 
 
 def describe(checkpoint: str, config: Any) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Measurements of trained checkpoints. Nothing here trains a model."""

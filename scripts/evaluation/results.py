@@ -1,14 +1,15 @@
-"""The files in which measured numbers live, and what every one of them says about its origin.
+"""The files in which measured numbers live, and what each of them says about its origin.
 
-A checkpoint folder may hold three of them; cards and figures are made from these files and from nothing else:
+A checkpoint folder may hold them; cards and figures are made from these files and from nothing else:
 
 | file | written by | holds |
 |---|---|---|
-| `results.json` | `python -m whatwhere.scripts.train`, `...finetune` | the training run and its held-out loss |
-| `length.json` | `python -m whatwhere.scripts.length` | bits per byte at multiples of the trained length |
-| `lm_eval.json` | `python -m whatwhere.scripts.zero_shot`; `collect_lm_eval` | scores of lm-eval tasks |
+| `results.json` | `whatwhere train`, `whatwhere finetune` | the training run and its held-out loss |
+| `length.json`, `length_*.json` | `whatwhere length` | loss in windows of several lengths |
+| `lm_eval.json` | `whatwhere zero-shot`; `collect_lm_eval` | scores of lm-eval tasks |
 
-`whatwhere.model_card.read_results` reads them, for the cards.
+Results belong to weights: a file states their fingerprint (`weights_sha256`), and a reader leaves out those that are
+about other weights.
 """
 
 import datetime
@@ -20,9 +21,13 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from whatwhere.model_card import weights_fingerprint
+
+# Patterns of names, in the order of a card.
+RESULT_FILES = ("results.json", "curves.json", "length.json", "length_*.json", "lm_eval.json")
 PACKAGES = ("whatwhere", "torch", "transformers", "tokenizers", "datasets", "accelerate", "lm_eval")
 
 
@@ -37,19 +42,65 @@ def versions() -> dict[str, str]:
     return found
 
 
-def provenance(module: str, arguments: list[str] | None = None) -> dict[str, Any]:
+def provenance(command: str, arguments: list[str] | None = None) -> dict[str, Any]:
     """Returns what every results file says about its origin: the command, the date (UTC), the versions.
 
     Args:
-        module: the module that was run, for example `whatwhere.scripts.length`.
-        arguments: its command line arguments; None for those of this process.
+        command: a sub-command of `whatwhere`, or the name of a module that was run.
+        arguments: its command line arguments; None for those of this process, after the sub-command's name.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[2:] if sys.argv[1:2] == [command] else sys.argv[1:]
+    words = ["python", "-m", command] if "." in command else ["whatwhere", command]
     return {
-        "command": shlex.join(["python", "-m", module, *arguments]),
+        "command": shlex.join([*words, *arguments]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
     }
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; raises ValueError, which names the file, if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object.")
+    return content
+
+
+def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> dict[str, Any]:
+    """Returns the contents of the results files in a folder that are about some weights, by file name without ending.
+
+    Args:
+        folder: the folder of a checkpoint or of a card.
+        weights: their fingerprint; None for those in the folder, of which a file need not state the fingerprint.
+
+    Raises:
+        ValueError: a file is not a JSON object.
+    """
+    folder = pathlib.Path(folder)
+    own = weights or weights_fingerprint(folder)
+    found = {}
+    for path in result_files(folder):
+        content = read_json(path)
+        stated = content.get("weights_sha256")
+        if stated == own or (stated is None and weights is None and "checkpoints" not in content):
+            found[path.stem] = content
+    return found
+
+
+def result_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
+    """Returns the paths of the results files in a folder, in the order of a card."""
+    return [path for pattern in RESULT_FILES for path in sorted(pathlib.Path(folder).glob(pattern)) if path.is_file()]
+
+
+def markdown_table(rows: Sequence[Sequence[str]], *, aligned: bool = False) -> str:
+    """Returns a table in Markdown, its columns aligned as text if wanted; the first row is the header."""
+    widths = [max(len(row[column]) for row in rows) if aligned else 0 for column in range(len(rows[0]))]
+    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * max(3, width + 2) for width in widths) + "|", *lines[1:]])
 
 
 def check_writable(folder: str | pathlib.Path) -> None:
@@ -86,10 +137,6 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 def collect_lm_eval(output_path: str | pathlib.Path, *, command: str) -> dict[str, Any]:
     """Returns the content of `lm_eval.json` from the newest file that `lm_eval --output_path` wrote.
-
-    Args:
-        output_path: the folder given to lm-eval.
-        command: the command line that was run.
 
     Raises:
         FileNotFoundError: there is no results file in the folder.

@@ -15,7 +15,7 @@ RoPE's are computed by Transformers (`rope_parameters` with `rope_type` "linear"
 from collections.abc import Callable
 from typing import Any
 
-from whatwhere.position_encoding import suggest
+from ...position_encoding import suggest
 
 
 class DoesNotApply(ValueError):
@@ -24,12 +24,6 @@ class DoesNotApply(ValueError):
 
 def changes(variant: str, config: Any, *, trained_length: int, length: int) -> dict[str, Any]:
     """Returns the fields of a configuration that a variant changes for windows of a length.
-
-    Args:
-        variant: a key of `VARIANTS`.
-        config: of one of our models, or of a stock one.
-        trained_length: tokens.
-        length: tokens in a window.
 
     Raises:
         ValueError: there is no such variant.

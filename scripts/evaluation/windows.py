@@ -1,49 +1,64 @@
-"""Perplexity of a language model in windows of several lengths, and by the position of a token within its window.
+"""Loss of a language model in windows of one length: per token, per byte, and by the position within the window.
 
-The protocol of PoPE's Figure 2 (books) and CoPE's Figure 3 (WikiText): a text of N + 1 tokens is cut into disjoint
-windows of exactly n tokens, what is left at its end is dropped, and each window is read on its own. A window's inputs
-are tokens s .. s + n - 1, its targets tokens s + 1 .. s + n. Perplexity is exp of the mean negative log-likelihood of
-all targets of all windows of all texts. A text that holds no window is left out, and counted.
+A text of N + 1 tokens is cut into disjoint windows of exactly n tokens, the rest at its end is dropped, and each window
+is read on its own (PoPE, Figure 2; CoPE, Figure 3). A window's inputs are tokens s .. s + n - 1, its targets tokens
+s + 1 .. s + n. The loss is the mean negative log-likelihood of all targets of all windows of all texts; perplexity is
+its exponential. A text that holds no window is left out, and counted. Longer windows drop more; where every length
+divides N, exactly the same tokens are scored at every length.
 
-Unlike `length.py`, the tokens that are scored may differ between lengths: longer windows drop more, and leave out
-short texts. The papers compare lengths so; within a length all models are scored on the same tokens.
+By position: the mean loss of the tokens at the same places of their windows. A model that uses its context has a
+falling curve; one that breaks beyond its trained length has a curve that turns up there.
 
-By position: the mean negative log-likelihood of the tokens at the same places of their windows. A model that uses its
-context has a falling curve; one that breaks beyond its trained length has a curve that turns up there, while the
-perplexity of long windows mixes both parts.
-
-Memory is linear in the length: logits exist for some tokens at a time (`length.token_losses`), and the default
-attention of our models, and of stock models with SDPA, holds no matrix of (length, length); see `quadratic_memory`.
+Memory is linear in the length: logits exist for some tokens at a time (`token_losses`), and the default attention of
+our models, and of stock models with SDPA, holds no matrix of (length, length).
 """
 
 import dataclasses
 import itertools
 import math
-import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm.auto import tqdm
-
-from .figures import new_figure, save_figure
-from .length import Cell, aligned_table, has_plain_head, token_losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowCell(Cell):
+class Cell:
     """One model in windows of one length. Measured fields are None if the model cannot reach the length.
 
-    Attributes, where they differ from those of `Cell`:
-        standard_error: of `loss`, in nats, from the spread over `clusters` (a ratio estimate); None for fewer than two.
-            That of the perplexity is about `perplexity` times this.
-        bits_per_byte: None also if the tokenizer does not say how many bytes its tokens stand for.
+    Attributes:
+        length: tokens in a window.
+        multiple: length divided by the trained length.
+        reached: whether the model supports sequences of this length.
+        reason: why not, in words; None if reached.
+        loss: mean negative log-likelihood per token, in nats.
+        standard_error: of `loss`, from the spread over `clusters` (a ratio estimate); None for fewer than two. Those of
+            perplexity and bits per byte follow from it (`length_report.error`).
+        perplexity: exp(loss), per token.
+        bits_per_byte: negative log2-likelihood of the scored tokens over their bytes; None if the tokenizer does not
+            say how many bytes its tokens stand for.
+        tokens: scored tokens.
+        bytes: bytes of text that the scored tokens stand for.
+        windows: number of windows.
         clusters: "documents", or "windows" if all windows are of one text: of what the standard error takes the spread.
         documents: texts that hold a window.
         short_documents: texts that hold none.
         dropped_tokens: tokens that are in no window, those of short texts too.
     """
 
+    length: int
+    multiple: float
+    reached: bool
+    reason: str | None = None
+    bits_per_byte: float | None = None
+    standard_error: float | None = None
+    loss: float | None = None
+    perplexity: float | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+    windows: int | None = None
     clusters: str | None = None
     documents: int | None = None
     short_documents: int | None = None
@@ -64,34 +79,57 @@ def windows_in(texts: Sequence[torch.Tensor], length: int) -> list[int]:
     return [max(0, len(ids) - 1) // length for ids in texts]
 
 
+def common_tokens(wanted: int, available: int, lengths: Sequence[int]) -> int:
+    """Returns how many tokens of a text to score so that the same ones are scored in windows of all lengths.
+
+    Args:
+        wanted: at least so many, if the text has them.
+        available: tokens of the text that can be scored.
+        lengths: all window lengths; if the text is shorter than their common multiple, all of it is scored.
+    """
+    step = math.lcm(*lengths)
+    return min(-(-wanted // step), available // step) * step or available
+
+
 def fillable(texts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """Splits lengths into those that fit into a text and those that do not; raises ValueError if none fits."""
     longest = max(len(ids) - 1 for ids in texts)
     filled = [length for length in lengths if length <= longest]
     if not filled:
         raise ValueError(
-            f"windows={min(lengths)!r} is not valid: the longest of {len(texts)} documents has {longest} tokens to "
-            "score. Use shorter windows, or more of each document (--document-tokens), or join documents (--join)."
+            f"windows={min(lengths)!r} is not valid: the longest of {len(texts)} texts has {longest} tokens to score. "
+            "Use shorter windows, or more of each text (--tokens), or join documents (--join)."
         )
     return filled, [length for length in lengths if length > longest]
 
 
-def quadratic_memory(model: Any, length: int) -> str | None:
-    """Returns what holds an entry for every pair of tokens in a window, in words with its size, or None if nothing."""
-    config = model.config
-    implementation = config._attn_implementation
-    heads = config.num_attention_heads
-    if implementation == "eager":
-        what, size = f"attn_implementation='eager' holds all attention weights of a layer, {heads} heads", 4 * heads
-    elif implementation in ("sdpa", "flex_attention") and any(
-        getattr(getattr(module, "position_encoding", None), "biases", False) for module in model.modules()
-    ):
-        what, size = f"attn_implementation={implementation!r} holds the bias of all {heads} heads", 4 * heads
-    elif implementation == "sdpa" and length > (getattr(config, "sliding_window", None) or length):
-        what, size = f"attn_implementation='sdpa' holds the mask of a sliding window of {config.sliding_window}", 1
-    else:
-        return None
-    return f"{what}: {size * length**2 / 2**30:.2f} GiB at {length} tokens"
+def has_plain_head(model: Any, inputs: torch.Tensor) -> bool:
+    """Whether the logits are just output embedding x last hidden state (no cap, no factor), tried on `inputs`."""
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model:
+        return False
+    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-3)
+
+
+def token_losses(
+    model: Any, inputs: torch.Tensor, targets: torch.Tensor, *, plain_head: bool, chunk: int = 1024
+) -> torch.Tensor:
+    """Returns the negative log-likelihood in nats, float32 (B, T), of `targets` given `inputs`, both int64 (B, T).
+
+    With `plain_head` the logits, float32, exist for `chunk` tokens at a time; otherwise for all of them at once.
+    """
+    if not plain_head:
+        logits = model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
+        return nn.functional.cross_entropy(logits.float(), targets.flatten(), reduction="none").view_as(targets)
+    head = model.get_output_embeddings()
+    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+    losses = [
+        nn.functional.cross_entropy(head(rows).float(), labels, reduction="none")
+        for rows, labels in zip(hidden.split(chunk), targets.flatten().split(chunk))
+    ]
+    return torch.cat(losses).view_as(targets)
 
 
 @torch.inference_mode()
@@ -104,7 +142,7 @@ def measure_windows(
     trained_length: int,
     batch_tokens: int = 4096,
     name: str = "",
-) -> tuple[WindowCell, dict[str, Any]]:
+) -> tuple[Cell, dict[str, Any]]:
     """Scores all windows of one length.
 
     Args:
@@ -155,7 +193,7 @@ def measure_windows(
         spread = (nats - loss * tokens).square().sum() * len(parts) / (len(parts) - 1)
         error = (spread.sqrt() / tokens.sum()).item()
     total = len(windows) * length
-    cell = WindowCell(
+    cell = Cell(
         length=length,
         multiple=length / trained_length,
         reached=True,
@@ -176,102 +214,3 @@ def measure_windows(
     sizes = [(stop - start) * len(windows) for start, stop in itertools.pairwise(edges)]
     means = [total_ / size for total_, size in zip(sums, sizes)]
     return cell, {"length": length, "edges": edges, "loss": means, "tokens": sizes}
-
-
-def label(checkpoint: dict[str, Any]) -> str:
-    """Returns what a checkpoint of a results file is called in tables and figures: its name and its variant."""
-    return checkpoint["name"] + (f", {checkpoint['variant']}" if checkpoint["variant"] else "")
-
-
-def table(checkpoints: Iterable[dict[str, Any]]) -> str:
-    """Returns the table of perplexities, one row per checkpoint and variant, in Markdown.
-
-    Args:
-        checkpoints: as in the results file.
-    """
-    checkpoints = list(checkpoints)
-    lengths = sorted({cell["length"] for checkpoint in checkpoints for cell in checkpoint["cells"]})
-    rows = [["checkpoint", "encoding", "trained length", *(f"{length:,}" for length in lengths)]]
-    for checkpoint in checkpoints:
-        cells = {cell["length"]: cell for cell in checkpoint["cells"]}
-        row = [label(checkpoint), checkpoint["position_encoding"] or "stock", f"{checkpoint['trained_length']:,}"]
-        rows.append(row + [_text(cells.get(length)) for length in lengths])
-    return aligned_table(rows)
-
-
-def _text(cell: dict[str, Any] | None) -> str:
-    if cell is None:
-        return "not measured"
-    if not cell["reached"]:
-        return "cannot reach"
-    value, error = cell["perplexity"], cell["standard_error"]
-    digits = 2 if value < 1000 else 0
-    return f"{value:,.{digits}f}" + ("" if error is None else f" ± {value * error:,.{digits}f}")
-
-
-def draw(checkpoints: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, title: str) -> list[pathlib.Path]:
-    """Draws perplexity against the window, and loss by position in the longest window; returns the two files.
-
-    Args:
-        checkpoints: as in the results file.
-        stem: the path without its ending, .png and .svg.
-        title: what was scored.
-    """
-    columns = 3
-    # One legend for both panels, below them: a row of it for three curves.
-    figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(checkpoints) / columns))
-    from matplotlib import ticker
-
-    left, right = figure.subplots(1, 2)
-    figure.suptitle(title, fontsize="medium")
-    # A colour for each checkpoint, a line style for each variant.
-    names = list(dict.fromkeys(checkpoint["name"] for checkpoint in checkpoints))
-    variants = list(dict.fromkeys(checkpoint["variant"] for checkpoint in checkpoints if checkpoint["variant"]))
-    lengths = sorted({cell["length"] for checkpoint in checkpoints for cell in checkpoint["cells"]})
-    for checkpoint in checkpoints:
-        variant = checkpoint["variant"]
-        index = names.index(checkpoint["name"])
-        line: dict[str, Any] = {
-            "color": f"C{index % 10}",
-            "marker": "osD^vPX*"[index % 8],
-            "markersize": 4,
-            "linestyle": ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))[variants.index(variant) % 4] if variant else "-",
-        }
-        cells = [cell for cell in checkpoint["cells"] if cell["reached"]]
-        unreached = [cell["length"] for cell in checkpoint["cells"] if not cell["reached"]]
-        text = label(checkpoint) + (f" (cannot reach {min(unreached):,})" if unreached else "")
-        values = [cell["perplexity"] for cell in cells]
-        errors = [cell["perplexity"] * (cell["standard_error"] or 0.0) for cell in cells]
-        left.errorbar([cell["length"] for cell in cells], values, yerr=errors, capsize=2, label=text, **line)
-        if checkpoint["by_position"]:
-            longest = max(checkpoint["by_position"], key=lambda one: one["length"])
-            edges = longest["edges"]
-            # Buckets are drawn at the middle of their positions on the axis.
-            middles = [math.sqrt(max(1, start) * stop) for start, stop in itertools.pairwise(edges)]
-            right.plot(middles, longest["loss"], **{**line, "marker": None})
-    for trained in sorted({checkpoint["trained_length"] for checkpoint in checkpoints}):
-        left.axvline(trained, color="0.6", linestyle=":", linewidth=1)
-        right.axvline(trained, color="0.6", linestyle=":", linewidth=1)
-    left.set_xscale("log", base=2)
-    left.set_yscale("log")
-    labelled: list[int] = []
-    for length in reversed(lengths):
-        # Closer ones would be written over each other.
-        if not labelled or labelled[-1] >= 1.25 * length:
-            labelled.append(length)
-    texts = [f"{length:,}" if length in labelled else "" for length in lengths]
-    left.set_xticks(lengths, texts, rotation=60 if len(labelled) > 5 else 0)
-    left.xaxis.set_minor_locator(ticker.NullLocator())
-    left.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    left.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.7)))
-    left.set_xlabel("window (tokens); dotted: trained length")
-    bars = any(cell["reached"] and cell["standard_error"] for one in checkpoints for cell in one["cells"])
-    left.set_ylabel("perplexity" + (" (bars: one standard error)" if bars else ""))
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
-    right.set_xlabel("position in the longest window that was reached (tokens)")
-    right.set_ylabel("loss (nats per token)")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize="small")
-    return save_figure(figure, stem)

@@ -8,5 +8,5 @@
     builder.as_dataset(split="validation")
 
 `registry` lists the tasks. `python -m whatwhere.scripts.train` trains on them (`data.source: task`),
-`python -m whatwhere.scripts.evaluate_task` compares checkpoints.
+`whatwhere task` compares checkpoints.
 """

@@ -9,7 +9,7 @@ A prompt is some sentences and a question, as in the paper:
     Now, tell me how many times word "Alice" is mentioned in the last sentence.
 
 A model that cannot tell the last sentence from the ones before it counts the words of both. Nothing is trained on
-this: `python -m whatwhere.scripts.evaluate_task --task alice CHECKPOINT` compares the likelihoods of the answers 0 to 5
+this: `whatwhere task --task alice CHECKPOINT` compares the likelihoods of the answers 0 to 5
 in any causal language model.
 """
 

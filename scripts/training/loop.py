@@ -37,12 +37,13 @@ from tqdm.auto import tqdm
 
 from whatwhere.model_card import weights_fingerprint
 
+from ..cards.command import write_card
 from ..data.corpus import DATA_DIR_VARIABLE, find_files, load_text
 from ..data.pack import IGNORED, ShuffledBatches, StreamedBatches, add_labels, blocks_sha256, make_blocks
 from ..data.samples import TaskBatches, TaskSamples
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..evaluation.answers import count_errors, summarise
-from ..evaluation.card import write_card
+from ..evaluation.data_description import describe_data
 from ..evaluation.results import provenance, write_json, write_text
 from ..tasks.common import build_tokenizer as build_task_tokenizer
 from .checkpoint import (
@@ -781,7 +782,7 @@ class Run:
             "metrics": {
                 name: {"value": scores[name]} for name in ("bits_per_byte", "perplexity", "loss") if name in scores
             },
-            "data": about,
+            "data": describe_data(about),
             "length": data.sequence_length,
             "tokens": scores["tokens"],
             **(
@@ -802,7 +803,7 @@ class Run:
         example = {"prompt": row["prompt"], "answer": row["answer"], "tokens": tokens}
         return {
             "metrics": {"test_sets": {name: self.evaluate(f"test set {name}") for name in data.test_sets or {}}},
-            "data": {"source": data.source, "task": data.task, "split": "test", "example": example},
+            "data": describe_data({"source": data.source, "task": data.task, "split": "test", "example": example}),
             "length": data.sequence_length,
             "samples_trained": self.step * self.recipe.training.batch_size,
         }

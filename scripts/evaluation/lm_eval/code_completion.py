@@ -2,23 +2,17 @@
 
 The questions come from the test split of the running Python's standard library (`whatwhere.scripts.data.corpus`): no
 model trained on the train split has seen these files. The context is the 12 lines before; the three wrong choices are
-lines of the same file with the same indentation. On a laptop (two minutes for a model of `make demo`):
+lines of the same file with the same indentation. `whatwhere demo` writes the task with `write_task` and runs it:
 
-    python -m whatwhere.scripts.evaluation.code_completion --output tasks
     HF_HUB_OFFLINE=1 lm_eval --model hf --model_args pretrained=demo/pope,trust_remote_code=True \
-        --tasks whatwhere_code_completion --include_path tasks --device cpu --output_path demo/pope/lm_eval
-
-On a GPU, the same with `--device cuda --batch_size 64`, and as many questions as `--questions` says.
+        --tasks whatwhere_code_completion --include_path demo/tasks --device cpu
 """
 
-import argparse
 import json
 import pathlib
 import random
 from collections.abc import Sequence
 from typing import Any
-
-from ..extras import explain
 
 TASK = "whatwhere_code_completion"
 CONTEXT_LINES = 12
@@ -37,11 +31,6 @@ def _is_candidate(line: str) -> bool:
 
 def questions(texts: Sequence[str], count: int, *, seed: int = 0) -> list[dict[str, Any]]:
     """Draws questions from documents; the same texts, count and seed give the same questions.
-
-    Args:
-        texts: held-out documents.
-        count: how many questions.
-        seed: of the choice of documents, lines and order of the choices.
 
     Returns:
         Dictionaries with `context` (12 lines without the last line end), `choices` (4 different lines) and `answer`
@@ -81,12 +70,6 @@ def questions(texts: Sequence[str], count: int, *, seed: int = 0) -> list[dict[s
 def write_task(output: str | pathlib.Path, texts: Sequence[str], count: int = 200, *, seed: int = 0) -> pathlib.Path:
     """Writes the questions and the task's YAML file into a folder for `lm_eval --include_path`, and returns the YAML.
 
-    Args:
-        output: the folder; made if it does not exist.
-        texts: held-out documents.
-        count: how many questions.
-        seed: of the draw.
-
     Raises:
         ValueError: no question is asked for.
     """
@@ -96,33 +79,9 @@ def write_task(output: str | pathlib.Path, texts: Sequence[str], count: int = 20
     output.mkdir(parents=True, exist_ok=True)
     data = output / f"{TASK}.jsonl"
     data.write_text("".join(json.dumps(q) + "\n" for q in questions(texts, count, seed=seed)), encoding="utf-8")
-    template = pathlib.Path(__file__).with_name("tasks") / f"{TASK}.yaml"
+    template = pathlib.Path(__file__).with_name(f"{TASK}.yaml")
     where = {"data_files": {"test": str(data.resolve())}}
     task = output / f"{TASK}.yaml"
     # JSON is YAML.
     task.write_text(template.read_text(encoding="utf-8") + f"dataset_kwargs: {json.dumps(where)}\n", encoding="utf-8")
     return task
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.evaluation.code_completion", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="folder for the task")
-    parser.add_argument("--questions", type=int, default=200, help="default %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    options = parser.parse_args(arguments)
-    try:
-        from ..data.corpus import load_text
-
-        task = write_task(options.output, load_text()["test"]["text"], options.questions, seed=options.seed)
-    except (ValueError, OSError, ImportError) as error:
-        parser.exit(2, f"error: {explain(error)}\n")
-    print(
-        f"{options.questions} questions: {task.with_suffix('.jsonl')}; run lm_eval with --include_path {options.output}"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,22 @@
 """Errors of trained checkpoints in the answers of toy tasks, as mean, deviation and solve rate over seeds.
 
-On a laptop (folders that `python -m whatwhere.scripts.train` made, of one recipe with three seeds):
+On a laptop (folders that `whatwhere train` made, of one recipe with three seeds):
 
-    python -m whatwhere.scripts.evaluate_task runs/flip_flop-0 runs/flip_flop-1 runs/flip_flop-2
+    whatwhere task runs/flip_flop-0 runs/flip_flop-1 runs/flip_flop-2
 
 On a GPU, on other test sets than those of the recipe (JSON: the parameters that differ from those of training):
 
-    python -m whatwhere.scripts.evaluate_task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 \\
-        --device cuda --json flip_flop.json
+    whatwhere task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 --device cuda
 
-A checkpoint is a folder or a Hub id. The task, its parameters and its test sets are those of the recipe that a folder
-holds; --task names the task of a checkpoint that has none, with the task's own parameters. Checkpoints whose recipes
-differ in the seed alone are one system.
+A checkpoint is a folder or a Hub id. The task, its parameters and its test sets are those of the recipe in a folder's
+`results.json`; --task names the task of a checkpoint that has none, with the task's own parameters. Checkpoints whose
+recipes differ in the seed alone are one system.
 
-Every answer is predicted from the right tokens before it: `token_error` is the share of answer tokens that are wrong,
+Every answer is predicted from the correct tokens before it: `token_error` is the share of answer tokens that are wrong,
 `sequence_error` that of sequences with a wrong one, and a checkpoint has solved a test set if its `sequence_error` is
 at most --solved. Means and (sample) standard deviations are over checkpoints.
 
-    python -m whatwhere.scripts.evaluate_task --task alice openai-community/gpt2
+    whatwhere task --task alice openai-community/gpt2
 
 asks any causal language model how often a word is in the last sentence (see `whatwhere.scripts.tasks.alice`), and
 reports how often the right one of the answers 0 to 5 is the most likely one (`accuracy`), its mean probability among
@@ -33,21 +32,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import transformers
-from safetensors import SafetensorError
-
-from ..position_encoding import suggest
-from ..position_encodings import reach
-from .extras import fail_import
+from ...position_encoding import suggest
+from ..extras import explain, fail_import
+from .checkpoints import Loading, longest_length, names_of
+from .options import add_loading, at_least_one, loading_of
+from .results import check_writable, markdown_table, provenance, read_json, write_json
 
 try:
-    from .data.samples import TaskSamples
-    from .evaluation.answers import choice_likelihoods, score_samples
-    from .evaluation.results import check_writable, provenance, write_json
-    from .tasks.alice import LARGEST_ANSWER, AliceConfig
-    from .tasks.registry import PROBES, TASKS, task_config
-    from .training.recipe import Recipe, differences, load_recipe, parse_recipe
+    from ..data.samples import TaskSamples
+    from ..tasks.alice import LARGEST_ANSWER, AliceConfig
+    from ..tasks.registry import PROBES, TASKS, task_config
+    from .answers import choice_likelihoods, score_samples
 except ImportError as error:
     fail_import(__name__, error)
 
@@ -61,34 +56,28 @@ _TITLES = {
 }
 
 
-def read_recipe(checkpoint: str) -> Recipe | None:
-    """Returns the recipe that a folder holds, in `results.json` or `recipe.yaml`, or None if it holds none.
+def read_recipe(checkpoint: str) -> dict[str, Any] | None:
+    """Returns the recipe in a folder's `results.json`, with every default, or None if it holds none.
 
     Raises:
-        ValueError: the folder is that of a run that is not finished, or its files are broken.
+        ValueError: the folder is that of a run that is not finished, or its file is broken.
     """
     folder = pathlib.Path(checkpoint)
-    results = folder / "results.json"
-    if results.is_file():
-        try:
-            recipe = json.loads(results.read_text(encoding="utf-8")).get("recipe")
-        except ValueError as error:
-            raise ValueError(f"{str(results)!r} is not valid JSON: {error}") from error
+    if (folder / "results.json").is_file():
+        recipe = read_json(folder / "results.json").get("recipe")
         # That of fine-tuning has other keys.
-        return parse_recipe(recipe) if recipe and "data" in recipe and "training" in recipe else None
-    if not (folder / "recipe.yaml").is_file():
-        return None
-    if not (folder / "config.json").is_file():
+        return recipe if recipe and "data" in recipe and "training" in recipe else None
+    if (folder / "recipe.yaml").is_file():
         raise ValueError(
             f"checkpoint={checkpoint!r} is a run that is not finished. Go on with: "
-            f"python -m whatwhere.scripts.train {folder / 'recipe.yaml'} --output {folder} --resume"
+            f"whatwhere train {folder / 'recipe.yaml'} --output {folder} --resume"
         )
-    return load_recipe(folder / "recipe.yaml")
+    return None
 
 
 def test_sets(
     checkpoint: str,
-    recipe: Recipe | None,
+    recipe: Mapping[str, Any] | None,
     *,
     task: str | None,
     sets: Mapping[str, Mapping[str, Any]] | None,
@@ -104,22 +93,18 @@ def test_sets(
         sets: replace those of the recipe: for each name, the parameters that differ from those of training.
         samples: of each set; None for what the set says, or the recipe for all sets, or the task.
         seed: decides the samples.
-
-    Raises:
-        ValueError: neither the recipe nor `task` names a task, or a parameter is not valid.
     """
-    data = recipe.data if recipe is not None and recipe.data.source == "task" else None
-    block, parameters, sizes = None, {}, {}
-    if data is not None and task in (None, data.task):
-        task, block, parameters = str(data.task), data.sequence_length, data.task_parameters or {}
-        sets = data.test_sets if sets is None else sets
-        sizes = {} if data.test_samples is None else {"test_samples": data.test_samples}
+    data = recipe["data"] if recipe is not None and recipe["data"]["source"] == "task" else None
+    block, sizes = None, {}
+    parameters: dict[str, Any] = {}
+    if data is not None and task in (None, data["task"]):
+        task, block, parameters = str(data["task"]), data["sequence_length"], data.get("task_parameters") or {}
+        sets = data.get("test_sets") if sets is None else sets
+        sizes = {} if data.get("test_samples") is None else {"test_samples": data["test_samples"]}
     if task is None:
         reason = "does not say which task it was trained on"
         if recipe is not None:
-            reason = f"was trained on text (data.source: {recipe.data.source})"
-        elif not pathlib.Path(checkpoint).exists():
-            reason = "is no folder here, and a checkpoint on the Hub does not say which task it was trained on"
+            reason = f"was trained on text (data.source: {recipe['data']['source']})"
         raise ValueError(
             f"checkpoint={checkpoint!r} {reason}: give --task. Allowed: {', '.join(map(repr, [*TASKS, *PROBES]))}."
         )
@@ -137,28 +122,22 @@ def test_sets(
 
 def evaluate(
     checkpoints: Sequence[str],
+    loading: Loading | None = None,
     *,
     task: str | None = None,
     sets: Mapping[str, Mapping[str, Any]] | None = None,
     samples: int | None = None,
     seed: int = 0,
     batch_size: int = 64,
-    device: str | None = None,
-    dtype: str = "float32",
-    trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
     """Evaluates every checkpoint on its test sets.
 
     Args:
         checkpoints: folders or Hub ids.
-        task: the task of checkpoints that have no recipe, or a probe.
-        sets: the test sets; None for those of the checkpoint's recipe, or the task's own.
-        samples: of each set; None for what the set says, or the recipe for all sets, or the task.
+        loading: how they are loaded.
+        task, sets, samples: as in `test_sets`; the task may also be a probe.
         seed: decides the samples; with 0 they are those that training ends with.
         batch_size: samples in a batch.
-        device: None for the GPU if there is one.
-        dtype: of the model's weights and activations.
-        trust_remote_code: run the code in the checkpoint's folder.
 
     Returns:
         for each checkpoint its `checkpoint`, `name`, `recipe` (None without one), `task` and `test_sets`, which holds
@@ -167,22 +146,13 @@ def evaluate(
     Raises:
         ValueError: a checkpoint cannot be loaded, its task is not known, or a parameter is not valid.
     """
-    for name, value in (("samples", samples), ("batch-size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value!r} is not valid: it must be at least 1.")
+    loading = loading or Loading()
     if task is not None and task not in (*TASKS, *PROBES):
         raise ValueError(f"task={task!r} is not valid. {suggest(task, [*TASKS, *PROBES])}")
-    if twice := [checkpoint for checkpoint, count in collections.Counter(checkpoints).items() if count > 1]:
-        raise ValueError(f"checkpoint={twice[0]!r} is given more than once.")
     for name, values in (sets or {}).items():
         if "seed" in values:
             raise ValueError(f"test set {name!r} is not valid: seed={values['seed']!r} must not be given, but --seed.")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    # PyTorch without CUDA raises AssertionError.
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"device={device!r} is not valid: {error}") from error
+    names = dict(zip(checkpoints, names_of(checkpoints)))
     # Everything is read before the first model runs: mistakes should not wait for minutes.
     recipes = {checkpoint: read_recipe(checkpoint) for checkpoint in checkpoints}
     plans = {
@@ -191,44 +161,33 @@ def evaluate(
     }
     entries = []
     for checkpoint, (named, configs, block) in plans.items():
-        model, tokenizer = _load(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
-        model = model.to(device).eval()
+        config, tokenizer = loading.config(checkpoint), loading.tokenizer(checkpoint)
+        model = loading.model(checkpoint, config).eval()
         scores = {}
-        for name, config in configs.items():
+        for name, test in configs.items():
             if named in PROBES:
-                scores[name] = ask(model, tokenizer, config)
+                scores[name] = ask(model, tokenizer, test)
                 continue
-            length = (block or model.config.max_position_embeddings) if config.may_be_cut else None
-            limit = reach(model.config) if hasattr(model.config, "position_encoding") else None
-            if limit is not None and (length or config.longest) > limit:
+            length = (block or config.max_position_embeddings) if test.may_be_cut else None
+            limit = longest_length(model)
+            if limit is not None and (length or test.longest) > limit:
                 raise ValueError(
                     f"test set {name!r} is not valid for checkpoint={checkpoint!r}: samples have up to "
-                    f"{length or config.longest} tokens, and position_encoding={model.config.position_encoding!r} "
-                    f"reaches {limit}."
+                    f"{length or test.longest} tokens, and the position encoding supports at most {limit}."
                 )
-            rows = TaskSamples(config, tokenizer, "test", count=config.test_samples, block=length)
+            rows = TaskSamples(test, tokenizer, "test", count=test.test_samples, block=length)
             scores[name] = score_samples(model, rows, batch_size=batch_size)
         recipe = recipes[checkpoint]
         entries.append(
             {
                 "checkpoint": checkpoint,
-                "name": recipe.name if recipe else pathlib.PurePath(checkpoint).name,
-                "recipe": recipe.resolved() if recipe else None,
+                "name": recipe["name"] if recipe else names[checkpoint],
+                "recipe": recipe,
                 "task": named,
                 "test_sets": scores,
             }
         )
     return entries
-
-
-def _load(checkpoint: str, *, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-        )
-        return model, transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
 
 
 def ask(model: Any, tokenizer: Any, config: AliceConfig) -> dict[str, Any]:
@@ -262,10 +221,6 @@ def ask(model: Any, tokenizer: Any, config: AliceConfig) -> dict[str, Any]:
 def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> list[dict[str, Any]]:
     """Groups checkpoints that differ in the seed alone.
 
-    Args:
-        entries: from `evaluate`.
-        solved: the largest `sequence_error` of a checkpoint that has solved a test set.
-
     Returns:
         for each system its `name`, `task`, `checkpoints` and `test_sets`: for each of these the `mean` and the
         `standard_deviation` (None for one checkpoint) of each metric, and of a toy task the `solve_rate`.
@@ -276,16 +231,12 @@ def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> 
         same = {**recipe, "seed": None} if recipe else entry["checkpoint"]
         groups.setdefault(json.dumps([entry["task"], same], sort_keys=True), []).append(entry)
     systems = []
-    first: dict[tuple[str, str], Mapping[str, Any] | None] = {}
+    names = collections.Counter((group[0]["task"], group[0]["name"]) for group in groups.values())
     for group in groups.values():
-        task, name, recipe = group[0]["task"], group[0]["name"], group[0]["recipe"]
+        task, name = group[0]["task"], group[0]["name"]
         # Systems of one name must not look the same.
-        if (task, name) in first:
-            other = first[task, name]
-            changed = differences({**other, "seed": None}, {**recipe, "seed": None}) if other and recipe else []
-            name = f"{name} ({'; '.join(changed) or group[0]['checkpoint']})"
-        else:
-            first[task, name] = recipe
+        if names[task, name] > 1:
+            name = f"{name} ({group[0]['checkpoint']})"
         sets: dict[str, dict[str, Any]] = {}
         for test_set, scores in group[0]["test_sets"].items():
             sets[test_set] = {}
@@ -315,8 +266,7 @@ def table(systems: Sequence[Mapping[str, Any]]) -> str:
                 cells = [_percent(scores[metric]) for metric in metrics]
                 rate = [f"{100 * scores['solve_rate']:.0f} %"] if solve else []
                 rows.append([system["name"], str(len(system["checkpoints"])), name, *cells, *rate])
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
-        tables.append("\n".join([f"{task}:", "", lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]))
+        tables.append(f"{task}:\n\n{markdown_table(rows)}")
     return "\n\n".join(tables)
 
 
@@ -347,21 +297,20 @@ def parse_sets(texts: Sequence[str]) -> dict[str, dict[str, Any]] | None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.evaluate_task",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="whatwhere task",
+        usage="%(prog)s CHECKPOINT [CHECKPOINT ...] [options]",
+        description="Errors of checkpoints in the answers of toy tasks, over seeds.",
+        epilog="example: whatwhere task runs/flip_flop-0 runs/flip_flop-1 --samples 500",
     )
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     parser.add_argument("--task", help=f"{', '.join([*TASKS, *PROBES])}; default: what the checkpoint says")
     parser.add_argument("--sets", action="append", default=[], metavar="NAME=JSON", help="a test set; may be repeated")
-    parser.add_argument("--samples", type=int, help="of every test set; default: what the set or the recipe says")
+    parser.add_argument("--samples", type=at_least_one, metavar="N", help="of every test set; default: what it says")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples in a batch (default %(default)s)")
+    parser.add_argument("--batch-size", type=at_least_one, default=64, metavar="N", help="default %(default)s")
     parser.add_argument("--solved", type=float, default=0.01, help="largest sequence error (default %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every number to a file")
-    parser.add_argument("--device", help="default: the GPU if there is one")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
+    add_loading(parser)
     options = parser.parse_args(arguments)
     try:
         if not 0 <= options.solved <= 1 or math.isnan(options.solved):
@@ -370,22 +319,20 @@ def main(arguments: list[str] | None = None) -> None:
             check_writable(options.json.parent)
         entries = evaluate(
             options.checkpoints,
+            loading_of(options),
             task=options.task,
             sets=parse_sets(options.sets),
             samples=options.samples,
             seed=options.seed,
             batch_size=options.batch_size,
-            device=options.device,
-            dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code,
         )
         systems = summarise(entries, solved=options.solved)
         if options.json:
-            origin = provenance("whatwhere.scripts.evaluate_task", arguments)
+            origin = provenance("task", arguments)
             content = {"systems": systems, "checkpoints": entries, "solved": options.solved, "seed": options.seed}
             write_json(options.json, {**content, **origin})
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"error: {error}\n")
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"error: {explain(error)}\n")
     print(table(systems))
 
 

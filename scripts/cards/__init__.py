@@ -1,0 +1,1 @@
+"""Model cards: written from results files, by a template."""

@@ -1,0 +1,57 @@
+"""The loss during training: thinned from a run's `metrics.jsonl`, and drawn."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..evaluation.figures import new_figure
+
+# Points of a curve: more are not seen.
+POINTS = 100
+
+
+def thin_curves(lines: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> dict[str, Any]:
+    """Returns the contents of `curves.json`, without its weights.
+
+    Returns:
+        `training`: rows of `step` (the last one of a group of consecutive lines), `loss` (their mean, nats a token)
+        and `lines` (how many there are); `validation`: `step`, `loss` and other scores, all of them.
+    """
+    training = [line for line in lines if "loss" in line]
+    size = -(-len(training) // points) or 1
+    groups = [training[start : start + size] for start in range(0, len(training), size)]
+    names = ("loss", "perplexity", "bits_per_byte", "token_error", "sequence_error")
+    return {
+        "training": [
+            {
+                "step": group[-1]["step"],
+                "loss": float(f"{sum(line['loss'] for line in group) / len(group):.6g}"),
+                "lines": len(group),
+            }
+            for group in groups
+        ],
+        "validation": [
+            {"step": line["step"]}
+            | {
+                name: float(f"{line[f'validation_{name}']:.6g}")
+                for name in names
+                if line.get(f"validation_{name}") is not None
+            }
+            for line in lines
+            if "validation_loss" in line
+        ],
+    }
+
+
+def draw_curves(curves: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Draws training and validation loss against steps, as PNG; the same numbers give the same bytes."""
+    figure = new_figure(6.4, 3.6)
+    axes = figure.add_subplot()
+    for key, style in (("training", {"linewidth": 1.2}), ("validation", {"marker": "o", "markersize": 4})):
+        if rows := curves[key]:
+            axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=key, **style)
+    axes.set_xlabel("optimiser steps")
+    axes.set_ylabel("loss (nats per predicted token)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100, metadata={"Software": None})

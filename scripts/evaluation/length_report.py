@@ -1,0 +1,108 @@
+"""The table and the figure of length extrapolation, from the entries of a results file (`length.LengthResults`)."""
+
+import itertools
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from .figures import new_figure, save_figure
+from .results import markdown_table
+
+METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+
+
+def label(entry: dict[str, Any]) -> str:
+    """Returns what an entry is called in tables and figures: its name and its variant."""
+    return entry["name"] + (f", {entry['variant']}" if entry["variant"] else "")
+
+
+def error(cell: dict[str, Any], metric: str) -> float | None:
+    """Returns the standard error of a metric from that of the loss, to first order (bytes per token taken as fixed)."""
+    if cell["standard_error"] is None:
+        return None
+    return cell[metric] * cell["standard_error"] / (1.0 if metric == "perplexity" else cell["loss"])
+
+
+def text_of(cell: dict[str, Any] | None, metric: str) -> str:
+    """Returns a cell of the table: the value and its standard error."""
+    if cell is None or (cell["reached"] and cell[metric] is None):
+        return "-"
+    if not cell["reached"]:
+        return "cannot reach"
+    value, spread = cell[metric], error(cell, metric)
+    digits = 3 if metric != "perplexity" else 2 if value < 1000 else 0
+    return f"{value:,.{digits}f}" + ("" if spread is None else f" ± {spread:,.{digits}f}")
+
+
+def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity", aligned: bool = True) -> str:
+    """Returns the table, one row per checkpoint and variant, one column per window (in tokens), in Markdown."""
+    lengths = sorted({cell["length"] for entry in entries for cell in entry["cells"]})
+    rows = [["model", "encoding", "trained at", *(f"{length:,}" for length in lengths)]]
+    for entry in entries:
+        cells = {cell["length"]: cell for cell in entry["cells"]}
+        row = [label(entry), entry["position_encoding"] or "stock", f"{entry['trained_length']:,}"]
+        rows.append(row + [text_of(cells.get(length), metric) for length in lengths])
+    return markdown_table(rows, aligned=aligned)
+
+
+def draw(
+    entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, title: str, metric: str = "perplexity"
+) -> list[pathlib.Path]:
+    """Draws a metric against the window, and loss by position in the longest window; returns the two files."""
+    columns = 3
+    # One legend for both panels, below them: a row of it for three curves.
+    figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(entries) / columns))
+    from matplotlib import ticker
+
+    left, right = figure.subplots(1, 2)
+    figure.suptitle(title, fontsize="medium")
+    # A colour for each checkpoint, a line style for each variant.
+    names = list(dict.fromkeys(entry["name"] for entry in entries))
+    variants = list(dict.fromkeys(entry["variant"] for entry in entries if entry["variant"]))
+    lengths = sorted({cell["length"] for entry in entries for cell in entry["cells"]})
+    for entry in entries:
+        variant, index = entry["variant"], names.index(entry["name"])
+        line: dict[str, Any] = {
+            "color": f"C{index % 10}",
+            "marker": "osD^vPX*"[index % 8],
+            "markersize": 4,
+            "linestyle": ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))[variants.index(variant) % 4] if variant else "-",
+        }
+        cells = [cell for cell in entry["cells"] if cell["reached"] and cell[metric] is not None]
+        unreached = [cell["length"] for cell in entry["cells"] if not cell["reached"]]
+        text = label(entry) + (f" (cannot reach {min(unreached):,})" if unreached else "")
+        errors = [error(cell, metric) or 0.0 for cell in cells]
+        values = [cell[metric] for cell in cells]
+        left.errorbar([cell["length"] for cell in cells], values, yerr=errors, capsize=2, label=text, **line)
+        if entry["by_position"]:
+            longest = max(entry["by_position"], key=lambda one: one["length"])
+            # Buckets are drawn at the middle of their positions on the axis.
+            middles = [math.sqrt(max(1, start) * stop) for start, stop in itertools.pairwise(longest["edges"])]
+            right.plot(middles, longest["loss"], **{**line, "marker": None})
+    for trained in sorted({entry["trained_length"] for entry in entries}):
+        left.axvline(trained, color="0.6", linestyle=":", linewidth=1)
+        right.axvline(trained, color="0.6", linestyle=":", linewidth=1)
+    left.set_xscale("log", base=2)
+    labelled: list[int] = []
+    for length in reversed(lengths):
+        # Closer ones would be written over each other.
+        if not labelled or labelled[-1] >= 1.25 * length:
+            labelled.append(length)
+    texts = [f"{length:,}" if length in labelled else "" for length in lengths]
+    left.set_xticks(lengths, texts, rotation=60 if len(labelled) > 5 else 0)
+    left.xaxis.set_minor_locator(ticker.NullLocator())
+    if metric == "perplexity":
+        left.set_yscale("log")
+        left.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        left.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.7)))
+    left.set_xlabel("window (tokens); dotted: trained length")
+    left.set_ylabel(f"{METRICS[metric]} (bars: one standard error)")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
+    right.set_xlabel("position in the longest window that was reached (tokens)")
+    right.set_ylabel("loss (nats per token)")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize="small")
+    return save_figure(figure, stem)

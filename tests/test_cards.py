@@ -1,0 +1,559 @@
+"""Model cards: made from files alone, the same bytes each time; the Hub's parser reads them, and their snippets run."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+from whatwhere.model_card import complete_card, weights_fingerprint
+from whatwhere.scripts.cards import command, curves
+from whatwhere.scripts.cards.content import model_card
+from whatwhere.scripts.data import corpora
+from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data
+from whatwhere.scripts.evaluation.results import collect_lm_eval, read_results, write_json
+from whatwhere.scripts.reproduce.report import card_from_results
+
+SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
+ORIGIN = {"command": "whatwhere length runs/tiny", "date": "2031-02-03T04:05:06+00:00", "versions": {"torch": "9.8.7"}}
+TRAINING = {
+    "metrics": {"bits_per_byte": {"value": 2.34567}, "perplexity": {"value": 50.831}},
+    "data": {
+        "source": "corpus",
+        "dataset": None,
+        "splits": {"train": "wikipedia_en:train[:9]", "test": "wikitext103_v1:test"},
+        "split": "test",
+        "place": "local files",
+    },
+    "length": 32,
+    "tokens": 12345,
+    "tokens_trained": 108642,
+    "recipe": {"name": "tiny_small", "data": {"source": "corpus"}, "training": {"steps": 77}},
+    "seed": 3,
+    "steps": 77,
+    "parameters": 54321,
+    "seconds": 89.625,
+    "device": "cpu",
+    "commit": "0a1b2c3d",
+    **ORIGIN,
+    "command": "whatwhere train tiny_small --set seed=3 --output runs/tiny",
+}
+METRICS = [
+    {"step": 10, "loss": 5.0},
+    {"step": 20, "loss": 4.0},
+    {"step": 20, "validation_loss": 4.5, "validation_perplexity": 90.0171},
+    {"step": 30, "loss": 3.0},
+    {"step": 40, "loss": 2.0},
+    {"step": 40, "validation_loss": 4.75, "validation_perplexity": 115.584},
+]
+
+
+def task(samples, limit, **metrics):
+    scores = {name: {"value": value, "standard_error": 0.0321} for name, value in metrics.items()}
+    return {"metrics": scores, "version": 1.0, "shots": 0, "samples": samples, "split": "test", "limit": limit}
+
+
+ZERO_SHOT = {
+    "tasks": {
+        "lambada_openai": task(100, None, acc=0.1234, perplexity=1123299.7),
+        "piqa": task(10, 10, acc=0.8765),
+    },
+    "truncated_requests": 7,
+    "max_length": 32,
+    **ORIGIN,
+}
+
+
+def cell(length, perplexity, *, reached=True):
+    """A measurement as in `length_pg19.json`."""
+    found = {"length": length, "multiple": length / 32, "reached": reached, "reason": None if reached else "too long"}
+    numbers = {"perplexity": perplexity, "loss": 3.0, "standard_error": 0.01, "bits_per_byte": 1.2345, "tokens": 960}
+    return {**found, **(numbers if reached else dict.fromkeys(numbers))}
+
+
+def entry(name, weights, cells, *, variant=None, encoding="pope"):
+    by_position = [{"length": 64, "edges": [0, 16, 64], "loss": [4.0, 3.0], "tokens": [240, 720]}]
+    about = {"name": name, "variant": variant, "weights": weights, "trained_length": 32, "position_encoding": encoding}
+    return {**about, "tokens_sha256": "0", "cells": cells, "by_position": by_position}
+
+
+DATA = {"corpus": "pg19", "split": "test", "place": "local files", "joined": False, "documents": 4}
+DATA |= {"document_limit": None, "text_tokens": None}
+
+
+def run_folder(folder, *, encoding="pope", tokenizer="bytes", seed=0, **results):
+    """A finished run of a model with random weights."""
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer(tokenizer)
+    config = WhatWhereLlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        position_encoding=encoding,
+    )
+    WhatWhereLlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    stated = {"weights_sha256": weights_fingerprint(folder)}
+    write_json(folder / "results.json", {**TRAINING, **results, **stated})
+    write_json(folder / "lm_eval.json", {**ZERO_SHOT, **stated})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A place with two runs, measured together, and their cards."""
+    place = tmp_path_factory.mktemp("place")
+    runs = [run_folder(place / "runs" / "tiny"), run_folder(place / "runs" / "other", encoding="rope", seed=1)]
+    one, two = map(weights_fingerprint, runs)
+    entries = [
+        entry("tiny", one, [cell(32, 51.25), cell(64, 1234.5)]),
+        entry("tiny", one, [cell(64, 60.75), cell(128, None, reached=False)], variant="yarn"),
+        entry("other", two, [cell(32, 42.5)], encoding="rope"),
+    ]
+    write_json(place / "length_pg19.json", {"data": DATA, "checkpoints": entries, **ORIGIN})
+    command.make(runs, place / "model_cards", files=[place / "length_pg19.json"])
+    return place
+
+
+@pytest.fixture
+def place(made, tmp_path):
+    return pathlib.Path(shutil.copytree(made, tmp_path / "place"))
+
+
+def card_of(place, name="tiny_small_pope"):
+    return place / "model_cards" / name
+
+
+def text_of(folder):
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def files_of(folder, *endings):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
+
+
+def model_index(text):
+    """The results in a card's metadata, after what the Hub's parser asks of them, as far as it can be checked here."""
+    metadata = yaml.safe_load(text.split("\n---\n")[0].removeprefix("---\n"))
+    for result in metadata["model-index"][0]["results"]:
+        assert result["task"] == {"type": "text-generation"}
+        assert re.fullmatch(r"(?:[\w-]+/)?[\w.-]+", result["dataset"]["type"])
+        assert isinstance(result["dataset"].get("split", ""), str)
+        for metric in result["metrics"]:
+            assert set(metric) == {"type", "name", "value"}
+            assert type(metric["value"]) in (int, float)
+    name, results = model_index_to_eval_results(metadata["model-index"])
+    assert eval_results_to_model_index(name, results) == metadata["model-index"]
+    assert str(ModelCard(text).data.to_yaml()) == text.split("\n---\n")[0].removeprefix("---\n")
+    return {(one.dataset_type, one.metric_name): one.metric_value for one in results}
+
+
+def test_what_a_card_is_made_of(place):
+    folder = card_of(place)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "card.json",
+        "config.json",
+        "curves.json",
+        "length_pg19.json",
+        "length_pg19.png",
+        "lm_eval.json",
+        "recipe.yaml",
+        "results.json",
+    ]
+    assert yaml.safe_load((folder / "recipe.yaml").read_text()) == TRAINING["recipe"]
+    # Own entries only, and none in two folders.
+    kept = {
+        name: json.loads((card_of(place, name) / "length_pg19.json").read_text())["checkpoints"]
+        for name in ("tiny_small_pope", "tiny_small_rope")
+    }
+    assert [(one["name"], one["variant"]) for one in kept["tiny_small_pope"]] == [("tiny", None), ("tiny", "yarn")]
+    assert [one["name"] for one in kept["tiny_small_rope"]] == ["other"]
+    assert (folder / "length_pg19.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_first_screen(place):
+    screen = text_of(card_of(place)).split("---\n", 2)[2].partition("## Model")[0]
+    for part in (
+        "# tiny_small_pope",
+        "54,321 parameters",
+        "](length_pg19.png)",
+        "| **this model** | pope | 32 | 51.25 ± 0.51 | 1,234 ± 12 | - |",
+        "| **this model**, yarn | pope | 32 | - | 60.75 ± 0.61 | cannot reach |",
+        "| [tiny_small_rope](../tiny_small_rope/README.md) | rope | 32 | 42.50 ± 0.42 | - | - |",
+        "```python",
+        TRAINING["command"],
+    ):
+        assert part in screen
+    assert screen.count("![") == 1
+    assert len(re.findall(r"^\|---", screen, re.MULTILINE)) == 1
+    assert len(screen.splitlines()) < 40
+
+
+def test_the_rest_of_the_card(place):
+    text = text_of(card_of(place))
+    for part in (
+        "| perplexity | 50.8310 |",
+        "| lambada_openai | 1.0 | test | 0 | 100 | acc | 0.1234 ± 0.0321 |",
+        "| piqa | 1.0 | test | 0 | first 10 | acc |",
+        "7 requests",
+        "[recipe.yaml](recipe.yaml)",
+        "| train | `wikipedia_en:train[:9]` |",
+        "| validation loss after step 40 | 4.7500 |",
+        "0a1b2c3d",
+        "torch 9.8.7",
+        "WikiText-103 (word level, with \\<unk>): CC BY-SA 3.0, GFDL",
+    ):
+        assert part in text
+    # Worse than guessing: more than the vocabulary.
+    assert "1,123,29" not in text
+    assert "112329" not in text
+    for key, value in AutoConfig.from_pretrained(card_of(place)).position_encoding_parameters.items():
+        assert f"| `{key}` | `{value!r}` |" in text
+
+
+def test_model_index_holds_whole_measurements_that_mean_something(place):
+    text = text_of(card_of(place))
+    assert model_index(text) == {
+        ("wikitext103_v1", "bits per byte, final evaluation"): 2.34567,
+        ("wikitext103_v1", "perplexity, final evaluation"): 50.831,
+        ("pg19", "perplexity, at 32 tokens"): 51.25,
+        ("pg19", "perplexity, at 64 tokens"): 1234.5,
+        ("pg19", "perplexity, at 64 tokens, yarn"): 60.75,
+        ("lambada_openai", "acc"): 0.1234,
+    }
+    assert ModelCard(text).data.license == "apache-2.0"
+    path = card_of(place) / "length_pg19.json"
+    content = json.loads(path.read_text())
+    write_json(path, {**content, "data": {**content["data"], "text_tokens": 2000}})
+    command.write_card(card_of(place), figures=False)
+    assert not any(dataset == "pg19" for dataset, _ in model_index(text_of(card_of(place))))
+
+
+def test_the_card_needs_its_own_files_alone_and_gives_the_same_bytes(place):
+    before = files_of(place / "model_cards")
+    shutil.rmtree(place / "runs")
+    command.main(["--output", str(place / "model_cards")])
+    assert files_of(place / "model_cards") == before
+
+
+def test_every_measured_number_comes_from_the_files(place):
+    folder = card_of(place)
+    for name, old, new, shown in (
+        ("results.json", "50.831", "47.123", "47.1230"),
+        ("results.json", "54321", "54329", "54,329"),
+        ("curves.json", "4.75", "4.25", "4.2500"),
+        ("lm_eval.json", "0.1234", "0.4321", "0.4321"),
+        ("length_pg19.json", "60.75", "70.75", "70.75"),
+    ):
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
+        assert shown not in text_of(folder)
+        command.write_card(folder, figures=False)
+        assert shown in text_of(folder)
+
+
+def test_the_card_beside_the_weights(place, capsys):
+    run = place / "runs" / "tiny"
+    command.main([str(run)])
+    assert capsys.readouterr().out.strip() == str(run / "README.md")
+    text = text_of(run)
+    assert 'name = "tiny"' in text
+    assert "| perplexity | 50.8310 |" in text
+    assert "not published" not in text
+    # Results about other weights are left out.
+    write_json(run / "lm_eval.json", {**ZERO_SHOT, "weights_sha256": "0" * 64})
+    assert "lambada" not in text_of(command.write_card(run).parent)
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_a_card_travels_with_its_weights_and_only_these(place, change):
+    run = place / "runs" / "tiny"
+    write_json(run / "length.json", {"data": DATA, "checkpoints": [], "weights_sha256": weights_fingerprint(run)})
+    (run / "README.md").write_text(text_of(command.write_card(run).parent), encoding="utf-8")
+    model = WhatWhereLlamaForCausalLM.from_pretrained(run)
+    with torch.no_grad():
+        model.lm_head.weight.add_(change)
+    model.save_pretrained(place / "copy")
+    assert ("50.8310" in text_of(place / "copy")) == (change == 0)
+    assert 'name = "copy"' in text_of(place / "copy")
+    # In place: only a card that somebody has edited is theirs to correct.
+    model.save_pretrained(run)
+    assert ("50.8310" in text_of(run)) == (change == 0)
+
+
+def test_the_short_card(tmp_path):
+    config = WhatWhereLlamaConfig(
+        **{"vocab_size": 258, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+        num_attention_heads=2,
+        position_encoding="cope+rope",
+    )
+    model = WhatWhereLlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "it's *x*")
+    card = ModelCard(text_of(tmp_path / "it's *x*"))
+    assert (card.data.license, card.data.library_name) == ("unknown", "transformers")
+    assert card.data.tags == ["whatwhere", "whatwhere_llama", "position-encoding", "cope", "rope"]
+    assert card.data.eval_results is None
+    assert "# it's \\*x\\*\n" in card.text
+    assert f"| `rope` | `{config.position_encoding_parameters['rope']!r}` |" in card.text
+    # Tags and licence that somebody added stay; those of an old encoding go. An edited text stays whole.
+    card.data["tags"] = [*card.data["tags"], "mine"]
+    card.data["license"] = "mit"
+    card.save(tmp_path / "it's *x*" / "README.md")
+    config.position_encoding, config.position_encoding_parameters = "pope", None
+    other = WhatWhereLlamaForCausalLM(config)
+    other.save_pretrained(tmp_path / "it's *x*")
+    card = ModelCard(text_of(tmp_path / "it's *x*"))
+    assert card.data.tags == ["whatwhere", "whatwhere_llama", "position-encoding", "pope", "mine"]
+    assert card.data.license == "mit"
+    edited = text_of(tmp_path / "it's *x*").replace("made with", "written with")
+    (tmp_path / "it's *x*" / "README.md").write_text(edited, encoding="utf-8")
+    model.save_pretrained(tmp_path / "it's *x*")
+    assert text_of(tmp_path / "it's *x*") == edited
+
+
+def test_a_generic_card_is_replaced_and_one_by_hand_is_not(place):
+    run = place / "runs" / "tiny"
+    config = AutoConfig.from_pretrained(run)
+    generic = ModelCard.from_template(
+        ModelCardData(tags=["mine"], library_name="transformers"),
+        model_description="This is the model card of a 🤗 transformers model that has been pushed on the Hub.",
+    )
+    generic.save(run / "README.md")
+    complete_card(run, config, name="me/x")
+    assert {"mine", "pope"} <= set(ModelCard(text_of(run)).data.tags)
+    assert 'name = "me/x"' in text_of(run)
+    (run / "README.md").write_text("---\nlicense: mit\n---\nwritten by hand\n", encoding="utf-8")
+    complete_card(run, config, name="me/x")
+    assert text_of(run).endswith("written by hand\n")
+
+
+def test_other_heads(tmp_path):
+    for head, tag in (
+        ("SequenceClassification", "text-classification"),
+        ("TokenClassification", "token-classification"),
+    ):
+        config = WhatWhereLlamaConfig(architectures=[f"WhatWhereLlamaFor{head}"])
+        for card in (model_card(config, {}, name="x", weights="0"), model_card(config, {}, name="x", weights="0")):
+            assert card.data.pipeline_tag == tag
+            assert f"AutoModelFor{head}.from_pretrained" in card.text
+    card = model_card(WhatWhereLlamaConfig(architectures=["WhatWhereLlamaModel"]), {}, name="x", weights="0")
+    assert card.data.pipeline_tag is None
+    assert "AutoModel.from_pretrained" in card.text
+
+
+def test_licence_base_model_and_data_of_a_fine_tuned_model():
+    data = describe_data({"source": "hub", "dataset": "me/texts", "split": "test"})
+    training = {"metrics": {"loss": {"value": 0.5}}, "data": data, "base_model": "openai-community/gpt2", **ORIGIN}
+    card = model_card(WhatWhereLlamaConfig(), {"results": training}, name="me/x", weights="0")
+    assert card.data.datasets == ["me/texts"]
+    assert card.data.base_model == "openai-community/gpt2"
+    # That of the base model is not known here.
+    assert card.data.license == "unknown"
+
+
+def test_a_toy_task():
+    example = {"prompt": "w 1", "answer": "1", "tokens": 1}
+    data = describe_data({"source": "task", "task": "flip_flop", "split": "test", "example": example})
+    sets = {"dense": {"token_error": 0.0123, "sequence_error": 0.5, "tokens": 40, "sequences": 20}}
+    recipe = {"data": {"test_sets": {"dense": {"ignore": 0.5, "test_samples": 20}}}}
+    training = {"metrics": {"test_sets": sets}, "data": data, "recipe": recipe, **ORIGIN}
+    card = model_card(WhatWhereLlamaConfig(), {"results": training}, name="x", weights="0", has_tokenizer=True)
+    assert "| dense | ignore 0.5 | 1.23 % | 50.00 % | 40 | 20 |" in card.text
+    assert 'tokenizer("w 1", return_tensors' in card.text
+    assert {one.metric_type: one.metric_value for one in card.data.eval_results} == {
+        "token_error": 0.0123,
+        "sequence_error": 0.5,
+    }
+
+
+def test_data_are_described_from_the_list_of_corpora():
+    assert set(PROMPTS) == set(corpora.CORPORA)
+    for name, corpus in corpora.CORPORA.items():
+        about = describe_data({"source": "corpus", "splits": {"train": f"{name}:train"}, "split": "train"})
+        train = about["described"]["train"]
+        assert (train["title"], train["licence"]) == (corpus.title, corpus.licence)
+        assert about["kind"] == ("symbols" if name in NO_TEXT else "text")
+        assert describe_data(about) == about
+    assert describe_data({"source": "stdlib", "split": "test"})["described"]["test"]["licence"] == "PSF License"
+
+
+@pytest.mark.parametrize(
+    ("corpus", "kind"), [("jsb_chorales", "jsb"), ("maestro_transposed", "remi"), ("genome", "6mer")]
+)
+def test_prompts_are_words_of_their_tokenizers(corpus, kind):
+    if kind == "remi":
+        pytest.importorskip("miditok")
+    tokenizer = build_tokenizer(kind)
+    ids = tokenizer(PROMPTS[corpus])["input_ids"]
+    assert ids
+    assert not {*ids} & {*tokenizer.all_special_ids, None}
+
+
+def test_curves_are_means_of_consecutive_lines():
+    lines = [*METRICS, {"step": 50, "loss": 7.5}]
+    found = curves.thin_curves(lines, points=3)
+    assert found["training"] == [
+        {"step": 20, "loss": 4.5, "lines": 2},
+        {"step": 40, "loss": 2.5, "lines": 2},
+        {"step": 50, "loss": 7.5, "lines": 1},
+    ]
+    assert found["validation"][1] == {"step": 40, "loss": 4.75, "perplexity": 115.584}
+    assert curves.thin_curves([]) == {"training": [], "validation": []}
+
+
+def test_paths_of_a_machine_stay_there(place):
+    run = place / "runs" / "tiny"
+    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    results["command"] = f"whatwhere train tiny_small --data-dir '/data/of me/x' --output {run}"
+    results["recipe"]["data"]["tokenizer"] = "/somewhere/else/tokenizer"
+    write_json(run / "results.json", results)
+    command.make([run], place / "model_cards", published="me/tiny", figures=False)
+    folder = card_of(place)
+    assert "tokenizer: tokenizer\n" in (folder / "recipe.yaml").read_text()
+    assert 'name = "me/tiny"' in text_of(folder)
+    assert "not published" not in text_of(folder)
+    assert str(place) not in text_of(folder) + (folder / "results.json").read_text(encoding="utf-8")
+
+
+def test_tables_and_the_list(place):
+    table = json.loads((SHIPPED / "cope_3_small" / "results.json").read_text(encoding="utf-8"))
+    # A run of that table: its seconds are the run's own.
+    table["cells"][0]["ours"]["seeds"][0].update(seed=3, steps=77, parameters=54321, seconds=89.625)
+    output = place / "model_cards"
+    write_json(output / "cope_3_small" / "results.json", table)
+    (output / "README.md").write_text(f"before\n{command.INDEX[0]}\nold\n{command.INDEX[1]}\nafter\n")
+    assert command.make([], output, figures=False)[-1] == output / "README.md"
+    assert "](../cope_3_small/README.md)" in text_of(card_of(place))
+    assert text_of(output / "cope_3_small") == card_from_results(output / "cope_3_small" / "results.json")
+    text = text_of(output)
+    assert (text.startswith("before\n"), text.endswith("\nafter\n"), "\nold\n" in text) == (True, True, False)
+    assert "[`tiny_small_pope`](tiny_small_pope/README.md)" in text
+    assert "[`cope_3_small`](cope_3_small/README.md)" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ("unfinished", ["runs/tiny", "--output", "model_cards"], "no results.json"),
+        ("trained further", ["runs/tiny", "--output", "model_cards"], "run='runs/tiny'"),
+        ("broken", ["runs/tiny"], "not valid JSON"),
+        ("stock", ["stock"], "'gpt2'"),
+        (None, ["nowhere"], "no config.json"),
+        (None, ["runs/tiny", "--output", "model_cards", "--name", "a/b"], "name='a/b'"),
+        (None, ["runs/tiny", "--output", "model_cards", "--name", "cope"], "name='cope'"),
+        (None, ["runs/tiny", "runs/other", "--output", "model_cards", "--published", "me/x"], "one RUN"),
+        (None, ["runs/tiny", "runs/tiny", "--output", "model_cards"], "tiny_small_pope"),
+        (None, ["runs/tiny", "--output", "model_cards", "--results", "nothing.json"], "results='nothing.json'"),
+        (None, ["runs/tiny", "--output", "model_cards", "--results", "length_none.json"], "length_none.json"),
+        (None, ["--published", "me/x"], "--output"),
+        (None, ["--output", "empty"], "output='empty'"),
+        (None, [], "--output"),
+    ],
+)
+def test_errors_of_the_command_line(place, monkeypatch, capsys, change, arguments, message):
+    monkeypatch.chdir(place)
+    write_json(pathlib.Path("model_cards/cope/results.json"), {})
+    write_json(pathlib.Path("length_none.json"), {"checkpoints": [entry("tiny", "1" * 64, [])], "data": DATA, **ORIGIN})
+    results = pathlib.Path("runs/tiny/results.json")
+    if change == "unfinished":
+        results.unlink()
+    elif change == "trained further":
+        write_json(results, {**TRAINING, "weights_sha256": "0" * 64})
+    elif change == "broken":
+        results.write_text("{", encoding="utf-8")
+    elif change == "stock":
+        write_json(pathlib.Path("stock/config.json"), {"model_type": "gpt2"})
+    with pytest.raises(SystemExit) as stop:
+        command.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def snippet_of(folder):
+    (snippet,) = re.findall(r"```python\n(.*?)```", text_of(folder), re.DOTALL)
+    return snippet
+
+
+def test_snippets_run_without_the_package(place):
+    """The full card's and the short one's, offline, in a process of their own."""
+    WhatWhereLlamaForCausalLM.from_pretrained(place / "runs" / "tiny").save_pretrained(place / "short")
+    hide = "import sys\nsys.modules['whatwhere'] = None\n"
+    code = snippet_of(card_of(place)) + snippet_of(place / "short")
+    done = subprocess.run(
+        [sys.executable, "-c", hide + code],
+        cwd=place,
+        env={**os.environ, "HF_MODULES_CACHE": str(place / "modules"), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("The history of")
+
+
+def test_shipped_cards_are_what_their_files_give(tmp_path):
+    folder = pathlib.Path(shutil.copytree(SHIPPED, tmp_path / "model_cards"))
+    written = command.make([], folder, figures=False)
+    assert len(written) == 1 + sum(1 for _ in SHIPPED.glob("*/results.json"))
+    before, after = files_of(SHIPPED), files_of(folder)
+    assert [name for name in before if before[name] != after[name]] == []
+    weights = {}
+    for path in sorted(SHIPPED.rglob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        assert command.without_folders(content) == content, path
+        if path.name.startswith("length"):
+            weights.setdefault(path.name, []).extend(one["weights"] for one in content["checkpoints"])
+    for path in sorted(SHIPPED.glob("*/card.json")):
+        model_index(text_of(path.parent))
+        assert len(list(path.parent.glob("*.png"))) == 1
+        stated = json.loads((path.parent / "results.json").read_text(encoding="utf-8"))["weights_sha256"]
+        assert set(read_results(path.parent, weights=stated)) >= {"results", "curves"}
+        for file in path.parent.glob("length*.json"):
+            assert set(weights[file.name]) >= {stated}
+            assert {one["weights"] for one in json.loads(file.read_text())["checkpoints"]} == {stated}
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in SHIPPED.glob("*/card.json")))
+def test_shipped_snippets_run(name, tmp_path, monkeypatch, capsys):
+    """With weights as the command makes them, but random ones of a single layer, where it makes them."""
+    config = AutoConfig.from_pretrained(SHIPPED / name)
+    config.num_hidden_layers = 1
+    run = tmp_path / json.loads((SHIPPED / name / "card.json").read_text(encoding="utf-8"))["weights"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(run)
+    kind = yaml.safe_load((SHIPPED / name / "recipe.yaml").read_text(encoding="utf-8"))["data"]["tokenizer"]
+    build_tokenizer("bytes" if kind == "bpe" else kind).save_pretrained(run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    snippet = snippet_of(SHIPPED / name)
+    exec(snippet, {})
+    prompt = json.loads(re.search(r'tokenizer\((".*"), return', snippet)[1])
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="not finite"):
+        write_json(tmp_path / "results.json", {"value": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_lm_eval_results(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no results"):
+        collect_lm_eval(tmp_path, command="lm_eval")
