@@ -509,8 +509,8 @@ def test_the_command_on_one_task(tmp_path, monkeypatch, capsys, local_data):
     assert content["weights_sha256"] == weights_fingerprint(tmp_path / "model")
     (task,) = content["tasks"].values()
     assert (task["samples"], task["limit"]) == (2, 2)
-    assert "| guessing |" in table
-    assert "**Only the first 2 questions of each task**" in table
+    assert "| chance |" in table
+    assert "**Only the first 2 questions of each task" in table
 
 
 def test_merge():
