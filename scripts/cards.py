@@ -401,7 +401,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Writes every card in a folder anew, of models and of tables, and the list of them; returns their paths."""
-    from .reproduce.report import card_from_results
+    from .reproduction.report import card_from_results
 
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):

@@ -1,6 +1,6 @@
 """Errors of trained checkpoints in the answers of toy tasks, as mean, deviation and solve rate over seeds.
 
-On a laptop (folders that `python -m whatwhere.scripts.train` made, of one recipe with three seeds):
+On a laptop (folders that `whatwhere train` made, of one recipe with three seeds):
 
     python -m whatwhere.scripts.evaluate_task runs/flip_flop-0 runs/flip_flop-1 runs/flip_flop-2
 
@@ -19,7 +19,7 @@ at most --solved. Means and (sample) standard deviations are over checkpoints.
 
     python -m whatwhere.scripts.evaluate_task --task alice openai-community/gpt2
 
-asks any causal language model how often a word is in the last sentence (see `whatwhere.scripts.tasks.alice`), and
+asks any causal language model how often a word is in the last sentence (see `whatwhere.scripts.toy_tasks.alice`), and
 reports how often the right one of the answers 0 to 5 is the most likely one (`accuracy`), its mean probability among
 the six (`probability`), and how often the most common answer is right (`most_common`), which needs no model.
 """
@@ -45,8 +45,8 @@ try:
     from .data.samples import TaskSamples
     from .evaluation.answers import choice_likelihoods, score_samples
     from .evaluation.results import check_writable, provenance, write_json
-    from .tasks.alice import LARGEST_ANSWER, AliceConfig
-    from .tasks.registry import PROBES, TASKS, task_config
+    from .toy_tasks.alice import LARGEST_ANSWER, AliceConfig
+    from .toy_tasks.registry import PROBES, TASKS, task_config
     from .training.recipe import Recipe, differences, load_recipe, parse_recipe
 except ImportError as error:
     fail_import(__name__, error)
@@ -81,7 +81,7 @@ def read_recipe(checkpoint: str) -> Recipe | None:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"checkpoint={checkpoint!r} is a run that is not finished. Go on with: "
-            f"python -m whatwhere.scripts.train {folder / 'recipe.yaml'} --output {folder} --resume"
+            f"whatwhere train {folder / 'recipe.yaml'} --output {folder} --resume"
         )
     return load_recipe(folder / "recipe.yaml")
 

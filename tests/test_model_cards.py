@@ -19,7 +19,7 @@ from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.results import write_json
 from whatwhere.scripts.evaluation.zero_shot import TABLE_5, TASKS
-from whatwhere.scripts.reproduce.report import card_from_results
+from whatwhere.scripts.reproduction.report import card_from_results
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
 ORIGIN = {"command": "python -m whatwhere.scripts.length x", "date": "2031-02-03T04:05:06+00:00", "versions": {}}

@@ -22,9 +22,10 @@ import datasets
 
 from whatwhere.position_encoding import suggest
 
-from .corpus import DATA_DIR_VARIABLE, SPLITS, choose, collect, in_memory, read_files, read_hub
+from .files import read_files
 from .genome import read_genome, read_sequence
 from .music import MAESTRO_TABLE, read_chorales, read_performances
+from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, in_memory, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 

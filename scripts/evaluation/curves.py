@@ -366,11 +366,11 @@ class Finetuning:
         """Returns why a checkpoint cannot be trained at the length, or None; and YaRN's parameters if it has RoPE.
 
         Raises:
-            ValueError: the checkpoint is of a kind that `whatwhere.scripts.finetune` does not take.
+            ValueError: the checkpoint is of a kind that `whatwhere finetune` does not take.
         """
         from whatwhere.position_encodings import reach
 
-        from ..finetune import model_class
+        from ..training.finetune import model_class
 
         config = model_class(curve.checkpoint).config_class.from_pretrained(curve.checkpoint)
         limit = reach(config)
@@ -388,7 +388,7 @@ class Finetuning:
         Raises:
             ValueError: it cannot be trained, or the folder holds something else.
         """
-        from .. import finetune
+        from ..commands import finetune
         from ..training.loop import Interrupted, TrainingError
         from ..training.recipe import differences
 
@@ -404,15 +404,13 @@ class Finetuning:
             *(["--cpu"] if cpu else []),
             *(["--bf16"] if bf16 else []),
         ]
-        options = finetune.parser().parse_args(arguments)
-        # Where the text lies is not part of what a run is.
-        options.data_dir = data_dir
+        settings = finetune.settings_of(finetune.parser().parse_args(arguments))
         try:
             if (folder / "results.json").is_file():
                 done = json.loads((folder / "results.json").read_text(encoding="utf-8"))
                 before = {**done["recipe"], "base_weights_sha256": done["base_weights_sha256"]}
                 weights = weights_fingerprint(curve.checkpoint) if os.path.exists(curve.checkpoint) else None
-                now = {**finetune.settings_of(options), "base_weights_sha256": weights}
+                now = {**settings.model_dump(), "base_weights_sha256": weights}
                 if weights is not None:
                     # A folder may be called by another path.
                     now["checkpoint"] = before["checkpoint"]
@@ -422,8 +420,8 @@ class Finetuning:
                         "Take another --output, or remove it."
                     )
             else:
-                options.resume = (folder / "finetune.json").is_file()
-                finetune.finetune(options, arguments)
+                resume = (folder / "finetune.json").is_file()
+                finetune.finetune(settings, folder, resume=resume, data_dir=data_dir, arguments=arguments)
         except TrainingError as error:
             raise ValueError(str(error)) from error
         except Interrupted as stop:

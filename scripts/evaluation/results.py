@@ -4,7 +4,7 @@ A checkpoint folder may hold three of them; cards and figures are made from thes
 
 | file | written by | holds |
 |---|---|---|
-| `results.json` | `python -m whatwhere.scripts.train`, `...finetune` | the training run and its held-out loss |
+| `results.json` | `whatwhere train`, `whatwhere finetune` | the training run and its held-out loss |
 | `length.json` | `python -m whatwhere.scripts.length` | bits per byte at multiples of the trained length |
 | `lm_eval.json` | `python -m whatwhere.scripts.zero_shot`; `collect_lm_eval` | scores of lm-eval tasks |
 
@@ -37,16 +37,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def provenance(module: str, arguments: list[str] | None = None) -> dict[str, Any]:
+def provenance(command: str, arguments: list[str] | None = None) -> dict[str, Any]:
     """Returns what every results file says about its origin: the command, the date (UTC), the versions.
 
     Args:
-        module: the module that was run, for example `whatwhere.scripts.length`.
+        command: the sub-command of `whatwhere` that was run, for example `length`, or the name of a module.
         arguments: its command line arguments; None for those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     return {
-        "command": shlex.join(["python", "-m", module, *arguments]),
+        "command": shlex.join([*(["python", "-m"] if "." in command else ["whatwhere"]), command, *arguments]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
     }

@@ -30,6 +30,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
+from ..data.corpora import CORPORA
 from ..evaluation.results import write_json
 from .runs import Run, unique
 from .tables import Figure, Table
@@ -42,24 +45,6 @@ NOT_RUN, UNPRINTED, WITHIN, ALONE, ORDER, DIFFERS = (
     "agrees in order",
     "differs",
 )
-
-
-# What a card says after the report.
-CARD = """
-## Use and limits
-
-This folder holds figures, no weights. The command above, without `--report-only`, trains the models; the folder of each
-run is a checkpoint with its tokenizer and its own card, which
-`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
-
-The models are made to compare position encodings, and for nothing else: each knows its one task, or the data above. The
-figures say how the encodings compare at these sizes, on this data and with so many seeds; they do not say how they
-would at others.
-
-## Licence
-
-This report and the code are under the Apache License 2.0. What the models were trained and measured on:
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,7 +265,6 @@ def transfer(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict
 
     Corpora that are made of the same files are the same: MAESTRO, and its transposed performances.
     """
-    from ..data.corpora import CORPORA
 
     def files(choice: str) -> set[Any]:
         corpus = CORPORA[choice.partition(":")[0]]
@@ -298,8 +282,6 @@ def transfer(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict
 
 def texts(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
     """Returns a line for each text that runs are trained or measured on, with its licence."""
-    from ..data.corpora import CORPORA
-
     lines = []
     for run in unique(planned):
         data = run.recipe.data
@@ -346,98 +328,48 @@ def _verdict(cell: Mapping[str, Any]) -> str:
     return f"{verdict['text']} ({verdict['agreed']} of {verdict['compared']}, {verdict['clear']} clear)"
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report as Markdown; it is made of what is in `<table>.json`, and of nothing else."""
+def _rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the rows of the table; those of a column stand together, for the order is one of rows."""
     solved = report["solved"] is not None
     sizes = any(cell["paper"]["parameters"] is not None for cell in report["cells"])
     names = ["", "column", "ours", "seeds", *(["solved"] if solved else []), "paper", "verdict"]
-    names += ["parameters, M: ours", "paper"] if sizes else []
-    lines = [
-        f"# {report['title']}{', small version' if report['small'] else ''}",
-        "",
-        f"Figures: {report['unit']}.",
-        "",
-    ]
-    lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    # The order is one of rows: those of a column stand together.
+    rows = [[*names, *(["parameters, M: ours", "paper"] if sizes else [])]]
     for column in distinct(cell["column"] for cell in report["cells"]):
         for cell in (cell for cell in report["cells"] if cell["column"] == column):
             seeds = f"{len(cell['ours']['seeds'])} of {cell['ours']['wanted']}"
-            rate = cell.get("solve_rate")
-            values = [cell["label"], cell["column_label"], _ours(cell, report["digits"]), seeds]
-            values += ["-" if rate is None else f"{rate:.0%}"] if solved else []
-            values += [cell["paper"]["text"] or "-", _verdict(cell)]
-            printed = cell["paper"]["parameters"]
-            values += [_millions(cell), "-" if printed is None else f"{printed:g}"] if sizes else []
-            lines.append(f"| {' | '.join(values)} |")
-    lines += ["", _legend(report), "", "## Runs", "", report["choices"], ""]
-    if any(report["scaled_down"].values()):
-        lines += [
-            "What differs from the exact recipes (exact → here; None: the default; a key that rows decide has a line "
-            "for each pair), and nothing else:",
-            "",
-        ]
-        for recipe, changes in report["scaled_down"].items():
-            lines += [f"- `{recipe}`", *(f"  - `{change}`" for change in changes)]
-    else:
-        lines.append("The recipes are the exact ones.")
-    if report["departs"]:
-        lines += ["", "What even the exact recipes do not have of the paper's runs:", ""]
-        lines += [f"- `{recipe}`: {text}" for recipe, text in report["departs"].items()]
-    if report["transfer"]:
-        lines += ["", "Trained on one corpus and measured on another: figures of transfer, not of a benchmark.", ""]
-        for recipe, splits in report["transfer"].items():
-            lines.append(f"- `{recipe}`: {', '.join(f'{split} `{choice}`' for split, choice in splits.items())}")
-    if report["left_out"]:
-        lines += ["", "Columns of the table that have no small version, and are left out:", ""]
-        lines += [f"- {label} (`{recipe}`)" for label, recipe in report["left_out"].items()]
-    lines += ["", "The system of each row, as changes of the recipe:", ""]
-    labels = {cell["row"]: cell["label"] for cell in report["cells"]}
-    for row, overrides in report["systems"].items():
-        lines.append(f"- {labels[row]}: {', '.join(f'`{text}`' for text in overrides) or 'the recipe as it is'}")
-    lines += [
-        "",
-        f"Made by `{report['command']}`. The JSON file beside this one holds every seed and every run's command.",
-    ]
-    seconds = {seed["folder"]: seed["seconds"] for cell in report["cells"] for seed in cell["ours"]["seeds"]}
-    lines.append("")
-    if seconds:
-        shortest, longest = (f"{value / 60:.1f}" for value in (min(seconds.values()), max(seconds.values())))
-        lines.append(f"- finished runs: {len(seconds)}, with {shortest} to {longest} minutes of training each")
-    for key, values in report["origin"].items():
-        texts = [
-            ", ".join(f"{name} {text}" for name, text in value.items()) if isinstance(value, dict) else str(value)
-            for value in values
-        ]
-        lines += [f"- {key}: {'; or '.join(texts)}"] if texts else []
-    return "\n".join(lines).rstrip() + "\n"
+            rate, printed = cell.get("solve_rate"), cell["paper"]["parameters"]
+            row = [cell["label"], cell["column_label"], _ours(cell, report["digits"]), seeds]
+            row += ["-" if rate is None else f"{rate:.0%}"] if solved else []
+            row += [cell["paper"]["text"] or "-", _verdict(cell)]
+            rows.append([*row, *([_millions(cell), "-" if printed is None else f"{printed:g}"] if sizes else [])])
+    return rows
 
 
-def _legend(report: Mapping[str, Any]) -> str:
-    """What the verdicts of a report mean, in the words of the module's docstring."""
-    text = (
-        "Ours: mean ± sample standard deviation over the finished seeds. *Agrees in order*: our means are in the "
-        "paper's order in every comparison with another row of the column, where the paper's figures differ by more "
-        f"than their combined standard deviation, or, without one, by more than {report['margin']:g}. *Differs*: in at "
-        "least one they are not. *Nothing to compare*: there is no such row. In brackets: in how many of the "
-        "comparisons the order is the paper's, and in how many of those our means are further apart than our combined "
-        "standard deviation (with one seed, none)."
+def _describe(value: Any) -> str:
+    return ", ".join(f"{name} {text}" for name, text in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _render(template: str, **values: Any) -> str:
+    # The texts are Markdown, not HTML.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    if any(cell["verdict"]["text"] == UNPRINTED for cell in report["cells"]):
-        text += " *Not in the paper*: measured in the same way, without a verdict."
-    if any(cell["ours"]["exact"] for cell in report["cells"]):
-        text += (
-            " *Agrees within spread*: |ours - paper's| is at most twice the combined standard deviation, and half a "
-            "unit of the paper's last digit."
-        )
-    if report["small"]:
-        text += (
-            " Small runs can agree in order only: their figures are not comparable with the paper's, and where a label "
-            "names a size, it is the paper's; below is what was run."
-        )
-    if report["solved"] is not None:
-        text += f" *Solved*: the share of seeds that reach {report['solved']:g}."
-    return text
+    environment.filters["describe"] = _describe
+    return environment.get_template(template).render(**values).rstrip() + "\n"
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Returns the report as Markdown; it is made of what is in `<table>.json`, and of nothing else."""
+    seconds = {seed["folder"]: seed["seconds"] for cell in report["cells"] for seed in cell["ours"]["seeds"]}
+    made = {
+        "table": _rows(report),
+        "labels": {cell["row"]: cell["label"] for cell in report["cells"]},
+        "minutes": [value / 60 for value in seconds.values()],
+    }
+    return _render("report.md.jinja", **{**report, **made})
 
 
 def write(report: Mapping[str, Any], output: Path) -> Path:
@@ -459,10 +391,7 @@ def write_card(report: Mapping[str, Any], folder: Path) -> Path:
 
 def card(report: Mapping[str, Any]) -> str:
     """Returns the card of a report, README.md in its folder; it is made of what is in `<table>.json` alone."""
-    head = ["---", "license: apache-2.0", "library_name: whatwhere", "tags:", "- position-encoding", "---", ""]
-    # Or Markdown takes <unk> for HTML.
-    texts = "".join("\n- " + text.replace("<", "&lt;") for text in report["texts"])
-    return "\n".join(head) + markdown(report) + CARD + texts + "\n"
+    return _render("card.md.jinja", report=markdown(report), texts=report["texts"])
 
 
 def card_from_results(path: str | Path) -> str:

@@ -1,6 +1,4 @@
-"""The main job, whole, on a laptop: at most 8 minutes on 2 CPU cores, no download.
-
-    python -m whatwhere.scripts.demo
+"""`whatwhere demo`: the main job, whole, on a laptop: at most 8 minutes on 2 CPU cores, no download.
 
 1. Trains a small Llama-style model three times, with `rope`, `pope` and `cope`: same recipe, same seed, on the source
    code of the running Python's standard library. On a CPU, in as many processes as there are cores, at most three.
@@ -14,14 +12,13 @@ lm-eval task, and `demo.json` with the seconds of every stage. Run it again to g
 training run is reused if its recipe is the same. On a GPU it is the same command, and larger runs are a matter of the
 recipe:
 
-    python -m whatwhere.scripts.demo --steps 5000 --output demo_long
+    whatwhere demo --steps 5000 --output demo_long
 """
 
 import argparse
 import concurrent.futures
 import contextlib
 import importlib.util
-import json
 import os
 import pathlib
 import shlex
@@ -32,14 +29,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..model_card import weights_fingerprint
-from . import length as length_script
-from .evaluation import code_completion
-from .evaluation import length as length_evaluation
-from .evaluation.card import write_card
-from .evaluation.results import collect_lm_eval, provenance, versions, write_json
-from .extras import explain
+from whatwhere.model_card import weights_fingerprint
 
+from .. import length as length_script
+from ..evaluation import code_completion
+from ..evaluation import length as length_evaluation
+from ..evaluation.card import write_card
+from ..evaluation.results import collect_lm_eval, provenance, versions, write_json
+from ..training.errors import TrainingError, reported
+
+DESCRIPTION = (
+    "Train rope, pope and cope on real code, compare them up to 10 times the trained length, and load one of them."
+)
 ENCODINGS = ("rope", "pope", "cope")
 # The checkpoint that lm-eval scores and that is loaded without the package.
 CHOSEN = "pope"
@@ -69,7 +70,7 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
 
-class DemoError(RuntimeError):
+class DemoError(TrainingError):
     """A stage that failed, with the reason."""
 
 
@@ -88,19 +89,16 @@ def check_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) ->
 
     Raises:
         ValueError: the recipe is not valid.
-        DemoError: the folder holds a finished run of another recipe.
+        TrainingError: the folder holds a finished run of another recipe, or other weights.
     """
-    from .training.recipe import differences, load_recipe
+    from ..training.recipe import load_recipe
+    from ..training.run_folder import RunFolder
 
-    recipe = load_recipe(f"demo_{encoding}", overrides)
-    try:
-        finished = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    finished = RunFolder(folder).results(load_recipe(f"demo_{encoding}", overrides).resolved())
+    if finished is None:
         return False
-    changed = differences(finished["recipe"], json.loads(json.dumps(recipe.resolved())))
-    if changed or finished.get("weights_sha256") != weights_fingerprint(folder):
-        reason = f"of another recipe (before → now): {'; '.join(changed)}" if changed else "of other weights"
-        raise DemoError(f"{folder} holds a finished run {reason}. Choose another --output, or delete it.")
+    if finished.get("weights_sha256") != weights_fingerprint(folder):
+        raise DemoError(f"{folder} holds other weights than those of its results. Choose another --output.")
     print(f"{folder} holds a finished run of the same recipe: reused")
     return True
 
@@ -123,7 +121,7 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
 
     def run(encoding: str) -> int:
         folder = folders[encoding]
-        command = [sys.executable, "-m", "whatwhere.scripts.train", f"demo_{encoding}", "--output", str(folder)]
+        command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folder)]
         command += [argument for override in overrides for argument in ("--set", override)]
         command += ["--resume"] if (folder / "recipe.yaml").exists() else []
         with subprocess.Popen(
@@ -147,8 +145,8 @@ def estimate(missing: list[str], overrides: list[str]) -> str:
     """Returns a line with the estimated time of the training runs."""
     import torch
 
-    from .training.estimate import describe_seconds, estimate_seconds
-    from .training.recipe import load_recipe
+    from ..training.estimate import describe_seconds, estimate_seconds
+    from ..training.recipe import load_recipe
 
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // processes()))
@@ -167,7 +165,7 @@ def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's own part beside it."""
     entries = length_script.evaluate([str(folder) for folder in folders], length_script.load_test_texts(), **options)
     data = {"source": "stdlib", "split": "test"}
-    origin = provenance("whatwhere.scripts.demo", arguments)
+    origin = provenance("demo", arguments)
     length_script.save(output, entries, data=data, origin=origin)
     for folder, entry in zip(folders, entries):
         length_script.save(folder, [entry], data=data, origin=origin)
@@ -222,14 +220,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    try:
-        from .training import loop  # noqa: F401
-    except ImportError as error:
-        sys.exit(f"error: {explain(error)}")
-
-    parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.demo", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="whatwhere demo", description=DESCRIPTION)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
     parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
     parser.add_argument(
@@ -247,7 +238,10 @@ def main(arguments: list[str] | None = None) -> None:
     folders = {encoding: options.output / encoding for encoding in ENCODINGS}
     seconds: dict[str, float] = {}
     begin = time.perf_counter()
-    try:
+    with reported(lambda: "Run the same command again to continue."):
+        # Without the extra, this says so before anything is done.
+        from ..training import loop  # noqa: F401
+
         options.output.mkdir(parents=True, exist_ok=True)
         missing = {
             encoding: folder for encoding, folder in folders.items() if not check_finished(encoding, folder, overrides)
@@ -265,14 +259,6 @@ def main(arguments: list[str] | None = None) -> None:
                 print(write_card(folder))
         with stage(f"{CHOSEN} in a clean process", seconds):
             print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
-    except (ValueError, OSError, ImportError, DemoError) as error:
-        parser.exit(2, f"error: {explain(error)}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, "interrupted. Run the same command again to go on.\n")
     total = round(time.perf_counter() - begin, 1)
     write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
     print(f"\nAll of it took {total:.0f} s. Results: {options.output}")
-
-
-if __name__ == "__main__":
-    main()

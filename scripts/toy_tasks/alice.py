@@ -9,19 +9,21 @@ A prompt is some sentences and a question, as in the paper:
     Now, tell me how many times word "Alice" is mentioned in the last sentence.
 
 A model that cannot tell the last sentence from the ones before it counts the words of both. Nothing is trained on
-this: `python -m whatwhere.scripts.evaluate_task --task alice CHECKPOINT` compares the likelihoods of the answers 0 to 5
+this: `whatwhere task --task alice CHECKPOINT` compares the likelihoods of the answers 0 to 5
 in any causal language model.
 """
 
 import collections
 import dataclasses
 import re
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import datasets
 import numpy as np
+from pydantic import Field
 
-from .common import SampleConfig, TaskBuilder, parameter
+from ..checks import Count
+from .common import SampleConfig, TaskBuilder
 
 LARGEST_ANSWER = 5
 # From the first chapter of Alice's Adventures in Wonderland (Lewis Carroll, 1865); the first two are the paper's.
@@ -85,9 +87,9 @@ class AliceConfig(SampleConfig):
         as_in_paper: the two questions of the paper in turn, for which `sentences` must be 2.
     """
 
-    test_samples: int = parameter(200, minimum=1)
-    sentences: int = parameter(2, minimum=2, maximum=len(SENTENCES) - 1)
-    as_in_paper: bool = parameter(False)
+    test_samples: Count = 200
+    sentences: Annotated[int, Field(ge=2, le=len(SENTENCES) - 1)] = 2
+    as_in_paper: bool = False
 
     def validate(self) -> None:
         if self.as_in_paper and self.sentences != 2:
