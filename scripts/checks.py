@@ -4,6 +4,7 @@ A class derived from `Checked` declares its fields; rules across fields go into 
 field by its whole path, shows the value and says what is allowed.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -39,14 +40,14 @@ class Checked(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    def problems(self) -> Iterator[str]:
-        """Yields what is wrong with the fields together, which are valid one by one."""
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yields what is wrong with the fields together, which are valid one by one: a field, and the reason."""
         yield from ()
 
     @pydantic.model_validator(mode="after")
     def _check_problems(self) -> "Checked":
-        if problems := list(self.problems()):
-            raise PydanticCustomError("problems", "not valid", {"problems": problems})
+        if found := [(name, operator.attrgetter(name)(self), reason) for name, reason in self.problems()]:
+            raise PydanticCustomError("problems", "not valid", {"found": found})
         return self
 
 
@@ -71,11 +72,13 @@ def parse(cls: type[C], values: Any, *, path: str = "", error: type[Refused] = R
 def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) -> list[str]:
     messages: dict[str, str] = {}
     for entry in found.errors(include_url=False):
-        if entry["type"] == "problems":
-            messages.update(dict.fromkeys(entry["ctx"]["problems"]))
-            continue
         names, owner = _place(cls, entry["loc"])
         name = path + ".".join(names)
+        if entry["type"] == "problems":
+            for field, value, reason in entry["ctx"]["found"]:
+                field = f"{name}.{field}" if names else path + field
+                messages[f"{field}: {reason}"] = f"{field}={value!r} is not valid: {reason}."
+            continue
         if entry["type"] == "extra_forbidden":
             message = f"unknown key {name!r} (given: {entry['input']!r}). {suggest(names[-1], owner.model_fields)}"
         elif entry["type"] == "missing":
@@ -85,7 +88,7 @@ def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) ->
             message = f"{name}={entry['input']!r} is not valid: {reason[0].lower()}{reason[1:]}."
         # Each type of a union has its own error: the first one counts.
         messages.setdefault(f"{name}: {entry['type'] == 'missing'}", message)
-    return [message or key for key, message in messages.items()]
+    return list(messages.values())
 
 
 def _place(cls: type[Checked], place: tuple[int | str, ...]) -> tuple[list[str], type[Checked]]:

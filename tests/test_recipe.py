@@ -105,7 +105,7 @@ BAD = {
     "bool for float": (changed(training__learning_rate=True), "training.learning_rate=True"),
     "number for text": (changed(name=3), "name=3"),
     "bad name": (changed(name="a/b"), "name='a/b'"),
-    "parent as name": (changed(name=".."), r"name='\.\.'.*begin with a letter"),
+    "parent as name": (changed(name=".."), r"name='\.\.'"),
     "hidden name": (changed(name=".git"), r"name='\.git'"),
     "option as name": (changed(name="--resume"), "name='--resume'"),
     "no steps": (changed(training__steps=0), "training.steps=0"),
@@ -119,7 +119,7 @@ BAD = {
     "minimum above": (changed(training__minimum_learning_rate=1.0), "minimum_learning_rate=1.0"),
     "minimum unused": (
         changed(training__minimum_learning_rate=1e-4, training__schedule="constant"),
-        "has no effect with training.schedule='constant'",
+        "training.minimum_learning_rate=0.0001",
     ),
     "micro batch": (changed(training__micro_batch_size=3), "micro_batch_size=3"),
     "trackers": (changed(training__trackers=[1]), r"training.trackers\[0\]=1"),
@@ -127,16 +127,16 @@ BAD = {
     "source": (changed(data__source="web"), "data.source='web'"),
     "pack": (changed(data__pack="docs"), "data.pack='docs'"),
     "words without an end, joined": (
-        changed(data__tokenizer="6mer"), "data.pack='concat' is not valid with data.tokenizer='6mer'.*'separate'"
+        changed(data__tokenizer="6mer"), "data.pack='concat'"
     ),
     "keep": (changed(evaluation__keep="first"), "evaluation.keep='first'"),
     "best of none": (
-        changed(evaluation__keep="best"), "evaluation.keep='best' is not valid with evaluation.every=None"
+        changed(evaluation__keep="best"), "evaluation.keep='best'"
     ),
     "corpus without splits": (changed(data__source="corpus"), "data.splits=None"),
     "corpus": (
         changed(data__source="corpus", data__splits={"train": "pg18:train"}),
-        "data.splits\\['train'\\]='pg18:train'",
+        "data.splits=.*pg18.*'pg19'",
     ),
     "dataset of a corpus": (
         changed(data__source="corpus", data__splits={"train": "pg19:train"}, data__dataset="a/b"),
@@ -149,10 +149,10 @@ BAD = {
         "data.train_file='a.txt'",
     ),
     "own text and patterns": (
-        changed(data__train_file="a.txt", data__splits={"train": "a"}), "data.splits={'train': 'a'} has no effect with"
+        changed(data__train_file="a.txt", data__splits={"train": "a"}), "data.splits={'train': 'a'}"
     ),
-    "validation text alone": (changed(data__source="local", data__validation_file="a"), "without data.train_file"),
-    "own text as a stream": (changed(data__train_file="a.txt", data__streaming=True), "needs data.validation_file"),
+    "validation text alone": (changed(data__source="local", data__validation_file="a"), "data.validation_file='a'"),
+    "own text as a stream": (changed(data__train_file="a.txt", data__streaming=True), "data.streaming=True"),
     "own text of a wrong type": (changed(data__train_file=3), "data.train_file=3"),
     "dataset unused": (changed(data__dataset="me/x"), "data.dataset='me/x'"),
     "streaming unused": (changed(data__streaming=True), "data.streaming=True"),
@@ -161,13 +161,13 @@ BAD = {
     "bpe too small": (changed(data__tokenizer="bpe", data__vocab_size=100), "data.vocab_size=100"),
     "endless evaluation": (
         changed(data__source="hub", data__dataset="me/x", data__streaming=True),
-        "evaluation.blocks and evaluation.final_blocks must be given",
+        "evaluation.final_blocks=None",
     ),
     "bpe of a stream": (
         changed(
             data__source="hub", data__dataset="me/x", data__streaming=True, data__tokenizer="bpe", data__vocab_size=300
         ),
-        "data.streaming=false",
+        "data.streaming=True",
     ),
     "no family": (changed(model__family=...), "model.family=None"),
     "family": (changed(model__family="lama"), "model.family='lama'"),
@@ -203,7 +203,7 @@ BAD = {
         toy(data__task_parameters={"ignore": 2.0}), "data.task_parameters is not valid: ignore=2.0"
     ),
     "task parameter that the recipe decides": (
-        toy(data__task_parameters={"seed": 1}), "data.task_parameters={'seed': 1} is not valid: seed must not be given"
+        toy(data__task_parameters={"seed": 1}), "data.task_parameters={'seed': 1}"
     ),
     "task parameters": (toy(data__task_parameters=[1]), "data.task_parameters=\\[1\\]"),
     "loss": (toy(data__loss="answers"), "data.loss='answers'"),
@@ -218,7 +218,7 @@ BAD = {
         "data.test_sets\\['a'\\]={'variables': 2}",
     ),
     "no test samples": (toy(data__test_samples=0), "data.test_samples=0"),
-    "final blocks of a task": (toy(evaluation__final_blocks=3), "final_blocks=3"),
+    "final blocks of a task": (toy(evaluation__final_blocks=3), "evaluation.final_blocks=3"),
     "test set beyond absolute": (
         toy(
             data__test_sets={"long": {"instructions": 20}},
@@ -280,7 +280,7 @@ def test_own_text_replaces_that_of_a_recipe(tmp_path):
     # in a recipe the source follows from the files, and older recipes stay equal
     assert parse_recipe(changed(data__train_file="a.txt")).data.source == "local"
     assert not {"train_file", "validation_file"} & set(parse_recipe(VALID).resolved()["data"])
-    with pytest.raises(RecipeError, match=r"validation_file=\['c'\] is not valid without data.train_file"):
+    with pytest.raises(RecipeError, match=r"data.validation_file=\['c'\]"):
         load_recipe("demo_rope", validation_file=["c"])
 
 

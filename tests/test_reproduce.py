@@ -13,7 +13,9 @@ pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA
 from whatwhere.scripts.reproduction import report, runs
-from whatwhere.scripts.reproduction.report import (
+from whatwhere.scripts.reproduction.runs import plan, unique
+from whatwhere.scripts.reproduction.tables import TABLES, Figure
+from whatwhere.scripts.reproduction.verdict import (
     ALONE,
     DIFFERS,
     NOT_RUN,
@@ -24,8 +26,6 @@ from whatwhere.scripts.reproduction.report import (
     judge,
     ordered,
 )
-from whatwhere.scripts.reproduction.runs import plan, unique
-from whatwhere.scripts.reproduction.tables import TABLES, Figure
 from whatwhere.scripts.training import estimate
 from whatwhere.scripts.training.loop import Run
 from whatwhere.scripts.training.model import build_config, build_model

@@ -1,19 +1,4 @@
-"""Reports: a table's figures beside the paper's, a verdict for each, and how they came about.
-
-**Verdicts.** A cell of ours is the mean over its finished seeds; its spread is their sample standard deviation. The
-verdict of a cell is the first of these that holds:
-
-* `not run`: no run for it is finished.
-* `not in the paper`: the paper has no such figure; ours stands beside the others, and judges none of them.
-* `agrees within spread`: the runs are exact, there are at least two of them, the paper gives a standard deviation, and
-  |ours - paper's| <= 2 * sqrt(our spread^2 + its spread^2), plus half a unit of the paper's last digit.
-* `nothing to compare`: there is no other row with which the order could be compared.
-* `agrees in order`: in every comparison, our means are in the paper's order.
-* `differs`: in at least one they are not.
-
-The order of two rows of a column is compared if both have runs, and the paper's figures differ by more than their
-combined spread, sqrt(a^2 + b^2); if one of them has none, by more than the other's, and the table's margin. A
-comparison that agrees is `clear` if both have two runs, and our means differ by more than our combined spread.
+"""Reports: a table's figures beside the paper's, a verdict for each (see `verdict.py`), and how they came about.
 
 **Exact and small.** Runs are exact if their recipe is, whatever the command line said: `differences` from the exact
 recipe, and from nothing else, make the text about what was scaled down. Where even that recipe lacks something that the
@@ -24,8 +9,6 @@ paper had, its column says so, and no run is exact.
 
 import dataclasses
 import json
-import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,102 +18,8 @@ import jinja2
 from ..data.corpora import CORPORA
 from ..evaluation.results import write_json
 from .runs import Run, unique
-from .tables import Figure, Table
-
-NOT_RUN, UNPRINTED, WITHIN, ALONE, ORDER, DIFFERS = (
-    "not run",
-    "not in the paper",
-    "agrees within spread",
-    "nothing to compare",
-    "agrees in order",
-    "differs",
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A cell of a table: the paper's figure, and ours.
-
-    Attributes:
-        row, column: the keys of its row and its column.
-        paper: the printed figure; None if there is none.
-        values: ours, of every finished seed.
-        exact: whether all of them are from exact runs.
-    """
-
-    row: str
-    column: str
-    paper: Figure | None
-    values: tuple[float, ...] = ()
-    exact: bool = False
-
-    @property
-    def mean(self) -> float:
-        """The mean of our figures, of which there must be one."""
-        return statistics.fmean(self.values)
-
-    @property
-    def spread(self) -> float | None:
-        """Their sample standard deviation; None with fewer than two."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What is said of a cell.
-
-    Attributes:
-        text: one of the six of the module's docstring.
-        compared: rows with which the order was compared.
-        agreed: those among them with which our order is the paper's.
-        clear: those among the agreed whose distance from it is more than our combined spread.
-    """
-
-    text: str
-    compared: int = 0
-    agreed: int = 0
-    clear: int = 0
-
-
-def ordered(one: Figure, other: Figure, margin: float) -> bool:
-    """Returns whether two printed figures are so far apart that their order is one: see the module's docstring."""
-    needed = math.hypot(one.spread or 0.0, other.spread or 0.0)
-    if one.spread is None or other.spread is None:
-        needed = max(needed, margin)
-    # Differences of decimal fractions are off in the last bits.
-    return abs(one.mean - other.mean) > needed + 1e-9
-
-
-def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
-    """Returns the verdict of a cell, by the rules of the module's docstring.
-
-    Args:
-        cell: which is judged.
-        column: all cells of its column; the cell itself may be among them.
-        margin: the table's.
-    """
-    if not cell.values:
-        return Verdict(text=NOT_RUN)
-    if cell.paper is None:
-        return Verdict(text=UNPRINTED)
-    printed = [
-        (other, other.paper) for other in column if other.row != cell.row and other.values and other.paper is not None
-    ]
-    others = [(other, paper) for other, paper in printed if ordered(cell.paper, paper, margin)]
-    agreed = [other for other, paper in others if (cell.mean - other.mean) * (cell.paper.mean - paper.mean) > 0]
-    clear = [
-        other
-        for other in agreed
-        if cell.spread is not None
-        and other.spread is not None
-        and abs(cell.mean - other.mean) > math.hypot(cell.spread, other.spread)
-    ]
-    counts = {"compared": len(others), "agreed": len(agreed), "clear": len(clear)}
-    if cell.exact and cell.spread is not None and cell.paper.spread is not None:
-        allowed = 2 * math.hypot(cell.spread, cell.paper.spread) + cell.paper.rounding
-        if abs(cell.mean - cell.paper.mean) <= allowed + 1e-9:
-            return Verdict(text=WITHIN, **counts)
-    return Verdict(text=ALONE if not others else ORDER if len(agreed) == len(others) else DIFFERS, **counts)
+from .tables import Table
+from .verdict import DIFFERS, ORDER, Cell, judge
 
 
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
@@ -155,66 +44,39 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
     cells = []
     for (row, column), runs in planned.items():
         done = [(run, found) for run in runs if (found := results[run.folder]) is not None]
-        seeds[row, column] = [
-            {
-                "seed": run.seed,
-                "value": columns[column].measure(found, run.folder),
-                "folder": "/".join(run.folder.parts[-2:]),
-                "steps": found["steps"],
-                **({"kept": found["kept"]} if "kept" in found else {}),
-                "parameters": found["parameters"],
-                "seconds": found["seconds"],
-            }
-            for run, found in done
-        ]
-        cells.append(
-            Cell(
-                row=row,
-                column=column,
-                paper=rows[row].figures[column],
-                values=tuple(seed["value"] for seed in seeds[row, column]),
-                exact=bool(done) and not columns[column].departs and not any(run.changes for run, _ in done),
-            )
-        )
+        seeds[row, column] = [_seed(run, found, columns[column].figure(found, run.folder)) for run, found in done]
+        values = tuple(seed["value"] for seed in seeds[row, column])
+        exact = bool(done) and not columns[column].departs and not any(run.changes for run, _ in done)
+        cells.append(Cell(row=row, column=column, paper=rows[row].figures[column], values=values, exact=exact))
     entries = []
     for cell in cells:
         verdict = judge(cell, [other for other in cells if other.column == cell.column], table.margin)
-        solved = None
-        if table.solved is not None and cell.values:
-            solved = sum(value >= table.solved for value in cell.values) / len(cell.values)
-        entries.append(
-            {
-                "row": cell.row,
-                "label": rows[cell.row].label,
-                "column": cell.column,
-                "column_label": columns[cell.column].label,
-                "paper": {
-                    "text": cell.paper and cell.paper.text,
-                    "mean": cell.paper and cell.paper.mean,
-                    "spread": cell.paper and cell.paper.spread,
-                    "parameters": rows[cell.row].parameters.get(cell.column),
-                },
-                "ours": {
-                    "mean": cell.mean if cell.values else None,
-                    "spread": cell.spread,
-                    "exact": cell.exact,
-                    "wanted": len(planned[cell.row, cell.column]),
-                    "seeds": seeds[cell.row, cell.column],
-                },
-                **({} if table.solved is None else {"solve_rate": solved}),
-                "verdict": dataclasses.asdict(verdict),
-            }
-        )
+        entry = {
+            "row": cell.row,
+            "label": rows[cell.row].label,
+            "column": cell.column,
+            "column_label": columns[cell.column].label,
+            "paper": {
+                **{name: cell.paper and getattr(cell.paper, name) for name in ("text", "mean", "spread")},
+                "parameters": rows[cell.row].parameters.get(cell.column),
+            },
+            "ours": {
+                "mean": cell.mean if cell.values else None,
+                "spread": cell.spread,
+                "exact": cell.exact,
+                "wanted": len(planned[cell.row, cell.column]),
+                "seeds": seeds[cell.row, cell.column],
+            },
+        }
+        if table.solved is not None:
+            solved = [value >= table.solved for value in cell.values]
+            entry["solve_rate"] = sum(solved) / len(solved) if solved else None
+        entries.append({**entry, "verdict": dataclasses.asdict(verdict)})
     finished = [found for found in results.values() if found is not None]
     return {
         "table": table.name,
         "small": small,
-        "title": table.title,
-        "unit": table.unit,
-        "margin": table.margin,
-        "solved": table.solved,
-        "digits": table.digits,
-        "choices": table.choices,
+        **{name: getattr(table, name) for name in ("title", "unit", "margin", "solved", "digits", "choices")},
         "cells": entries,
         "scaled_down": scaled_down(planned),
         "departs": {
@@ -228,13 +90,18 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
         "systems": systems(planned),
         "runs": [run.command() for run in unique(planned)],
         "origin": {
-            **{
-                key: distinct(found[key] for found in finished) for key in ("commit", "device", "processes", "versions")
-            },
+            **{key: distinct(run[key] for run in finished) for key in ("commit", "device", "processes", "versions")},
             # Of corpora alone, which may be local files or the Hub's.
             "corpora from": distinct(found["data"]["place"] for found in finished if "place" in found["data"]),
         },
     }
+
+
+def _seed(run: Run, results: Mapping[str, Any], value: float) -> dict[str, Any]:
+    """Returns what the report says about one run of a cell."""
+    kept = {"kept": results["kept"]} if "kept" in results else {}
+    made = {key: results[key] for key in ("steps", "parameters", "seconds")}
+    return {"seed": run.seed, "value": value, "folder": "/".join(run.folder.parts[-2:]), **made, **kept}
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
@@ -268,7 +135,7 @@ def transfer(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict
 
     def files(choice: str) -> set[Any]:
         corpus = CORPORA[choice.partition(":")[0]]
-        hub = {(dataset, config) for dataset, config, _ in corpus.hub.values()}
+        hub = {place[:2] for place in corpus.hub.values()}
         return hub.union(*corpus.local.values())
 
     result = {}

@@ -93,10 +93,10 @@ class Settings(Checked):
     lora_dropout: Fraction = 0.0
     merge: bool = False
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         """Yields what is wrong with the fields together."""
         if self.data not in (*SOURCES, *CORPORA):
-            yield f"data={self.data!r} is not valid. Allowed: {', '.join((*SOURCES, *CORPORA))}."
+            yield "data", f"allowed: {', '.join((*SOURCES, *CORPORA))}"
         useless: tuple[str, ...] = ("train_file", "validation_file")
         if self.data in CORPORA:
             useless += ("dataset", "dataset_config", "splits", "text_field")
@@ -104,11 +104,11 @@ class Settings(Checked):
             useless = ("dataset", "dataset_config")
         for name in useless:
             if getattr(self, name) != Settings.model_fields[name].default:
-                yield f"{name}={getattr(self, name)!r} has no effect with data={self.data!r}."
+                yield name, f"it has no effect with data={self.data!r}"
         if self.streaming and self.data == "stdlib":
-            yield "streaming=True has no effect with data='stdlib'."
+            yield "streaming", "it has no effect with data='stdlib'"
         if self.merge and not self.lora:
-            yield "merge=True has no effect without lora."
+            yield "merge", "it has no effect without lora"
 
 
 def model_class(checkpoint: str) -> Any:
@@ -130,7 +130,7 @@ def model_class(checkpoint: str) -> Any:
             f"checkpoint={checkpoint!r} is not valid: its model_type is {model_type!r}. Allowed: "
             f"{', '.join(map(repr, allowed))}."
         )
-    return FAMILIES[family][1]
+    return FAMILIES[family]
 
 
 def load_model(

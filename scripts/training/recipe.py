@@ -58,7 +58,7 @@ class DataRecipe(Checked):
     train_samples: Count | None = None
     loss: Literal["answer", "all"] | None = None
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         """Yields what is wrong with the fields together."""
         useless = {
             "stdlib": ("dataset", "dataset_config", "splits", "streaming", "train_file", "validation_file"),
@@ -68,48 +68,32 @@ class DataRecipe(Checked):
             "task": tuple(set(DataRecipe.model_fields) - {"sequence_length", "source", *_TASK_KEYS}),
         }[self.source]
         for key, field in DataRecipe.model_fields.items():
-            value = getattr(self, key)
-            if value != field.default and (key in useless or (key in _TASK_KEYS and self.source != "task")):
-                yield f"data.{key}={value!r} has no effect with data.source={self.source!r}."
+            is_useless = key in useless or (key in _TASK_KEYS and self.source != "task")
+            if is_useless and getattr(self, key) != field.default:
+                yield key, f"it has no effect with source={self.source!r}"
         if self.source == "hub" and not self.dataset:
-            yield f"data.dataset={self.dataset!r} is not valid: data.source='hub' needs the id of a dataset."
+            yield "dataset", "source='hub' needs the id of a dataset"
         if self.source == "local" and not self.splits and not self.train_file:
-            yield (
-                f"data.splits={self.splits!r} is not valid: data.source='local' needs data.train_file (or data.splits, "
-                f"which maps each split to patterns inside --data-dir). {OWN_TEXT}"
-            )
+            yield "splits", f"source='local' needs train_file, or splits inside --data-dir. {OWN_TEXT.rstrip('.')}"
         if self.train_file and self.splits:
-            yield f"data.splits={self.splits!r} has no effect with data.train_file={self.train_file!r}."
+            yield "splits", f"it has no effect with train_file={self.train_file!r}"
         if self.validation_file and not self.train_file:
-            yield f"data.validation_file={self.validation_file!r} is not valid without data.train_file."
+            yield "validation_file", "it needs train_file"
         if self.train_file and self.streaming and not self.validation_file:
-            yield "data.streaming=True needs data.validation_file: no part of a stream can be held out."
-        if self.source == "corpus":
-            yield from self._corpus_problems()
-        if (self.vocab_size is None) == (self.tokenizer == "bpe"):
-            yield (
-                f"data.vocab_size={self.vocab_size!r} is not valid with data.tokenizer={self.tokenizer!r}: 'bpe' "
-                "needs it, the others have their own."
-            )
-        if self.tokenizer in ("jsb", "6mer") and self.pack != "separate":
-            yield (
-                f"data.pack={self.pack!r} is not valid with data.tokenizer={self.tokenizer!r}, which has no token that "
-                "ends a document. Allowed: 'separate'."
-            )
-        if self.tokenizer == "bpe" and self.streaming:
-            yield "data.tokenizer='bpe' is trained on the whole training split: it needs data.streaming=false."
-
-    def _corpus_problems(self) -> Iterator[str]:
-        if not self.splits:
-            yield (
-                f"data.splits={self.splits!r} is not valid: data.source='corpus' needs the split of a corpus a split, "
-                "such as 'pg19:train'."
-            )
-        for name, choice in (self.splits or {}).items():
+            yield "streaming", "it needs validation_file: no part of a stream can be held out"
+        if self.source == "corpus" and not self.splits:
+            yield "splits", "source='corpus' needs a split of a corpus for each split, such as 'pg19:train'"
+        for name, choice in (self.splits or {}).items() if self.source == "corpus" else ():
             try:
                 parse_choice(choice)
             except ValueError as error:
-                yield f"data.splits[{name!r}]={choice!r} is not valid: {error}"
+                yield "splits", f"{name!r}: {str(error).rstrip('.')}"
+        if (self.vocab_size is None) == (self.tokenizer == "bpe"):
+            yield "vocab_size", f"with tokenizer={self.tokenizer!r}; 'bpe' needs it, the others have their own"
+        if self.tokenizer in ("jsb", "6mer") and self.pack != "separate":
+            yield "pack", f"tokenizer={self.tokenizer!r} has no token that ends a document. Allowed: 'separate'"
+        if self.tokenizer == "bpe" and self.streaming:
+            yield "streaming", "tokenizer='bpe' is trained on the whole training split"
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
         """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
@@ -126,9 +110,8 @@ class DataRecipe(Checked):
         where, values = "task_parameters", self.task_parameters or {}
         if fixed := {"seed", "train_samples", "validation_samples", "test_samples"} & set(values):
             raise RecipeError(
-                f"data.task_parameters={values!r} is not valid: {', '.join(sorted(fixed))} must not be given. The "
-                "recipe's seed decides the training samples; data.train_samples, evaluation.blocks and "
-                "data.test_samples say how many samples there are."
+                f"data.task_parameters={values!r} is not valid: {min(fixed)!r} is not allowed. Use seed, "
+                "data.train_samples, evaluation.blocks or data.test_samples."
             )
         if test_set is not None:
             where, values = f"test_sets[{test_set!r}]", {**values, **(self.test_sets or {})[test_set]}
@@ -141,9 +124,7 @@ class DataRecipe(Checked):
 
     def longest_input(self) -> int:
         """Returns the largest number of tokens that the model is given in training or evaluation."""
-        if self.source != "task":
-            return self.sequence_length
-        if self.task_config().may_be_cut:
+        if self.source != "task" or self.task_config().may_be_cut:
             return self.sequence_length
         return max(self.sequence_length, *(self.task_config(test_set=name).longest for name in self.test_sets or {}))
 
@@ -207,28 +188,16 @@ class TrainingRecipe(Checked):
     # Seconds that a process waits for the others before the run ends with an error.
     ddp_timeout: Count = DDP_TIMEOUT
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         """Yields what is wrong with the fields together."""
         if self.warmup_steps >= self.steps:
-            yield (
-                f"training.warmup_steps={self.warmup_steps!r} is not valid: it must be below "
-                f"training.steps={self.steps!r}."
-            )
+            yield "warmup_steps", f"it must be below steps={self.steps!r}"
         if self.minimum_learning_rate and self.schedule != "cosine":
-            yield (
-                f"training.minimum_learning_rate={self.minimum_learning_rate!r} has no effect with "
-                f"training.schedule={self.schedule!r}. Allowed: 'cosine'."
-            )
+            yield "minimum_learning_rate", f"it has no effect with schedule={self.schedule!r}. Allowed: 'cosine'"
         if self.minimum_learning_rate > self.learning_rate:
-            yield (
-                f"training.minimum_learning_rate={self.minimum_learning_rate!r} is not valid: it must be at most "
-                f"training.learning_rate={self.learning_rate!r}."
-            )
+            yield "minimum_learning_rate", f"it must be at most learning_rate={self.learning_rate!r}"
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            yield (
-                f"training.micro_batch_size={self.micro_batch_size!r} is not valid: it must divide "
-                f"training.batch_size={self.batch_size!r}."
-            )
+            yield "micro_batch_size", f"it must divide batch_size={self.batch_size!r}"
 
 
 class EvaluationRecipe(Checked):
@@ -240,12 +209,10 @@ class EvaluationRecipe(Checked):
     final_blocks: Count | None = None
     keep: Literal["last", "best"] = "last"
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         """Yields what is wrong with the fields together."""
         if self.keep == "best" and self.every is None:
-            yield (
-                "evaluation.keep='best' is not valid with evaluation.every=None: without evaluations none is the best."
-            )
+            yield "keep", "with every=None there is no best one"
 
 
 class Recipe(Checked):
@@ -258,21 +225,15 @@ class Recipe(Checked):
     evaluation: EvaluationRecipe = EvaluationRecipe()
     seed: NotNegative = 0
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         """Yields what is wrong with the fields together."""
         # It becomes the name of a folder.
         if not re.fullmatch(r"\w[\w.-]*", self.name):
-            yield (
-                f"name={self.name!r} is not valid: it must consist of letters, digits, '_', '-' and '.', and begin "
-                "with a letter, a digit or '_'."
-            )
+            yield "name", "allowed are letters, digits, '_', '-' and '.', and it must not begin with '-' or '.'"
         if self.data.streaming and not (self.evaluation.blocks and self.evaluation.final_blocks):
-            yield "evaluation.blocks and evaluation.final_blocks must be given when data.streaming is true."
+            yield "evaluation.final_blocks", "with data.streaming, it and evaluation.blocks must be given"
         if self.data.source == "task" and self.evaluation.final_blocks is not None:
-            yield (
-                f"evaluation.final_blocks={self.evaluation.final_blocks!r} has no effect with data.source='task': "
-                "data.test_samples says how many samples of every test set are scored at the end."
-            )
+            yield "evaluation.final_blocks", "with data.source='task', data.test_samples takes its place"
 
     def resolved(self) -> dict[str, Any]:
         """Returns every key with its value: `parse_recipe` makes an equal recipe of it.
@@ -295,10 +256,9 @@ class Recipe(Checked):
 
 
 # What says where text comes from.
-_ORIGIN_KEYS = (
-    *("source", "dataset", "dataset_config", "splits", "text_field", "streaming"),
-    *("train_file", "validation_file"),
-)
+_ORIGIN_KEYS = {
+    *("source", "dataset", "dataset_config", "splits", "text_field", "streaming", "train_file", "validation_file")
+}
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
 
