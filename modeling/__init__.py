@@ -1,79 +1,30 @@
 """Position encodings that separate *what* from *where*, for Hugging Face Transformers."""
 
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
 if __name__ != "whatwhere":
     raise ImportError(f"import this package as `whatwhere` (after `pip install -e .`), not as `{__name__}`")
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-
-from whatwhere.configuration import WhatWhereGPT2Config, WhatWhereLlamaConfig
-
-from .modeling_whatwhere_gpt2 import (
-    WhatWhereGPT2ForCausalLM,
-    WhatWhereGPT2ForQuestionAnswering,
-    WhatWhereGPT2ForSequenceClassification,
-    WhatWhereGPT2ForTokenClassification,
-    WhatWhereGPT2Model,
-    WhatWhereGPT2PreTrainedModel,
-)
-from .modeling_whatwhere_llama import (
-    WhatWhereLlamaForCausalLM,
-    WhatWhereLlamaForQuestionAnswering,
-    WhatWhereLlamaForSequenceClassification,
-    WhatWhereLlamaForTokenClassification,
-    WhatWhereLlamaModel,
-    WhatWhereLlamaPreTrainedModel,
-)
-from .position_encodings import list_position_encodings
-
-for _config, _classes in (
-    (
-        WhatWhereGPT2Config,
-        {
-            AutoModel: WhatWhereGPT2Model,
-            AutoModelForCausalLM: WhatWhereGPT2ForCausalLM,
-            AutoModelForQuestionAnswering: WhatWhereGPT2ForQuestionAnswering,
-            AutoModelForSequenceClassification: WhatWhereGPT2ForSequenceClassification,
-            AutoModelForTokenClassification: WhatWhereGPT2ForTokenClassification,
-        },
-    ),
-    (
-        WhatWhereLlamaConfig,
-        {
-            AutoModel: WhatWhereLlamaModel,
-            AutoModelForCausalLM: WhatWhereLlamaForCausalLM,
-            AutoModelForQuestionAnswering: WhatWhereLlamaForQuestionAnswering,
-            AutoModelForSequenceClassification: WhatWhereLlamaForSequenceClassification,
-            AutoModelForTokenClassification: WhatWhereLlamaForTokenClassification,
-        },
-    ),
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    for _auto, _class in _classes.items():
-        _auto.register(_config, _class, exist_ok=True)
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "WhatWhereGPT2Config",
-    "WhatWhereGPT2ForCausalLM",
-    "WhatWhereGPT2ForQuestionAnswering",
-    "WhatWhereGPT2ForSequenceClassification",
-    "WhatWhereGPT2ForTokenClassification",
-    "WhatWhereGPT2Model",
-    "WhatWhereGPT2PreTrainedModel",
-    "WhatWhereLlamaConfig",
-    "WhatWhereLlamaForCausalLM",
-    "WhatWhereLlamaForQuestionAnswering",
-    "WhatWhereLlamaForSequenceClassification",
-    "WhatWhereLlamaForTokenClassification",
-    "WhatWhereLlamaModel",
-    "WhatWhereLlamaPreTrainedModel",
-    "list_position_encodings",
-]
+
+def _is_help() -> bool:
+    """Whether this process was started as the command `whatwhere` to print a help text."""
+    program = os.path.basename(sys.argv[0]) if sys.argv else ""
+    starts = program in ("whatwhere", "whatwhere.exe") or (program == "-m" and "whatwhere" in sys.orig_argv[:3])
+    return starts and (len(sys.argv) == 1 or sys.argv[-1] in ("-h", "--help"))
+
+
+# The models take seconds to import, and a help text does not need them.
+if TYPE_CHECKING or not _is_help():
+    from .auto_classes import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        # Nothing else: the import system asks for names of its own.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(".auto_classes", __name__), name)

@@ -594,7 +594,7 @@ def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
     assert content["texts"]["source"] == "texts.txt"
     assert [entry["name"] for entry in content["checkpoints"]] == ["rope", "pope"]
     assert [entry["tokens"] for entry in content["checkpoints"]] == [len("To be,\nor not") + len("to be")] * 2
-    assert content["command"].startswith("python -m whatwhere.scripts.analysis frequencies ")
+    assert content["command"].startswith("whatwhere analysis frequencies ")
     model = common.load_model(str(checkpoints / "pope"))
     tokenizer = load_tokenizer(str(checkpoints / "pope"))
     expected = frequencies.measure(model, tokenizer, ["To be,\nor not", "to be"])

@@ -1,6 +1,7 @@
 """What is installed, what may import what, and what must not be in the repository."""
 
 import ast
+import importlib.util
 import json
 import os
 import pathlib
@@ -94,7 +95,8 @@ def test_modeling_is_flat() -> None:
     assert folders <= {"__pycache__"}
 
 
-@pytest.mark.parametrize("path", [*MODELING, *CONFIGURATION], ids=relative)
+# `__main__.py` is the command, which no other file imports: it never travels.
+@pytest.mark.parametrize("path", [*(p for p in MODELING if p.name != "__main__.py"), *CONFIGURATION], ids=relative)
 def test_imports_of_files_that_travel_with_a_checkpoint(path: pathlib.Path) -> None:
     siblings = {p.stem for p in path.parent.glob("*.py")}
     travels = path.name != "__init__.py" and not (
@@ -171,18 +173,21 @@ def test_no_machine_paths_in_the_repository() -> None:
 
 
 BASE_INSTALL = """
-import contextlib, io, json, runpy, sys
+import contextlib, importlib, io, json, sys
+
+from whatwhere.scripts import cli
 
 hidden, scripts = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(hidden))
 messages = {}
 for script, arguments in scripts.items():
-    sys.argv[1:] = arguments
     said = io.StringIO()
-    sys.modules.pop("whatwhere.scripts." + script, None)
     try:
         with contextlib.redirect_stderr(said):
-            runpy.run_module("whatwhere.scripts." + script, run_name="__main__", alter_sys=True)
+            if "." in script:
+                importlib.import_module("whatwhere.scripts." + script).main(arguments)
+            else:
+                cli.main([script, *arguments])
     except SystemExit as stop:
         messages[script] = said.getvalue().strip() + (stop.code if isinstance(stop.code, str) else "")
 print(json.dumps(messages))
@@ -200,10 +205,10 @@ def test_base_install_is_told_the_extra(tmp_path):
     scripts = {
         "train": (["demo_rope"], "datasets", "train"),
         "finetune": (["x", "--output", "y"], "datasets", "train"),
-        "evaluate_task": (["x"], "datasets", "train"),
+        "task": (["x"], "datasets", "train"),
         "demo": ([], "datasets", "train"),
         "length": (["x", "--data", "pg19"], "datasets", "train"),
-        "zero_shot": (["CHECKPOINT"], "lm_eval", "eval"),
+        "zero-shot": (["CHECKPOINT"], "lm_eval", "eval"),
         "reproduce": (["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
         "evaluation.code_completion": (["--output", "y"], "datasets", "train"),
     }
@@ -218,3 +223,44 @@ def test_base_install_is_told_the_extra(tmp_path):
         assert len(message.splitlines()) == 1, f"{name}: {message}"
         assert module in message, f"{name}: {message}"
         assert f'pip install "whatwhere[{extra}]"' in message, f"{name}: {message}"
+
+
+def test_help_needs_no_models():
+    """The help of the command, and of its training commands, comes at once: nothing large is imported."""
+    code = (
+        "import sys; sys.argv[0] = 'whatwhere'; from whatwhere.scripts.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pydantic'} & set(sys.modules)))"
+    )
+    for words in ([], ["train"], ["finetune"], ["reproduce"], ["demo"]):
+        command = [sys.executable, "-c", code, *words, "--help"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
+        lines = said.stdout.splitlines()
+        assert lines[-1] == "[]", words
+        assert len(lines) <= 50
+        assert max(map(len, lines)) <= 120
+
+
+def test_command(capsys):
+    """Every sub-command has a module and a line of help with an example."""
+    from whatwhere.scripts import cli
+
+    cli.main([])
+    text = capsys.readouterr().out
+    names = ["train", "finetune", "demo", "length", "zero-shot", "task", "reproduce", "analysis", "card"]
+    names += ["benchmark", "gpu-check"]
+    assert [name for _, name, *_ in cli.COMMANDS] == names
+    for _, name, summary, example, module in cli.COMMANDS:
+        assert f"whatwhere {name} {example}" in text
+        assert summary in text
+        assert importlib.util.find_spec(f"whatwhere.scripts.{module}")
+    with pytest.raises(SystemExit, match=r"'trian'.*'train'"):
+        cli.main(["trian"])
+
+
+def test_modules_of_the_command_are_not_shipped(tmp_path):
+    from tiny import tiny_model
+
+    tiny_model("llama", "rope").save_pretrained(tmp_path)
+    assert not {"__main__.py", "__init__.py", "auto_classes.py"} & {file.name for file in tmp_path.iterdir()}

@@ -149,7 +149,7 @@ def test_verdict_within_spread():
 
 
 def test_tables():
-    assert list(TABLES) == [table.name for table in TABLES.values()]
+    assert list(TABLES) == [table.name for table in TABLES.values()] == ", ".join(script.TABLES.values()).split(", ")
     for table in TABLES.values():
         columns = [column.key for column in table.columns]
         assert len(set(columns)) == len(columns)

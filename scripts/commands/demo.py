@@ -29,12 +29,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from whatwhere.model_card import weights_fingerprint
-
-from .. import length as length_script
-from ..evaluation import code_completion
-from ..evaluation import length as length_evaluation
-from ..evaluation.card import write_card
 from ..evaluation.results import collect_lm_eval, provenance, versions, write_json
 from ..training.errors import TrainingError, reported
 
@@ -91,6 +85,8 @@ def check_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) ->
         ValueError: the recipe is not valid.
         TrainingError: the folder holds a finished run of another recipe, or other weights.
     """
+    from whatwhere.model_card import weights_fingerprint
+
     from ..training.recipe import load_recipe
     from ..training.run_folder import RunFolder
 
@@ -163,6 +159,9 @@ def estimate(missing: list[str], overrides: list[str]) -> str:
 
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], **options: Any) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's own part beside it."""
+    from .. import length as length_script
+    from ..evaluation import length as length_evaluation
+
     entries = length_script.evaluate([str(folder) for folder in folders], length_script.load_test_texts(), **options)
     data = {"source": "stdlib", "split": "test"}
     origin = provenance("demo", arguments)
@@ -180,6 +179,11 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> No
         ImportError: lm-eval is not installed.
         DemoError: lm-eval failed; the message ends with the last lines of its log.
     """
+    from whatwhere.model_card import weights_fingerprint
+
+    from .. import length as length_script
+    from ..evaluation import code_completion
+
     if importlib.util.find_spec("lm_eval") is None:
         raise ImportError('the task needs lm-eval: pip install "whatwhere[eval]"')
     tasks, log = output / "tasks", output / "lm_eval.log"
@@ -240,6 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     begin = time.perf_counter()
     with reported(lambda: "Run the same command again to continue."):
         # Without the extra, this says so before anything is done.
+        from ..evaluation.card import write_card
         from ..training import loop  # noqa: F401
 
         options.output.mkdir(parents=True, exist_ok=True)

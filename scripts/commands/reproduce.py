@@ -22,7 +22,7 @@ DESCRIPTION = f"""Train what a table of the papers needs, and print our figures 
 On a laptop:  whatwhere reproduce cope_2 --small
 On GPUs:      accelerate launch -m whatwhere reproduce cope_2
 
-Tables: {"; ".join(f"{paper} {names}" for paper, names in TABLES.items())}.
+{chr(10).join(f"{paper}: {names}" for paper, names in TABLES.items())}
 
 Each run is one of `whatwhere train` in OUTPUT/<recipe>/<row>[-<variant>]-seed<k>. Finished runs are reused, interrupted
 ones continue. The report goes to OUTPUT/<TABLE>[_small].md and .json."""

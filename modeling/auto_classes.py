@@ -1,0 +1,74 @@
+"""What `import whatwhere` gives: the public classes, registered with the Auto classes of Transformers."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
+from .configuration_whatwhere_llama import WhatWhereLlamaConfig
+from .modeling_whatwhere_gpt2 import (
+    WhatWhereGPT2ForCausalLM,
+    WhatWhereGPT2ForQuestionAnswering,
+    WhatWhereGPT2ForSequenceClassification,
+    WhatWhereGPT2ForTokenClassification,
+    WhatWhereGPT2Model,
+    WhatWhereGPT2PreTrainedModel,
+)
+from .modeling_whatwhere_llama import (
+    WhatWhereLlamaForCausalLM,
+    WhatWhereLlamaForQuestionAnswering,
+    WhatWhereLlamaForSequenceClassification,
+    WhatWhereLlamaForTokenClassification,
+    WhatWhereLlamaModel,
+    WhatWhereLlamaPreTrainedModel,
+)
+from .position_encodings import list_position_encodings
+
+for _config, _classes in (
+    (
+        WhatWhereGPT2Config,
+        {
+            AutoModel: WhatWhereGPT2Model,
+            AutoModelForCausalLM: WhatWhereGPT2ForCausalLM,
+            AutoModelForQuestionAnswering: WhatWhereGPT2ForQuestionAnswering,
+            AutoModelForSequenceClassification: WhatWhereGPT2ForSequenceClassification,
+            AutoModelForTokenClassification: WhatWhereGPT2ForTokenClassification,
+        },
+    ),
+    (
+        WhatWhereLlamaConfig,
+        {
+            AutoModel: WhatWhereLlamaModel,
+            AutoModelForCausalLM: WhatWhereLlamaForCausalLM,
+            AutoModelForQuestionAnswering: WhatWhereLlamaForQuestionAnswering,
+            AutoModelForSequenceClassification: WhatWhereLlamaForSequenceClassification,
+            AutoModelForTokenClassification: WhatWhereLlamaForTokenClassification,
+        },
+    ),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    for _auto, _class in _classes.items():
+        _auto.register(_config, _class, exist_ok=True)
+
+__all__ = [
+    "WhatWhereGPT2Config",
+    "WhatWhereGPT2ForCausalLM",
+    "WhatWhereGPT2ForQuestionAnswering",
+    "WhatWhereGPT2ForSequenceClassification",
+    "WhatWhereGPT2ForTokenClassification",
+    "WhatWhereGPT2Model",
+    "WhatWhereGPT2PreTrainedModel",
+    "WhatWhereLlamaConfig",
+    "WhatWhereLlamaForCausalLM",
+    "WhatWhereLlamaForQuestionAnswering",
+    "WhatWhereLlamaForSequenceClassification",
+    "WhatWhereLlamaForTokenClassification",
+    "WhatWhereLlamaModel",
+    "WhatWhereLlamaPreTrainedModel",
+    "list_position_encodings",
+]
