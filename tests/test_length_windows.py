@@ -439,7 +439,7 @@ def test_other_weights_are_measured_again(root, tmp_path):
 
 def test_finetune(root, run, tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
-    from whatwhere.scripts import finetune
+    from whatwhere.scripts.training import finetune
 
     short = ["--finetune-length", "32", "--finetune-steps", "2", "--finetune-batch-size", "4"]
     arguments = ["--windows", "16,32", "--finetune", *short, "--finetune-micro-batch-size", "2"]

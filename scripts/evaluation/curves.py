@@ -388,9 +388,10 @@ class Finetuning:
         Raises:
             ValueError: it cannot be trained, or the folder holds something else.
         """
-        from ..commands import finetune
-        from ..training.loop import Interrupted, TrainingError
-        from ..training.recipe import differences
+        from ..commands.finetune import parser, settings_of
+        from ..training.errors import Interrupted, TrainingError
+        from ..training.finetune import finetune
+        from ..training.run_folder import differences
 
         _, rope = self.applies(curve)
         arguments = [
@@ -404,7 +405,7 @@ class Finetuning:
             *(["--cpu"] if cpu else []),
             *(["--bf16"] if bf16 else []),
         ]
-        settings = finetune.settings_of(finetune.parser().parse_args(arguments))
+        settings = settings_of(parser().parse_args(arguments))
         try:
             if (folder / "results.json").is_file():
                 done = json.loads((folder / "results.json").read_text(encoding="utf-8"))
@@ -421,7 +422,7 @@ class Finetuning:
                     )
             else:
                 resume = (folder / "finetune.json").is_file()
-                finetune.finetune(settings, folder, resume=resume, data_dir=data_dir, arguments=arguments)
+                finetune(settings, folder, resume=resume, data_dir=data_dir, arguments=arguments)
         except TrainingError as error:
             raise ValueError(str(error)) from error
         except Interrupted as stop:

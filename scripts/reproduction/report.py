@@ -51,7 +51,7 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
     entries = []
     for cell in cells:
         verdict = judge(cell, [other for other in cells if other.column == cell.column], table.margin)
-        entry = {
+        entry: dict[str, Any] = {
             "row": cell.row,
             "label": rows[cell.row].label,
             "column": cell.column,

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import datasets
@@ -155,9 +155,17 @@ def own_fields(cls: type[SampleConfig]) -> list[dataclasses.Field]:
 
 
 @functools.cache
-def _checked(cls: type[SampleConfig]) -> type[Checked]:
+def _checked(cls: Any) -> type[Checked]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return checked_fields(cls.__name__, {field.name: hints[field.name] for field in own_fields(cls)})
+
+
+def check_names(cls: type[SampleConfig], parameters: Mapping[str, Any]) -> None:
+    """Raises ValueError if a configuration does not have one of the parameters."""
+    names = [field.name for field in own_fields(cls)]
+    for name, value in parameters.items():
+        if name not in names:
+            raise ValueError(f"unknown parameter {name!r} (given: {value!r}). {suggest(name, names)}")
 
 
 def shape(config: TaskConfig) -> dict[str, Any]:
@@ -182,10 +190,8 @@ class TaskBuilder(datasets.GeneratorBasedBuilder):
     VERSION = datasets.Version("1.0.0")
 
     def __init__(self, config_name: str | None = None, cache_dir: str | None = None, **parameters: Any) -> None:
-        names = [field.name for field in own_fields(self.BUILDER_CONFIG_CLASS)]
+        check_names(self.BUILDER_CONFIG_CLASS, parameters)
         for name, value in parameters.items():
-            if name not in names:
-                raise ValueError(f"unknown parameter {name!r} (given: {value!r}). {suggest(name, names)}")
             # `datasets` would leave it out.
             if value is None:
                 raise ValueError(f"{name}={value!r} is not valid: leave it out for its default.")

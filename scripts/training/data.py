@@ -62,8 +62,8 @@ def _load_text(recipe: Recipe, data_dir: Any) -> TrainingData:
     texts = corpus["train"]["text"] if data.tokenizer == "bpe" else None
     tokenizer = build_tokenizer(data.tokenizer, vocab_size=data.vocab_size, texts=texts)
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
-    form = {"sequence_length": data.sequence_length, "pack": data.pack}
-    held_out = {
+    form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
+    held_out: dict[str, Any] = {
         split: make_blocks(corpus[split], tokenizer, **form, limit=limit, name=f"the {split} split")
         for split in ("validation", "test")
         if split in corpus

@@ -352,7 +352,8 @@ def _add_adapter(model: Any, options: Settings, *, base: str, fresh: set[str]) -
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.lora_rank,
-        lora_alpha=options.lora_alpha,
+        # peft takes fractions, too.
+        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=options.lora_dropout,
         target_modules="all-linear",
         # GPT-2's layers hold their weights transposed.
@@ -372,6 +373,7 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
             if received:
                 control.should_save = control.should_training_stop = True
 
+    renamed: dict[str, Any] = {_CHECKPOINTING: options.activation_checkpointing}
     default_rate = 2e-4 if options.lora else 5e-5
     return Trainer(
         model=model,
@@ -390,7 +392,7 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
             save_total_limit=2,
             seed=options.seed,
             bf16=options.bf16,
-            **{_CHECKPOINTING: options.activation_checkpointing},
+            **renamed,
             use_cpu=options.cpu or not torch.accelerator.is_available(),
             report_to="none",
         ),
