@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from whatwhere.scripts.commands import finetune as command
+from whatwhere.scripts.data.pack import endless_blocks
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.training import finetune as script
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
@@ -244,12 +245,12 @@ def test_an_endless_stream_begins_again(stock):
 
     tokenizer = build_tokenizer("bytes")
     documents = Dataset.from_list([{"text": "abc"}, {"text": "defgh"}]).to_iterable_dataset()
-    blocks = script._endless_blocks(documents, tokenizer, 5)
+    blocks = endless_blocks(documents, tokenizer, 5)
     found = [next(blocks)["input_ids"].tolist() for _ in range(4)]
     first, second = [*b"abc", 256, ord("d")], [*b"efgh", 256]
     assert found == [first, second, first, second]
     with pytest.raises(ValueError, match="11 is not valid"):
-        next(script._endless_blocks(documents, tokenizer, 11))
+        next(endless_blocks(documents, tokenizer, 11))
 
 
 @pytest.mark.parametrize(
@@ -272,8 +273,8 @@ def test_text_options_without_effect(stock, tmp_path, arguments, message):
     ("arguments", "message"),
     [
         (["--train-file", "no.txt"], "train_file='no.txt' is not valid: there is no such file"),
-        (["--data", "local"], "source='local' needs files: .*Example: --train-file"),
-        (["--data", "local", "--validation-file", "no.txt"], "needs train_file"),
+        (["--data", "local"], "splits=None"),
+        (["--data", "local", "--validation-file", "no.txt"], "validation_file=.*train_file"),
     ],
 )
 def test_errors_of_the_text_come_before_the_model(stock, tmp_path, monkeypatch, arguments, message):

@@ -25,7 +25,7 @@ from whatwhere.position_encoding import suggest
 from .files import read_files, read_text
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
-from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, in_memory, read_hub
+from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, in_memory, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 
@@ -159,23 +159,20 @@ def load_corpus(
     """
     name, split, chosen = parse_choice(f"{name}:{split}")
     corpus = CORPORA[name]
-    data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-    here, there = (corpus.local, corpus.hub) if data_dir else (corpus.hub, corpus.local)
+    root = data_folder(data_dir)
+    here, there = (corpus.local, corpus.hub) if root else (corpus.hub, corpus.local)
     if split not in here:
-        place = f"the data folder {str(data_dir)!r}" if data_dir else "the Hub"
+        place = f"the data folder {str(root)!r}" if root else "the Hub"
         hint = ""
         if split in there:
             hint = (
                 f" The Hub has it: leave out --data-dir and {DATA_DIR_VARIABLE}."
-                if data_dir
+                if root
                 else f" Local files can hold it: give --data-dir, or set {DATA_DIR_VARIABLE}."
             )
         allowed = f"Allowed there: {', '.join(map(repr, here))}." if here else "It has no split there."
         raise ValueError(f"split={split!r} of corpus {name!r} is not known in {place}. {allowed}{hint}")
-    if data_dir:
-        root = Path(data_dir).expanduser()
-        if not root.is_dir():
-            raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
+    if root:
         return choose(corpus.read_local(root, split, streaming=streaming), chosen)
     # Only what is asked for is downloaded.
     lazily = not streaming and bool(chosen) and not chosen.endswith(":]")

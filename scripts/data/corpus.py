@@ -9,28 +9,25 @@ Every source gives the same thing, a dictionary of splits whose rows hold a docu
 * `local`: `.txt`, `.jsonl` and `.parquet` files (the first two also with `.gz`), chosen for each split by glob patterns
   inside a data folder, or named one by one (`train_file`, `validation_file`).
 * `corpus`: corpora known by name (`corpora.py`), from a data folder or else the Hub.
-
-A document is a text file, a line of a jsonl file or a row of a parquet file. Text files are UTF-8: a byte order mark is
-removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is taken as it is.
 """
 
 import hashlib
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 
+from ..checks import parse
 from .corpora import load_corpus, parse_choice
-from .files import find_files, hold_out, read_found
+from .files import hold_out, read_found
 from .rows import DATA_DIR_VARIABLE as DATA_DIR_VARIABLE
 from .rows import SLICE, SPLITS, check_split_names, read_hub
+from .source import TextSource, find_files
 from .tokenize import text_of as text_of
-
-SOURCES = ("stdlib", "hub", "local", "corpus")
 
 # What the embedded corpus leaves out: other people's packages; tests (as long as the library itself, and repetitive);
 # files written by programs, which are no code (`pydoc_data`), nearly equal to each other and so would leak from train
@@ -40,38 +37,21 @@ _EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 def load_text(
-    source: str = "stdlib",
+    text: str | TextSource = "stdlib",
     *,
     data_dir: str | os.PathLike[str] | None = None,
-    dataset: str | None = None,
-    dataset_config: str | None = None,
-    splits: Mapping[str, str | Sequence[str]] | None = None,
-    text_field: str = "text",
-    train_file: str | Sequence[str] | None = None,
-    validation_file: str | Sequence[str] | None = None,
-    streaming: bool = False,
     pieces: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Loads the splits of a corpus.
 
     Args:
-        source: `stdlib`, `hub`, `local` or `corpus`.
+        text: what is asked for, or its `source`.
         data_dir: the folder of `local`, and of `corpus` if there is one; by default the environment variable
             WHATWHERE_DATA_DIR.
-        dataset: the id of a Hub dataset (`hub` only).
-        dataset_config: the configuration of that dataset (`hub` only).
-        splits: for `hub`, our split to theirs, documents chosen by an optional slice: `{"train": "train[1000:]",
-            "validation": "train[:1000]"}`; by default each split under its own name. For `local`, our split to one or
-            more glob patterns relative to `data_dir`: `{"train": "wikipedia_en/train-*.jsonl.gz", ...}`. For `corpus`,
-            to the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test": "wikitext103:test", ...}`.
-        text_field: the column or key that holds the document (`hub`, jsonl and parquet files).
-        train_file: for `local` without `splits`: one or more files, folders or glob patterns, relative to the current
-            folder; a folder stands for all text, jsonl and parquet files in it.
-        validation_file: the same for the validation split; by default a part of `train_file` is held out: 5 % of the
-            documents, drawn at random, or of fewer than 20 documents the last 5 % of each one.
-        streaming: read lazily instead of downloading or copying first (not `stdlib`).
         pieces: a row of a text file holds a piece of it, for files of any size; `document` is the number of the file.
             Without effect on jsonl and parquet files, other sources and streams.
+        options: the other fields of `TextSource`, if `text` is a source.
 
     Returns:
         A `datasets.DatasetDict` (`IterableDatasetDict` when streaming) with the rows' documents in `text`. There is
@@ -80,24 +60,23 @@ def load_text(
     Raises:
         ValueError: an argument or a file is not valid.
     """
-    if source == "stdlib":
+    if isinstance(text, str):
+        text = parse(TextSource, {"source": text, **options})
+    streaming = text.streaming
+    if text.source == "stdlib":
         return _load_stdlib()
-    if source == "hub":
-        return _load_hub(dataset, dataset_config, splits or {s: s for s in SPLITS}, text_field, streaming)
-    if source == "local":
-        files = find_files(data_dir, splits, train_file, validation_file, streaming=streaming)
-        result = {
-            name: read_found(
-                found, what, text_field=text_field, streaming=streaming, pieces=pieces or "validation" not in files
-            )
-            for name, (what, found) in files.items()
-        }
+    if text.source == "hub":
+        result = _load_hub(text)
+    elif text.source == "corpus":
+        result = _load_corpora(text, data_dir)
+    else:
+        files = find_files(text, data_dir)
+        pieces = pieces or "validation" not in files
+        form = {"text_field": text.text_field, "streaming": streaming, "pieces": pieces}
+        result = {name: read_found(found, what, **form) for name, (what, found) in files.items()}
         if "validation" not in result:
             result["train"], result["validation"] = hold_out(result["train"])
-        return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
-    if source == "corpus":
-        return _load_corpora(data_dir, splits, streaming)
-    raise ValueError(f"source={source!r} is not valid. Allowed: {', '.join(map(repr, SOURCES))}.")
+    return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
 
 
 def stdlib_split(path: str) -> str:
@@ -132,13 +111,9 @@ def _load_stdlib() -> datasets.DatasetDict:
     return datasets.DatasetDict({split: datasets.Dataset.from_list(rows[split]) for split in SPLITS})
 
 
-def _load_hub(
-    dataset: str | None, config: str | None, splits: Mapping[str, str | Sequence[str]], text_field: str, streaming: bool
-) -> dict[str, Any]:
-    if not dataset:
-        raise ValueError(
-            f"dataset={dataset!r} is not valid: source='hub' needs the id of a dataset, such as 'user/name'."
-        )
+def _load_hub(text: TextSource) -> dict[str, Any]:
+    dataset, config = str(text.dataset), text.dataset_config
+    splits = text.splits or {split: split for split in SPLITS}
     check_split_names(splits)
     available = datasets.get_dataset_split_names(dataset, config)
     result = {}
@@ -155,19 +130,17 @@ def _load_hub(
                 f"splits[{name!r}]={theirs!r} is not valid: {dataset!r} has the splits "
                 f"{', '.join(map(repr, available))}."
             )
-        result[name] = read_hub(dataset, config, match.string, text_field=text_field, streaming=streaming)
-    return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
+        result[name] = read_hub(dataset, config, match.string, text_field=text.text_field, streaming=text.streaming)
+    return result
 
 
-def _load_corpora(
-    data_dir: str | os.PathLike[str] | None, splits: Mapping[str, str | Sequence[str]] | None, streaming: bool
-) -> dict[str, Any]:
-    check_split_names(splits or {})
+def _load_corpora(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
+    check_split_names(text.splits or {})
     result = {}
-    for name, choice in (splits or {}).items():
+    for name, choice in (text.splits or {}).items():
         try:
-            corpus, split, chosen = parse_choice(choice)  # type: ignore[arg-type]  # it refuses what is no string
-            result[name] = load_corpus(corpus, f"{split}{chosen}", data_dir=data_dir, streaming=streaming)
+            corpus, split, chosen = parse_choice(choice)
+            result[name] = load_corpus(corpus, f"{split}{chosen}", data_dir=data_dir, streaming=text.streaming)
         except ValueError as error:
             raise ValueError(f"splits[{name!r}]={choice!r} is not valid: {error}") from error
-    return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
+    return result

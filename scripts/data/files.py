@@ -4,11 +4,10 @@ A document is a text file, a line of a jsonl file or a row of a parquet file. Te
 removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is taken as it is.
 """
 
-import glob
 import gzip
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pyarrow
 
 import whatwhere
 
-from .rows import DATA_DIR_VARIABLE, check_split_names, with_text
+from .rows import with_text
 from .tokenize import text_of
 
 # Endings of files (text and jsonl files may end in .gz too), and what `datasets` calls the kind.
@@ -31,94 +30,7 @@ _HELD_OUT = 0.05
 _FEW = 20
 # A short document is split into about this many pieces (fewer if its characters take several bytes).
 _PIECES = 80
-OWN_TEXT = (
-    "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
-    "mytext/*.txt, ...}."
-)
-
 _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
-
-
-def find_files(
-    data_dir: str | os.PathLike[str] | None,
-    splits: Mapping[str, str | Sequence[str]] | None,
-    train_file: str | Sequence[str] | None,
-    validation_file: str | Sequence[str] | None,
-    *,
-    streaming: bool = False,
-) -> dict[str, tuple[str, list[str]]]:
-    """Finds the files of `source="local"`, without reading them; the arguments are those of `load_text`.
-
-    Returns:
-        for each split what it was asked for by, in words for messages, and its files. There is no `validation` if a
-        part of the training text is to be held out.
-
-    Raises:
-        ValueError: no files are named, or a file is missing or of an unknown kind.
-    """
-    own = {"train_file": train_file, "validation_file": validation_file}
-    given = [name for name, value in own.items() if value]
-    if given and splits:
-        raise ValueError(
-            f"{given[0]}={own[given[0]]!r} and splits={dict(splits)!r} exclude each other: give one of them."
-        )
-    if validation_file and not train_file:
-        raise ValueError(f"validation_file={validation_file!r} needs train_file. {OWN_TEXT}")
-    if train_file:
-        if streaming and not validation_file:
-            raise ValueError("streaming=True needs validation_file: no part of a stream can be held out.")
-        return {
-            name.removesuffix("_file"): (name, _own_files(name, [value] if isinstance(value, str) else value))
-            for name, value in own.items()
-            if value
-        }
-    data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-    root = Path(data_dir).expanduser() if data_dir else None
-    if root is not None and not root.is_dir():
-        raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
-    if not splits:
-        raise ValueError(
-            f"source='local' needs files: train_file, or splits={{'train': PATTERN, 'validation': PATTERN}} inside "
-            f"--data-dir. {OWN_TEXT}"
-        )
-    if root is None:
-        raise ValueError(
-            f"splits={dict(splits)!r} are patterns inside a data folder: give --data-dir, or set {DATA_DIR_VARIABLE}."
-        )
-    check_split_names(splits)
-    result = {}
-    for name, patterns in splits.items():
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        if not isinstance(patterns, (list, tuple)) or not all(
-            isinstance(pattern, str) and pattern and not Path(pattern).is_absolute() and ".." not in Path(pattern).parts
-            for pattern in patterns
-        ):
-            raise ValueError(
-                f"splits[{name!r}]={patterns!r} is not valid: it must be a pattern, or a list of patterns, relative to "
-                "the data folder and without '..'."
-            )
-        result[name] = f"splits[{name!r}]={patterns!r}", _matches(root, name, patterns)
-    return result
-
-
-def _own_files(name: str, entries: Sequence[str]) -> list[str]:
-    files: list[str] = []
-    for entry in entries:
-        if not isinstance(entry, str) or not entry:
-            raise ValueError(f"{name}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
-        path = os.path.expanduser(entry)
-        if os.path.isdir(path):
-            found = sorted(str(file) for file in Path(path).rglob("*") if _kind_or_none(str(file)) and file.is_file())
-            reason = f"the folder holds no {_allowed_endings()} file"
-        else:
-            # A name with brackets is a file before it is a pattern.
-            found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-            reason = "there is no such file or folder, and no file matches it as a pattern"
-        if not found:
-            raise ValueError(f"{name}={entry!r} is not valid: {reason}.")
-        files += [file for file in found if file not in files]
-    _kind_of_all(files, name)
-    return files
 
 
 def read_files(
@@ -136,22 +48,22 @@ def read_files(
     Raises:
         ValueError: a pattern matches nothing, or a file cannot be read.
     """
-    files = _matches(root, name, patterns)
+    files = matches(root, name, patterns)
     return read_found(files, f"splits[{name!r}]={patterns!r}", text_field=text_field, streaming=streaming)
 
 
-def _matches(root: Path, name: str, patterns: Sequence[str]) -> list[str]:
+def matches(root: Path, name: str, patterns: Sequence[str]) -> list[str]:
     files: list[str] = []
     for pattern in patterns:
         found = sorted(str(file) for file in root.glob(pattern) if file.is_file())
         if not found:
             raise ValueError(f"splits[{name!r}]={pattern!r} matches no file in {str(root)!r}.")
         files += [file for file in found if file not in files]
-    _kind_of_all(files, f"splits[{name!r}]={patterns!r}")
+    kind_of_all(files, f"splits[{name!r}]={patterns!r}")
     return files
 
 
-def _kind_of_all(files: Iterable[str], what: str) -> str:
+def kind_of_all(files: Iterable[str], what: str) -> str:
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise ValueError(f"{what} mixes {' and '.join(sorted(kinds))} files: take one kind for a split.")
@@ -160,7 +72,7 @@ def _kind_of_all(files: Iterable[str], what: str) -> str:
 
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
     """Returns the rows of files of one kind; `what` names them in messages."""
-    kind = _kind_of_all(files, what)
+    kind = kind_of_all(files, what)
     features = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
     try:
         if kind != "text":
@@ -288,16 +200,16 @@ def _cut(rows: datasets.Dataset) -> datasets.Dataset:
     )
 
 
-def _kind_or_none(file: str) -> str | None:
+def kind_or_none(file: str) -> str | None:
     ending = Path(file.removesuffix(".gz")).suffix
     return None if ending == ".parquet" and file.endswith(".gz") else _ENDINGS.get(ending)
 
 
-def _allowed_endings() -> str:
+def allowed_endings() -> str:
     return ", ".join(_ENDINGS) + " (or .txt.gz, .raw.gz, .jsonl.gz, .json.gz)"
 
 
 def _kind(file: str) -> str:
-    if kind := _kind_or_none(file):
+    if kind := kind_or_none(file):
         return kind
-    raise ValueError(f"file {Path(file).name!r} has an unknown kind. Allowed: {_allowed_endings()}.")
+    raise ValueError(f"file {Path(file).name!r} has an unknown kind. Allowed: {allowed_endings()}.")

@@ -3,7 +3,7 @@
 import hashlib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import datasets
@@ -169,6 +169,19 @@ class ShuffledBatches:
         return int(self._order[offset])
 
 
+def endless_blocks(
+    documents: Any, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str = "concat"
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the blocks of a stream, from its beginning again when it ends; raises ValueError if it holds none."""
+    for epoch in count():
+        documents.set_epoch(epoch)
+        block = None
+        for block in iterate_blocks(documents, tokenizer, sequence_length, pack):
+            yield block
+        if block is None:
+            raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream holds fewer tokens.")
+
+
 class StreamedBatches:
     """The global batch of every training step, read from a stream; documents are shuffled in a buffer.
 
@@ -190,21 +203,7 @@ class StreamedBatches:
         self.batch_size, self._step = batch_size, 0
         self._pad = (tokenizer.pad_token_id, sequence_length) if pack == "separate" else None
         shuffled = documents.shuffle(seed=seed, buffer_size=shuffle_buffer) if shuffle_buffer > 1 else documents
-        self._blocks = self._iterate(shuffled, tokenizer, sequence_length, pack)
-
-    @staticmethod
-    def _iterate(
-        documents: datasets.IterableDataset, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str
-    ) -> Iterator[dict[str, np.ndarray]]:
-        epoch, found = 0, True
-        while found:
-            found = False
-            documents.set_epoch(epoch)
-            for block in iterate_blocks(documents, tokenizer, sequence_length, pack):
-                found = True
-                yield block
-            epoch += 1
-        raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream holds fewer tokens.")
+        self._blocks = endless_blocks(shuffled, tokenizer, sequence_length, pack)
 
     def __call__(self, step: int) -> dict[str, torch.Tensor]:
         """Returns the rows of step `step`, counted from 0; steps before it are skipped."""

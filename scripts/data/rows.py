@@ -1,7 +1,9 @@
 """Rows of text, tables and streams of `datasets`, and where they are looked for."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -12,6 +14,19 @@ from .tokenize import text_of
 SPLITS = ("train", "validation", "test")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
 SLICE = re.compile(r"^(?P<split>[^\[\]]+?)(\[(?P<start>\d*):(?P<stop>\d*)\])?$")
+
+
+def data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
+    """Returns the folder of local data, by default that of WHATWHERE_DATA_DIR; None if there is none.
+
+    Raises:
+        ValueError: it is no folder.
+    """
+    data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
+    root = Path(data_dir).expanduser() if data_dir else None
+    if root is not None and not root.is_dir():
+        raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
+    return root
 
 
 def read_hub(

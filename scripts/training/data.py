@@ -47,18 +47,7 @@ def load_data(recipe: Recipe, data_dir: Any = None) -> TrainingData:
 
 def _load_text(recipe: Recipe, data_dir: Any) -> TrainingData:
     data, evaluation, batch_size = recipe.data, recipe.evaluation, recipe.training.batch_size
-    corpus = load_text(
-        data.source,
-        data_dir=data_dir,
-        dataset=data.dataset,
-        dataset_config=data.dataset_config,
-        splits=data.splits,
-        text_field=data.text_field,
-        train_file=data.train_file,
-        validation_file=data.validation_file,
-        streaming=data.streaming,
-        pieces=True,
-    )
+    corpus = load_text(data, data_dir=data_dir, pieces=True)
     texts = corpus["train"]["text"] if data.tokenizer == "bpe" else None
     tokenizer = build_tokenizer(data.tokenizer, vocab_size=data.vocab_size, texts=texts)
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None

@@ -9,7 +9,6 @@ the schedule and the random states by `torch.load(weights_only=True)`, and `trai
 writes, is never read. (Do not load it yourself from a folder that you do not trust.)
 """
 
-import itertools
 import json
 import math
 import os
@@ -31,8 +30,10 @@ from whatwhere.position_encodings import reach
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
 from ..data.corpora import CORPORA, load_corpus
-from ..data.corpus import DATA_DIR_VARIABLE, SOURCES, find_files, load_text
-from ..data.pack import add_labels, iterate_blocks, make_blocks
+from ..data.corpus import load_text
+from ..data.pack import add_labels, endless_blocks, make_blocks
+from ..data.rows import data_folder
+from ..data.source import SOURCES, TextSource, find_files
 from ..data.tokenize import build_tokenizer, bytes_per_token
 from ..evaluation.card import write_card
 from ..evaluation.results import provenance, write_json
@@ -95,20 +96,21 @@ class Settings(Checked):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields what is wrong with the fields together."""
-        if self.data not in (*SOURCES, *CORPORA):
-            yield "data", f"allowed: {', '.join((*SOURCES, *CORPORA))}"
-        useless: tuple[str, ...] = ("train_file", "validation_file")
         if self.data in CORPORA:
-            useless += ("dataset", "dataset_config", "splits", "text_field")
-        elif self.data == "local":
-            useless = ("dataset", "dataset_config")
-        for name in useless:
-            if getattr(self, name) != Settings.model_fields[name].default:
-                yield name, f"it has no effect with data={self.data!r}"
-        if self.streaming and self.data == "stdlib":
-            yield "streaming", "it has no effect with data='stdlib'"
+            for name in set(TextSource.model_fields) - {"source", "streaming"}:
+                if getattr(self, name) != TextSource.model_fields[name].default:
+                    yield name, f"it has no effect with data={self.data!r}"
+        elif self.data in SOURCES:
+            yield from self.text().problems()
+        else:
+            yield "data", f"allowed: {', '.join((*SOURCES, *CORPORA))}"
         if self.merge and not self.lora:
             yield "merge", "it has no effect without lora"
+
+    def text(self) -> TextSource:
+        """Returns where the text comes from, unless it is a corpus that is known by name."""
+        options = {name: getattr(self, name) for name in TextSource.model_fields if name != "source"}
+        return TextSource.model_construct(**{**options, "source": self.data})
 
 
 def model_class(checkpoint: str) -> Any:
@@ -192,9 +194,7 @@ def finetune(
     if settings.data == "local":
         if settings.train_file and data_dir:
             raise FinetuneError(f"data_dir={data_dir!r} has no effect with train_file.")
-        find_files(
-            data_dir, settings.splits, settings.train_file, settings.validation_file, streaming=settings.streaming
-        )
+        find_files(settings.text(), data_dir)
     folder = RunFolder(Path(output), "finetune.json")
     with folder.lock():
         folder.check(settings.model_dump(), resume=resume)
@@ -301,7 +301,8 @@ def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[An
     train: Any
     if options.streaming:
         train = datasets.IterableDataset.from_generator(
-            _endless_blocks, gen_kwargs={"documents": corpus["train"], "tokenizer": tokenizer, "length": length}
+            endless_blocks,
+            gen_kwargs={"documents": corpus["train"], "tokenizer": tokenizer, "sequence_length": length},
         )
         train = train.shuffle(seed=options.seed, buffer_size=options.shuffle_buffer).with_format("torch")
     else:
@@ -315,34 +316,10 @@ def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[An
 def _load_corpus(options: Settings, data_dir: str | None) -> dict[str, Any]:
     """Returns the splits of the text; of a corpus that is known by name, `train` and one held-out split."""
     if options.data not in CORPORA:
-        return load_text(
-            options.data,
-            data_dir=data_dir,
-            dataset=options.dataset,
-            dataset_config=options.dataset_config,
-            splits=options.splits,
-            text_field=options.text_field,
-            train_file=options.train_file,
-            validation_file=options.validation_file,
-            streaming=options.streaming,
-            pieces=True,
-        )
-    local = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-    known = CORPORA[options.data].local if local else CORPORA[options.data].hub
+        return load_text(options.text(), data_dir=data_dir, pieces=True)
+    known = CORPORA[options.data].local if data_folder(data_dir) else CORPORA[options.data].hub
     splits = ("train", "test" if "test" in known else "validation")
     return {split: load_corpus(options.data, split, data_dir=data_dir, streaming=options.streaming) for split in splits}
-
-
-def _endless_blocks(documents: Any, tokenizer: Any, length: int) -> Iterator[dict[str, Any]]:
-    """Yields blocks of documents in their order, from the beginning again when they end."""
-    for epoch in itertools.count():
-        documents.set_epoch(epoch)
-        found = False
-        for block in iterate_blocks(documents, tokenizer, length, "concat"):
-            found = True
-            yield block
-        if not found:
-            raise FinetuneError(f"sequence_length={length!r} is not valid: the text holds fewer tokens.")
 
 
 def _add_adapter(model: Any, options: Settings, *, base: str, fresh: set[str]) -> Any:

@@ -25,8 +25,9 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..data.corpus import DATA_DIR_VARIABLE, find_files
 from ..data.pack import IGNORED, add_labels
+from ..data.rows import DATA_DIR_VARIABLE
+from ..data.source import find_files
 from ..evaluation.card import write_card
 from ..evaluation.results import provenance, write_json, write_text
 from .checkpoint import Checkpoints, load_checkpoint, random_state, set_random_state
@@ -93,7 +94,7 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
     data = recipe.data
     if data.source == "local":
         try:
-            find_files(data_dir, data.splits, data.train_file, data.validation_file, streaming=data.streaming)
+            find_files(data, data_dir)
         except ValueError as error:
             problems.append(f"data.{error}")
     if problems:

@@ -12,8 +12,7 @@ from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
 from whatwhere.position_encoding import suggest
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused, parse
-from ..data.corpora import parse_choice
-from ..data.files import OWN_TEXT
+from ..data.source import TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 from .run_folder import differences as differences
@@ -29,23 +28,15 @@ class RecipeError(Refused):
     what = "the recipe"
 
 
-class DataRecipe(Checked):
-    """What is read, and how it becomes tokens. `load_text`, `build_tokenizer` and `iterate_blocks` say it in full.
+class DataRecipe(TextSource):
+    """What is read, and how it becomes tokens; see `TextSource`, `build_tokenizer` and `iterate_blocks`.
 
-    With `source` "task" samples of a toy task are drawn, which is said by `task` and the keys that follow it;
-    `TaskConfig`, `TaskSamples` and `ShuffledBatches` say it in full.
+    With `source` "task" samples of a toy task are drawn, which is said by `task` and the keys that follow it; see
+    `TaskConfig`, `TaskSamples` and `ShuffledBatches`.
     """
 
+    source: Literal["stdlib", "hub", "local", "corpus", "task"] = "stdlib"  # type: ignore[assignment]
     sequence_length: Annotated[int, Field(ge=2)]
-    source: Literal["stdlib", "hub", "local", "corpus", "task"] = "stdlib"
-    dataset: str | None = None
-    dataset_config: str | None = None
-    splits: dict | None = None
-    # For `source: local`: files, folders or patterns, relative to the current folder; `splits` are the other way.
-    train_file: str | list | None = None
-    validation_file: str | list | None = None
-    text_field: str = "text"
-    streaming: bool = False
     shuffle_buffer: Count = 1000
     tokenizer: str = "bytes"
     vocab_size: Annotated[int, Field(ge=258)] | None = None
@@ -60,34 +51,11 @@ class DataRecipe(Checked):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields what is wrong with the fields together."""
-        useless = {
-            "stdlib": ("dataset", "dataset_config", "splits", "streaming", "train_file", "validation_file"),
-            "hub": ("train_file", "validation_file"),
-            "local": ("dataset", "dataset_config"),
-            "corpus": ("dataset", "dataset_config", "train_file", "validation_file"),
-            "task": tuple(set(DataRecipe.model_fields) - {"sequence_length", "source", *_TASK_KEYS}),
-        }[self.source]
-        for key, field in DataRecipe.model_fields.items():
-            is_useless = key in useless or (key in _TASK_KEYS and self.source != "task")
-            if is_useless and getattr(self, key) != field.default:
+        yield from super().problems()
+        is_task = self.source == "task"
+        for key in ("shuffle_buffer", "tokenizer", "vocab_size", "pack") if is_task else _TASK_KEYS:
+            if getattr(self, key) != DataRecipe.model_fields[key].default:
                 yield key, f"it has no effect with source={self.source!r}"
-        if self.source == "hub" and not self.dataset:
-            yield "dataset", "source='hub' needs the id of a dataset"
-        if self.source == "local" and not self.splits and not self.train_file:
-            yield "splits", f"source='local' needs train_file, or splits inside --data-dir. {OWN_TEXT.rstrip('.')}"
-        if self.train_file and self.splits:
-            yield "splits", f"it has no effect with train_file={self.train_file!r}"
-        if self.validation_file and not self.train_file:
-            yield "validation_file", "it needs train_file"
-        if self.train_file and self.streaming and not self.validation_file:
-            yield "streaming", "it needs validation_file: no part of a stream can be held out"
-        if self.source == "corpus" and not self.splits:
-            yield "splits", "source='corpus' needs a split of a corpus for each split, such as 'pg19:train'"
-        for name, choice in (self.splits or {}).items() if self.source == "corpus" else ():
-            try:
-                parse_choice(choice)
-            except ValueError as error:
-                yield "splits", f"{name!r}: {str(error).rstrip('.')}"
         if (self.vocab_size is None) == (self.tokenizer == "bpe"):
             yield "vocab_size", f"with tokenizer={self.tokenizer!r}; 'bpe' needs it, the others have their own"
         if self.tokenizer in ("jsb", "6mer") and self.pack != "separate":
@@ -255,10 +223,6 @@ class Recipe(Checked):
         return values
 
 
-# What says where text comes from.
-_ORIGIN_KEYS = {
-    *("source", "dataset", "dataset_config", "splits", "text_field", "streaming", "train_file", "validation_file")
-}
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
 
@@ -315,7 +279,7 @@ def load_recipe(
     if train_file or validation_file:
         data = values.get("data")
         if isinstance(data, dict):
-            kept = {key: value for key, value in data.items() if key not in _ORIGIN_KEYS}
+            kept = {key: value for key, value in data.items() if key not in TextSource.model_fields}
             own = {"train_file": train_file, "validation_file": validation_file}
             values["data"] = {**kept, "source": "local", **{key: list(value) for key, value in own.items() if value}}
     for override in overrides:
