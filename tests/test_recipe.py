@@ -99,22 +99,9 @@ BAD = {
     "missing section": (changed(data=...), "data is missing"),
     "missing key": (changed(training__steps=...), "training.steps is missing"),
     "section is no mapping": (changed(training=[1]), "training=\\[1\\]"),
-    "text for number": (changed(training__steps="ten"), "training.steps='ten'"),
-    "float for int": (changed(training__steps=1.5), "training.steps=1.5"),
-    "bool for int": (changed(training__steps=True), "training.steps=True"),
-    "bool for float": (changed(training__learning_rate=True), "training.learning_rate=True"),
-    "number for text": (changed(name=3), "name=3"),
-    "bad name": (changed(name="a/b"), "name='a/b'"),
     "parent as name": (changed(name=".."), r"name='\.\.'"),
-    "hidden name": (changed(name=".git"), r"name='\.git'"),
-    "option as name": (changed(name="--resume"), "name='--resume'"),
     "no steps": (changed(training__steps=0), "training.steps=0"),
-    "negative seed": (changed(seed=-1), "seed=-1"),
-    "learning rate 0": (changed(training__learning_rate=0.0), "training.learning_rate=0.0"),
     "learning rate nan": (changed(training__learning_rate=float("nan")), "training.learning_rate=nan"),
-    "beta 1": (changed(training__beta1=1.0), "training.beta1=1.0"),
-    "schedule": (changed(training__schedule="cosinus"), "training.schedule='cosinus'"),
-    "precision": (changed(training__mixed_precision=False), "training.mixed_precision=False"),
     "long warm-up": (changed(training__warmup_steps=10), "training.warmup_steps=10"),
     "minimum above": (changed(training__minimum_learning_rate=1.0), "minimum_learning_rate=1.0"),
     "minimum unused": (
@@ -123,13 +110,10 @@ BAD = {
     ),
     "micro batch": (changed(training__micro_batch_size=3), "micro_batch_size=3"),
     "trackers": (changed(training__trackers=[1]), r"training.trackers\[0\]=1"),
-    "length 1": (changed(data__sequence_length=1), "data.sequence_length=1"),
     "source": (changed(data__source="web"), "data.source='web'"),
-    "pack": (changed(data__pack="docs"), "data.pack='docs'"),
     "words without an end, joined": (
         changed(data__tokenizer="6mer"), "data.pack='concat'"
     ),
-    "keep": (changed(evaluation__keep="first"), "evaluation.keep='first'"),
     "best of none": (
         changed(evaluation__keep="best"), "evaluation.keep='best'"
     ),
@@ -158,7 +142,6 @@ BAD = {
     "streaming unused": (changed(data__streaming=True), "data.streaming=True"),
     "bpe without size": (changed(data__tokenizer="bpe"), "data.vocab_size=None"),
     "size without bpe": (changed(data__vocab_size=300), "data.vocab_size=300"),
-    "bpe too small": (changed(data__tokenizer="bpe", data__vocab_size=100), "data.vocab_size=100"),
     "endless evaluation": (
         changed(data__source="hub", data__dataset="me/x", data__streaming=True),
         "evaluation.final_blocks=None",
@@ -170,7 +153,6 @@ BAD = {
         "data.streaming=True",
     ),
     "no family": (changed(model__family=...), "model.family=None"),
-    "family": (changed(model__family="lama"), "model.family='lama'"),
     "misspelt model key": (changed(model__hiden_size=8), "hiden_size.*hidden_size"),
     "key of the other family": (changed(model__n_embd=8), "n_embd"),
     "encoding": (changed(model__position_encoding="pop"), "position_encoding='pop'"),
@@ -206,7 +188,6 @@ BAD = {
         toy(data__task_parameters={"seed": 1}), "data.task_parameters={'seed': 1}"
     ),
     "task parameters": (toy(data__task_parameters=[1]), "data.task_parameters=\\[1\\]"),
-    "loss": (toy(data__loss="answers"), "data.loss='answers'"),
     "short block": (toy(data__sequence_length=15), "data.sequence_length=15"),
     "test set": (toy(data__test_sets={"a": 3}), "data.test_sets\\['a'\\]=3"),
     "test set's seed": (toy(data__test_sets={"a": {"seed": 3}}), "data.test_sets\\['a'\\]={'seed': 3}"),
@@ -217,7 +198,6 @@ BAD = {
         toy(data__task="counting", data__task_parameters={}, data__test_sets={"a": {"variables": 2}}),
         "data.test_sets\\['a'\\]={'variables': 2}",
     ),
-    "no test samples": (toy(data__test_samples=0), "data.test_samples=0"),
     "final blocks of a task": (toy(evaluation__final_blocks=3), "evaluation.final_blocks=3"),
     "test set beyond absolute": (
         toy(

@@ -15,7 +15,6 @@ recipe:
     whatwhere demo --steps 5000 --output demo_long
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import importlib.util
@@ -31,6 +30,7 @@ from typing import Any
 
 from ..evaluation.results import collect_lm_eval, provenance, versions, write_json
 from ..training.errors import TrainingError, reported
+from .common import command_parser
 
 DESCRIPTION = (
     "Train rope, pope and cope on real code, compare them up to 10 times the trained length, and load one of them."
@@ -224,7 +224,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="whatwhere demo", description=DESCRIPTION)
+    parser = command_parser("demo", "[OPTIONS]", DESCRIPTION)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
     parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
     parser.add_argument(

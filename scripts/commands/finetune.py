@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..training.errors import reported
+from .common import command_parser
 
 if TYPE_CHECKING:
     from ..training.finetune import Settings
@@ -57,13 +58,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line; what is not given is left out, for the defaults of `Settings`."""
-    result = argparse.ArgumentParser(
-        prog="whatwhere finetune",
-        usage="whatwhere finetune CHECKPOINT --output DIR [OPTIONS]",
-        description=DESCRIPTION,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
-        argument_default=argparse.SUPPRESS,
-    )
+    usage = "CHECKPOINT --output DIR [OPTIONS]"
+    result = command_parser("finetune", usage, DESCRIPTION, argument_default=argparse.SUPPRESS)
     result.add_argument("checkpoint", help="folder or Hub id")
     result.add_argument("--output", required=True, metavar="DIR", help="where the run goes")
     result.add_argument("--resume", action="store_true", default=False, help="continue from the newest checkpoint")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..evaluation.results import check_writable, provenance
 from ..training.errors import reported
+from .common import command_parser
 
 if TYPE_CHECKING:
     from ..reproduction.runs import Run
@@ -30,12 +31,7 @@ ones continue. The report goes to OUTPUT/<TABLE>[_small].md and .json."""
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="whatwhere reproduce",
-        usage="whatwhere reproduce TABLE [OPTIONS]",
-        description=DESCRIPTION,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
-    )
+    result = command_parser("reproduce", "TABLE [OPTIONS]", DESCRIPTION)
     tables = ", ".join(TABLES.values()).split(", ")
     result.add_argument("table", choices=tables, metavar="TABLE", help="cope_<n> or pope_<n>: the number in the paper")
     result.add_argument("--small", action="store_true", help="the small recipes")

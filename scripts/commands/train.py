@@ -6,6 +6,7 @@ import shlex
 import sys
 
 from ..training.errors import reported
+from .common import command_parser
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -23,13 +24,7 @@ last 5 % of each."""
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="whatwhere train",
-        usage="whatwhere train RECIPE [OPTIONS]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
-    )
+    result = command_parser("train", "RECIPE [OPTIONS]", DESCRIPTION, epilog=EPILOG)
     result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
     result.add_argument("--output", metavar="DIR", help="where the run goes; default runs/<the recipe's name>")

@@ -38,15 +38,7 @@ def read_files(
 ) -> Any:
     """Returns the documents of local files: a line of a jsonl file, a row of a parquet file or a whole text file, each.
 
-    Args:
-        root: the folder.
-        name: of the split, for messages.
-        patterns: globs relative to `root`; files are read in the order of the patterns, then of their names.
-        text_field: the key or column of jsonl and parquet files that holds the document.
-        streaming: read lazily instead of copying first.
-
-    Raises:
-        ValueError: a pattern matches nothing, or a file cannot be read.
+    Files are read in the order of the patterns, relative to `root`, then of their names; `name` is that of the split.
     """
     files = matches(root, name, patterns)
     return read_found(files, f"splits[{name!r}]={patterns!r}", text_field=text_field, streaming=streaming)

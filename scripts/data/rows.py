@@ -38,16 +38,10 @@ def read_hub(
     streaming: bool,
     data_files: str | None = None,
 ) -> Any:
-    """Returns the rows of a split of a Hub dataset, their documents in `text`.
+    """Returns the rows of a split of a Hub dataset (`train[1000:2000]`), their documents in `text`.
 
-    Args:
-        dataset: its id.
-        config: its configuration; None for the default one.
-        split: its split, with the documents wanted in brackets if not all: `train[1000:2000]`.
-        text_field: the column that holds the document.
-        streaming: read lazily instead of downloading first. If `split` says where to stop, it is read lazily in any
-            case, so that no more is downloaded than is asked for.
-        data_files: the files, where `dataset` is a kind of file, such as `parquet`.
+    If `split` says where to stop, it is read lazily in any case, so that no more is downloaded than is asked for.
+    `data_files` are the files, where `dataset` is a kind of file, such as `parquet`.
     """
     match = SLICE.match(split)
     assert match is not None, "the caller has checked it"

@@ -84,11 +84,7 @@ def resolve_overrides(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the overrides of a row, and all those that make a run of the shipped recipe.
 
-    Args:
-        base: the shipped recipe, changed by `sets`.
-        row, column: the run's.
-        seed: of the run.
-        sets: `key.sub=value` of the user.
+    `base` is the shipped recipe, changed by `sets`, the user's overrides.
 
     Raises:
         ReproduceError: an override of the user is one that the row, the column or the seed decides.
@@ -202,17 +198,7 @@ def unique(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[Run]:
 
 
 def train(run: Run, data_dir: str | os.PathLike[str] | None = None, *, end: bool = True) -> None:
-    """Makes a run that is not done, or goes on with it.
-
-    Args:
-        run: which is not done.
-        data_dir: the folder of `data.source: local`.
-        end: whether it is the last run of these processes.
-
-    Raises:
-        TrainingError: the folder is not usable, or training failed.
-        Interrupted: SIGINT or SIGTERM arrived.
-    """
+    """Makes a run that is not done, or continues it; `end` says whether it is the last run of these processes."""
     from ..training import loop
 
     resume = RunFolder(run.folder).is_begun

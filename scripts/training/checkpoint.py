@@ -173,11 +173,7 @@ def write_checkpoint(
 ) -> None:
     """Writes the files of a checkpoint into an existing, empty folder, and waits until they are on the disk.
 
-    Args:
-        folder: where they go.
-        model: without its data-parallel wrapper.
-        optimizer: its optimiser.
-        state: what else belongs to it, as JSON; `parameter_groups` is added.
+    `state` is what else belongs to it, as JSON; `parameter_groups` is added.
     """
     save_model(model, str(folder / "model.safetensors"))
     optimizer_state = optimizer.state_dict()

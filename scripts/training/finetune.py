@@ -141,13 +141,7 @@ def load_model(
     position_encoding_parameters: dict | None = None,
     rope_parameters: dict | None = None,
 ) -> tuple[Any, set[str]]:
-    """Loads one of our models, or a stock GPT-2 or Llama as one of ours.
-
-    Args:
-        checkpoint: a folder or Hub id.
-        position_encoding: another encoding; None for the checkpoint's own.
-        position_encoding_parameters: its parameters; None for the checkpoint's own, or the defaults of another one.
-        rope_parameters: Transformers' parameters of RoPE; None for the checkpoint's own.
+    """Loads one of our models, or a stock GPT-2 or Llama as one of ours; None keeps what the checkpoint has.
 
     Returns:
         the model, and the names of the parameters that the checkpoint does not have.

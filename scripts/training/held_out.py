@@ -23,11 +23,7 @@ def evaluate(
 
     Args:
         model: without its data-parallel wrapper, which would wait for processes that have no block left.
-        data: of the run.
-        split: a key of `data.held_out`.
-        accelerator: of the run.
         batch_size: blocks that a process takes at a time.
-        limit: the number of blocks.
 
     Returns:
         for a toy task, `loss` (nats per answer token) and what `summarise` returns. For text, `bits_per_byte`: all
