@@ -385,7 +385,7 @@ def test_damaged_checkpoint(run, interrupted, tmp_path, name):
     content = file.read_bytes()
     for damaged in (None, content[:-20]):
         file.unlink() if damaged is None else file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"{name}' is damaged: .* to go on from 'checkpoint-1'\.$"):
+        with pytest.raises(ValueError, match=rf"{name}' is damaged: .* to continue from 'checkpoint-1'\.$"):
             run(*interrupted, "--resume", output="parts")
     # as if it was killed while it saved
     (file.parent / "trainer_state.json").unlink()

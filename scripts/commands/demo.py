@@ -8,7 +8,7 @@
 5. Loads one of them in a process without this package, with `trust_remote_code`, and continues a prompt.
 
 In `--output` (default `demo/`): a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the
-lm-eval task, and `demo.json` with the seconds of every stage. Run it again to go on after an interruption: a finished
+lm-eval task, and `demo.json` with the seconds of every stage. Run it again to continue after an interruption: a finished
 training run is reused if its recipe is the same. On a GPU it is the same command, and larger runs are a matter of the
 recipe:
 
@@ -107,7 +107,7 @@ def processes() -> int:
 
 
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
-    """Trains the encodings, each in a process of its own, some at once; goes on with interrupted runs.
+    """Trains the encodings, each in a process of its own, some at once; continues interrupted runs.
 
     Raises:
         DemoError: training failed; its messages were printed.

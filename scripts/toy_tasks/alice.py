@@ -126,10 +126,6 @@ class Alice(TaskBuilder):
     """The two questions of the paper, and drawn ones about 2, 3 and 5 sentences."""
 
     BUILDER_CONFIG_CLASS = AliceConfig
-    BUILDER_CONFIGS = [
-        AliceConfig(name=name, version=TaskBuilder.VERSION, **changes)
-        for name, changes in AliceConfig().test_sets().items()
-    ]
     DEFAULT_CONFIG_NAME = "sentences_2"
 
 

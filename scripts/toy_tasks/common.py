@@ -188,6 +188,15 @@ class TaskBuilder(datasets.GeneratorBasedBuilder):
 
     # Part of the place in the cache: goes up when the same parameters and seed give other samples.
     VERSION = datasets.Version("1.0.0")
+    # The named configurations: the parameters of each; by default the test sets of the paper.
+    SETS: ClassVar[Mapping[str, dict[str, Any]] | None] = None
+    DEFAULT_CONFIG_NAME = "in_distribution"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        make = cls.BUILDER_CONFIG_CLASS
+        sets = make().test_sets() if cls.SETS is None else cls.SETS
+        cls.BUILDER_CONFIGS = [make(name=name, version=cls.VERSION, **changes) for name, changes in sets.items()]
 
     def __init__(self, config_name: str | None = None, cache_dir: str | None = None, **parameters: Any) -> None:
         check_names(self.BUILDER_CONFIG_CLASS, parameters)

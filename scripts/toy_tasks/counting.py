@@ -125,14 +125,10 @@ class Counting(TaskBuilder):
     """The sets of the CoPE paper: Tables 3 and 9 (1, 3 and 5 variables), Table 4 (`longer` and `shorter` contexts)."""
 
     BUILDER_CONFIG_CLASS = CountingConfig
-    BUILDER_CONFIGS = [
-        *(CountingConfig(name=f"variables_{n}", version=TaskBuilder.VERSION, variables=n) for n in (1, 3, 5)),
-        *(
-            CountingConfig(name=name, version=TaskBuilder.VERSION, **changes)
-            for name, changes in CountingConfig().test_sets().items()
-            if changes
-        ),
-    ]
+    SETS = {
+        **{f"variables_{number}": {"variables": number} for number in (1, 3, 5)},
+        **{name: changes for name, changes in CountingConfig().test_sets().items() if changes},
+    }
     DEFAULT_CONFIG_NAME = "variables_1"
 
 

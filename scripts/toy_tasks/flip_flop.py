@@ -66,11 +66,6 @@ class FlipFlop(TaskBuilder):
     """The sets of Liu et al.: training and in-distribution test, sparse and dense out of distribution."""
 
     BUILDER_CONFIG_CLASS = FlipFlopConfig
-    BUILDER_CONFIGS = [
-        FlipFlopConfig(name=name, version=TaskBuilder.VERSION, **changes)
-        for name, changes in FlipFlopConfig().test_sets().items()
-    ]
-    DEFAULT_CONFIG_NAME = "in_distribution"
 
 
 def solve(text: str, config: FlipFlopConfig) -> str:

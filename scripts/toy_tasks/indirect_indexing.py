@@ -80,8 +80,6 @@ class IndirectIndexing(TaskBuilder):
     """The set of the PoPE paper."""
 
     BUILDER_CONFIG_CLASS = IndirectIndexingConfig
-    BUILDER_CONFIGS = [IndirectIndexingConfig(name="in_distribution", version=TaskBuilder.VERSION)]
-    DEFAULT_CONFIG_NAME = "in_distribution"
 
 
 def solve(text: str, config: IndirectIndexingConfig) -> str:

@@ -62,11 +62,6 @@ class SelectiveCopy(TaskBuilder):
     """The sets of the CoPE paper: training and in-distribution test, dense and sparse out of distribution."""
 
     BUILDER_CONFIG_CLASS = SelectiveCopyConfig
-    BUILDER_CONFIGS = [
-        SelectiveCopyConfig(name=name, version=TaskBuilder.VERSION, **changes)
-        for name, changes in SelectiveCopyConfig().test_sets().items()
-    ]
-    DEFAULT_CONFIG_NAME = "in_distribution"
 
 
 def solve(text: str, config: SelectiveCopyConfig) -> str:

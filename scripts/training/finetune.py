@@ -377,7 +377,7 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
 def _newest_checkpoint(folder: RunFolder, processes: int) -> str | None:
     """Returns the newest of Trainer's checkpoints after checking its files; None if there is none.
 
-    Trainer itself goes on without a word if the states of the optimiser or of the random numbers are missing.
+    Trainer itself continues silently if the states of the optimiser or of the random numbers are missing.
 
     Raises:
         FinetuneError: a file is missing, cut or changed.
@@ -397,7 +397,7 @@ def _newest_checkpoint(folder: RunFolder, processes: int) -> str | None:
     weights = sorted(folders[-1].glob("*.safetensors"))
     for file in (*[folders[-1] / name for name in names], *(weights or [folders[-1] / "model.safetensors"])):
         if reason := _damage(file):
-            earlier = f"Delete this folder to go on from {folders[-2].name!r}" if folders[1:] else "Start again"
+            earlier = f"Delete this folder to continue from {folders[-2].name!r}" if folders[1:] else "Start again"
             raise FinetuneError(f"{str(file)!r} is damaged: {reason}. {earlier}.")
     return str(folders[-1])
 
