@@ -8,9 +8,8 @@
 5. Loads one of them in a process without this package, with `trust_remote_code`, and continues a prompt.
 
 In `--output` (default `demo/`): a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the
-lm-eval task, and `demo.json` with the seconds of every stage. Run it again to continue after an interruption: a finished
-training run is reused if its recipe is the same. On a GPU it is the same command, and larger runs are a matter of the
-recipe:
+lm-eval task, and `demo.json` with the seconds of every stage. The same command continues after an interruption, and
+reuses a finished training run of the same recipe. Larger runs, on a GPU:
 
     whatwhere demo --steps 5000 --output demo_long
 """
