@@ -696,4 +696,4 @@ def test_help_names_the_options_of_every_command(capsys):
     assert {"--texts", "--text", "--prompt", "--tokens", "--layers", "--heads", "--output"} <= set(
         re.findall(r"--[a-z]+", text)
     )
-    assert set(script.COMMANDS) == set(re.findall(r"^usage: \S+ -m \S+ (\w+)", text, flags=re.MULTILINE))
+    assert set(script.COMMANDS) == set(re.findall(r"^usage: whatwhere analysis (\w+)", text, flags=re.MULTILINE))

@@ -72,7 +72,7 @@ def load_text(
     else:
         files = find_files(text, data_dir)
         pieces = pieces or "validation" not in files
-        form = {"text_field": text.text_field, "streaming": streaming, "pieces": pieces}
+        form: dict[str, Any] = {"text_field": text.text_field, "streaming": streaming, "pieces": pieces}
         result = {name: read_found(found, what, **form) for name, (what, found) in files.items()}
         if "validation" not in result:
             result["train"], result["validation"] = hold_out(result["train"])

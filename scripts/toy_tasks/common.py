@@ -52,7 +52,8 @@ class SampleConfig(datasets.BuilderConfig):
 
     def check(self) -> None:
         """Checks every parameter; raises ValueError."""
-        parse(_checked(type(self)), {field.name: getattr(self, field.name) for field in own_fields(type(self))})
+        cls: Any = type(self)
+        parse(_checked(cls), {field.name: getattr(self, field.name) for field in own_fields(cls)})
         self.validate()
 
     def validate(self) -> None:
