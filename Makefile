@@ -15,7 +15,7 @@ test-slow: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m slow
 
 demo: $(VENV)/installed
-	$(RUN) -m whatwhere.scripts.demo
+	$(RUN) -m whatwhere demo
 
 # mypy sees the three folders through a tree of links laid out as they are imported.
 lint: $(VENV)/installed
@@ -30,7 +30,7 @@ conformance: $(VENV)/installed
 	$(SINGLE) $(RUN) tests/conformance/run.py $(CONFORMANCE)
 
 benchmark: $(VENV)/installed
-	$(RUN) -m whatwhere.scripts.benchmark
+	$(RUN) -m whatwhere benchmark
 
 # Runs where nothing can be installed: with PYTHON, if that has the packages, through a tree of links as `lint` makes it;
 # otherwise in the environment. GPU_CHECK holds options.
@@ -39,10 +39,10 @@ gpu-check:
 	mkdir -p build/gpu/whatwhere
 	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/gpu/whatwhere/
 	@if $(PYTHON) -c "import torch, transformers, triton" 2>/dev/null; then \
-		PYTHONPATH=build/gpu $(PYTHON) -m whatwhere.scripts.gpu_check $(GPU_CHECK); \
+		PYTHONPATH=build/gpu $(PYTHON) -m whatwhere gpu-check $(GPU_CHECK); \
 	else \
 		echo "$(PYTHON) has not all of torch, transformers and triton: running in $(VENV)" && \
-		$(MAKE) $(VENV)/installed && $(RUN) -m whatwhere.scripts.gpu_check $(GPU_CHECK); \
+		$(MAKE) $(VENV)/installed && $(RUN) -m whatwhere gpu-check $(GPU_CHECK); \
 	fi
 
 # Nothing is installed again until one of these two files changes.

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 # The extra of pyproject.toml that installs each module.
 EXTRAS = {
-    **dict.fromkeys(("accelerate", "datasets", "peft", "tokenizers", "pyarrow"), "train"),
+    **dict.fromkeys(("accelerate", "datasets", "filelock", "peft", "pyarrow", "pydantic", "tokenizers"), "train"),
     **dict.fromkeys(("lm_eval", "evaluate", "matplotlib"), "eval"),
     **dict.fromkeys(("miditok", "symusic"), "music"),
     "triton": "kernels",

@@ -1,8 +1,8 @@
 """Checks the Triton kernels on this machine's GPU, then runs the benchmark: `make gpu-check`, at most 8 minutes.
 
-    python -m whatwhere.scripts.gpu_check                    # the kernels' check, then the benchmark
-    python -m whatwhere.scripts.gpu_check --no-benchmark
-    TRITON_INTERPRET=1 python -m whatwhere.scripts.gpu_check --device cpu    # tiny shapes, by Triton's interpreter
+    whatwhere gpu-check                    # the kernels' check, then the benchmark
+    whatwhere gpu-check --no-benchmark
+    TRITON_INTERPRET=1 whatwhere gpu-check --device cpu    # tiny shapes, by Triton's interpreter
 
 The check, for CoPE and PoPE in float32, bfloat16 and float16, head dims 16 to 256:
 
@@ -495,7 +495,7 @@ def check_all(groups: Sequence[Group], device: str, jobs: int) -> Iterator[tuple
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.gpu_check",
+        prog="whatwhere gpu-check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -594,7 +594,7 @@ def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
     assert content["texts"]["source"] == "texts.txt"
     assert [entry["name"] for entry in content["checkpoints"]] == ["rope", "pope"]
     assert [entry["tokens"] for entry in content["checkpoints"]] == [len("To be,\nor not") + len("to be")] * 2
-    assert content["command"].startswith("python -m whatwhere.scripts.analysis frequencies ")
+    assert content["command"].startswith("whatwhere analysis frequencies ")
     model = common.load_model(str(checkpoints / "pope"))
     tokenizer = load_tokenizer(str(checkpoints / "pope"))
     expected = frequencies.measure(model, tokenizer, ["To be,\nor not", "to be"])
@@ -698,4 +698,4 @@ def test_help_names_the_options_of_every_command(capsys):
     assert {"--texts", "--text", "--prompt", "--tokens", "--layers", "--heads", "--output"} <= set(
         re.findall(r"--[a-z]+", text)
     )
-    assert set(script.COMMANDS) == set(re.findall(r"^usage: \S+ -m \S+ (\w+)", text, flags=re.MULTILINE))
+    assert set(script.COMMANDS) == set(re.findall(r"^usage: whatwhere analysis (\w+)", text, flags=re.MULTILINE))

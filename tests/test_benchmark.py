@@ -201,7 +201,7 @@ def test_isolation(monkeypatch, tmp_path):
     commands = []
 
     def record(arguments):
-        commands.append(arguments[3:])
+        commands.append(arguments[4:])
         return subprocess.CompletedProcess(arguments, 1 if "cope-half" in arguments else 0)
 
     monkeypatch.setattr(command.subprocess, "run", record)

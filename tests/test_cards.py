@@ -23,7 +23,7 @@ from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data
 from whatwhere.scripts.evaluation.results import collect_lm_eval, read_results, write_json
-from whatwhere.scripts.reproduce.report import card_from_results
+from whatwhere.scripts.reproduction.report import card_from_results
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
 ORIGIN = {"command": "whatwhere length runs/tiny", "date": "2031-02-03T04:05:06+00:00", "versions": {"torch": "9.8.7"}}

@@ -9,7 +9,8 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 import datasets
 
 from whatwhere.scripts.data.corpora import CORPORA, Corpus, load_corpus, parse_choice, wikitext_articles
-from whatwhere.scripts.data.corpus import SPLITS, collect, in_memory, load_text
+from whatwhere.scripts.data.corpus import SPLITS, load_text
+from whatwhere.scripts.data.rows import collect, in_memory
 
 
 @pytest.fixture(autouse=True)

@@ -264,12 +264,12 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"train_file": "empty"}, "the folder holds no .txt"),
         ({"train_file": "table.csv"}, "'table.csv' has an unknown kind"),
         ({"train_file": "."}, "train_file mixes json and text files"),
-        ({"validation_file": "valid.jsonl"}, "needs train_file"),
-        ({"train_file": "valid.jsonl", "splits": {"train": "a"}}, "exclude each other"),
-        ({"train_file": "valid.jsonl", "streaming": True}, "streaming=True needs validation_file"),
-        ({"train_file": ["books/1.txt", 3]}, "train_file=3 is not valid"),
+        ({"validation_file": "valid.jsonl"}, "validation_file='valid.jsonl'"),
+        ({"train_file": "valid.jsonl", "splits": {"train": "a"}}, "splits={'train': 'a'}"),
+        ({"train_file": "valid.jsonl", "streaming": True}, "streaming=True"),
+        ({"train_file": ["books/1.txt", 3]}, r"train_file(\[1\])?="),
         ({"train_file": "valid.jsonl"}, "text_field='text' is not valid: train_file has the columns 'id', 'body'"),
-        ({}, r"source='local' needs files: .*Example: --train-file mytext/\*\.txt"),
+        ({}, "splits=None"),
     ):
         with pytest.raises(ValueError, match=message):
             corpus.load_text("local", **options)
@@ -279,7 +279,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
     ("options", "message"),
     [
         ({"source": "stlib"}, "source='stlib'"),
-        ({"source": "local", "data_dir": "no such folder"}, "existing folder"),
+        ({"source": "local", "data_dir": "none", "splits": {"train": "a", "validation": "b"}}, "data_dir=.none"),
         (
             {"source": "local", "splits": {"train": "nothing*", "validation": "valid.jsonl"}},
             "'nothing\\*' matches no file",
@@ -487,20 +487,12 @@ def test_tokenizers_load_in_a_clean_process(tmp_path):
         assert json.loads(line) == [tokenizer(text)["input_ids"], *special]
 
 
-def test_bpe_is_deterministic_and_cached(tmp_path, stdlib):
+def test_bpe_is_deterministic(stdlib):
     texts = stdlib["test"]["text"][:6]
-    first = build_tokenizer("bpe", vocab_size=400, texts=texts, cache_dir=tmp_path)
+    first, second = (build_tokenizer("bpe", vocab_size=400, texts=given) for given in (texts, iter(texts)))
     assert len(first) == 400
-    (file,) = tmp_path.glob("bpe-400-*.json")
-    written = file.stat().st_mtime_ns
-    second = build_tokenizer("bpe", vocab_size=400, texts=iter(texts), cache_dir=tmp_path)
-    assert file.stat().st_mtime_ns == written
-    third = build_tokenizer("bpe", vocab_size=400, texts=texts)
-    assert first.get_vocab() == second.get_vocab() == third.get_vocab()
+    assert first.get_vocab() == second.get_vocab()
     assert len(next(iter(tokenize_documents(first, texts[:1])))) < len(texts[0].encode())
-    # other texts, other file
-    build_tokenizer("bpe", vocab_size=400, texts=texts[1:], cache_dir=tmp_path)
-    assert len(list(tmp_path.glob("bpe-400-*.json"))) == 2
 
 
 @pytest.mark.parametrize(

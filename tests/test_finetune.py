@@ -21,13 +21,23 @@ from transformers import (
 )
 
 from tiny import slow_but
-from whatwhere.scripts import finetune as script
+from whatwhere.scripts.commands import finetune as command
+from whatwhere.scripts.data.pack import endless_blocks
 from whatwhere.scripts.data.tokenize import build_tokenizer
-from whatwhere.scripts.training.lock import lock_folder
-from whatwhere.scripts.training.loop import Interrupted, TrainingError
+from whatwhere.scripts.training import finetune as script
+from whatwhere.scripts.training.errors import Interrupted, TrainingError
+from whatwhere.scripts.training.run_folder import RunFolder
 
 # peft 0.21 asks the model by the name that transformers has replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def finetune(arguments):
+    """Runs the command line; returns the results."""
+    options = command.parser().parse_args(arguments)
+    place = {"resume": options.resume, "data_dir": options.data_dir}
+    return script.finetune(command.settings_of(options), options.output, **place, arguments=[])
+
 
 TINY = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 256}
 
@@ -78,20 +88,10 @@ def run(data_dir, tmp_path):
 
     def run(checkpoint, *arguments, output="run"):
         splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
-        fixed = [
-            "--data",
-            "local",
-            "--data-dir",
-            str(data_dir),
-            "--splits",
-            splits,
-            "--cpu",
-            "--output",
-            str(tmp_path / output),
-        ]
+        fixed = ["--data", "local", "--data-dir", str(data_dir), "--splits", splits, "--cpu"]
+        fixed += ["--output", str(tmp_path / output)]
         fast = ["--steps", "4", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "4"]
-        options = script.parser().parse_args([checkpoint, *fixed, *fast, "--learning-rate", "0.01", *arguments])
-        return tmp_path / output, script.finetune(options, arguments=[])
+        return tmp_path / output, finetune([checkpoint, *fixed, *fast, "--learning-rate", "0.01", *arguments])
 
     return run
 
@@ -238,8 +238,7 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
     folder, read = corpus
     fixed = ["--data", "pg19", "--data-dir", str(folder), "--streaming", "--shuffle-buffer", "8", "--cpu"]
     sizes = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "2"]
-    options = script.parser().parse_args([stock["llama"], *fixed, *sizes, "--output", str(tmp_path / "run")])
-    results = script.finetune(options, arguments=[])
+    results = finetune([stock["llama"], *fixed, *sizes, "--output", str(tmp_path / "run")])
     # Documents are tokenised 64 at a time, and not more of them than are needed.
     assert 0 < len(read) <= 65
     assert results["data"]["source"] == "pg19"
@@ -252,47 +251,43 @@ def test_an_endless_stream_begins_again(stock):
 
     tokenizer = build_tokenizer("bytes")
     documents = Dataset.from_list([{"text": "abc"}, {"text": "defgh"}]).to_iterable_dataset()
-    blocks = script._endless_blocks(documents, tokenizer, 5)
+    blocks = endless_blocks(documents, tokenizer, 5)
     found = [next(blocks)["input_ids"].tolist() for _ in range(4)]
     first, second = [*b"abc", 256, ord("d")], [*b"efgh", 256]
     assert found == [first, second, first, second]
-    with pytest.raises(ValueError, match="--sequence-length=11 is not valid: the text holds fewer tokens"):
-        next(script._endless_blocks(documents, tokenizer, 11))
+    with pytest.raises(ValueError, match="11 is not valid"):
+        next(endless_blocks(documents, tokenizer, 11))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "pg19", "--splits", '{"train": "x"}'], "--splits=.* has no effect with --data pg19"),
-        (["--data", "pg19", "--text-field", "page"], "--text-field='page' has no effect"),
-        (["--data", "stdlib", "--streaming"], "--streaming has no effect with --data stdlib"),
+        (["--data", "pg19", "--splits", '{"train": "x"}'], "splits={'train': 'x'}"),
+        (["--data", "pg19", "--text-field", "page"], "text_field='page'"),
+        (["--data", "stdlib", "--streaming"], "streaming=True"),
         (["--data", "wikitext103"], "split='train' of corpus 'wikitext103' is not known"),
-        (["--data", "pg19", "--train-file", "a.txt"], r"--train-file=\['a.txt'\] has no effect with --data pg19"),
-        (["--train-file", "a.txt"], "--data-dir=.* has no effect with --train-file"),
+        (["--data", "pg19", "--train-file", "a.txt"], r"train_file=\['a.txt'\]"),
+        (["--train-file", "a.txt"], "data_dir=.* has no effect with train_file"),
     ],
 )
 def test_text_options_without_effect(stock, tmp_path, arguments, message):
-    options = script.parser().parse_args(
-        [stock["llama"], *arguments, "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")]
-    )
     with pytest.raises(ValueError, match=message):
-        script.finetune(options, arguments=[])
+        finetune([stock["llama"], *arguments, "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--train-file", "no.txt"], "train_file='no.txt' is not valid: there is no such file"),
-        (["--data", "local"], "source='local' needs files: .*Example: --train-file"),
-        (["--data", "local", "--validation-file", "no.txt"], "needs train_file"),
+        (["--data", "local"], "splits=None"),
+        (["--data", "local", "--validation-file", "no.txt"], "validation_file=.*train_file"),
     ],
 )
 def test_errors_of_the_text_come_before_the_model(stock, tmp_path, monkeypatch, arguments, message):
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     monkeypatch.setattr(script, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    options = script.parser().parse_args([stock["llama"], *arguments, "--output", str(tmp_path / "run")])
     with pytest.raises(ValueError, match=message):
-        script.finetune(options, arguments=[])
+        finetune([stock["llama"], *arguments, "--output", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 
@@ -300,7 +295,7 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("how now brown cow, " * 100)
     arguments = [stock["llama"], "--train-file", str(tmp_path / "a.txt"), "--cpu", "--output", str(tmp_path / "run")]
     fast = ["--steps", "4", "--batch-size", "2", "--sequence-length", "16", "--learning-rate", "0.01"]
-    script.main([*arguments, *fast])
+    command.main([*arguments, *fast])
     said = capsys.readouterr().out
     assert "the last 5% of the document are held out" in said
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -405,7 +400,7 @@ def test_damaged_checkpoint(run, interrupted, tmp_path, name):
     content = file.read_bytes()
     for damaged in (None, content[:-20]):
         file.unlink() if damaged is None else file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"{name}' is damaged: .* to go on from 'checkpoint-1'\.$"):
+        with pytest.raises(ValueError, match=rf"{name}' is damaged: .* to continue from 'checkpoint-1'\.$"):
             run(*interrupted, "--resume", output="parts")
     # as if it was killed while it saved
     (file.parent / "trainer_state.json").unlink()
@@ -413,7 +408,7 @@ def test_damaged_checkpoint(run, interrupted, tmp_path, name):
 
 
 def test_one_run_a_folder(run, stock, tmp_path):
-    with lock_folder(tmp_path / "run"), pytest.raises(TrainingError, match=r"is in use: process \d+ on "):
+    with RunFolder(tmp_path / "run").lock(), pytest.raises(TrainingError, match=r"is in use: process \d+ on "):
         run(stock["llama"], output="run")
 
 
@@ -424,7 +419,7 @@ def test_what_resume_refuses(run, stock):
     with pytest.raises(TrainingError, match="finished run"):
         run(stock["llama"], "--resume")
     (output / "results.json").unlink()
-    with pytest.raises(ValueError, match=r"weight_decay: 0\.0 → 0\.5"):
+    with pytest.raises(TrainingError, match=r"weight_decay: 0\.0 → 0\.5"):
         run(stock["llama"], "--resume", "--weight-decay", "0.5")
 
 
@@ -437,8 +432,8 @@ def test_what_resume_refuses(run, stock):
         (["--position-encoding", "pop"], "position_encoding='pop'.*'pope'"),
         (["--position-encoding-parameters", '{"thta": 1}'], "thta"),
         (["--rope-parameters", '{"rope_type": "yarm"}'], "yarm"),
-        (["--position-encoding", "absolute", "--sequence-length", "64"], "--sequence-length=64.*reaches 32"),
-        (["--merge"], "--merge has no effect"),
+        (["--position-encoding", "absolute", "--sequence-length", "64"], "sequence_length=64.*32"),
+        (["--merge"], "merge=True"),
         (["--tokenizer", "./no/tokenizer"], "no tokenizer"),
     ],
 )
@@ -464,25 +459,20 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     # no folder is left behind, and the command line says it in one line
     assert not (tmp_path / "run").exists()
     with pytest.raises(SystemExit) as caught:
-        script.main([str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
+        command.main([str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
     assert str(caught.value.code).startswith("error: checkpoint=")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        ("--steps", "0", "at least 1"),
-        ("--sequence-length", "0", "at least 2"),
-        ("--learning-rate", "0", "greater than 0"),
-        ("--evaluation-blocks", "0", "at least 1"),
-        ("--shuffle-buffer", "0", "at least 1"),
-        ("--lora-dropout", "1.5", r"in \[0, 1\)"),
-    ],
-)
-def test_options_out_of_range(option, value, allowed, tmp_path):
-    options = script.parser().parse_args(["anything", "--output", str(tmp_path / "out"), option, value])
-    with pytest.raises(
-        script.FinetuneError, match=rf"{option}={float(value):g}(\.0)? is not valid: it must be {allowed}"
-    ):
-        script.finetune(options)
+def test_options_out_of_range(tmp_path):
+    """All of them are said together."""
+    values = {"steps": 0, "sequence-length": 0, "learning-rate": 0.0, "shuffle-buffer": 0, "lora-dropout": 1.5}
+    options = [argument for name, value in values.items() for argument in (f"--{name}", str(value))]
+    with pytest.raises(script.FinetuneError) as caught:
+        finetune(["anything", "--output", str(tmp_path / "out"), "--schedule", "step", *options])
+    for name, value in {**values, "schedule": "step"}.items():
+        assert any(text.startswith(f"{name.replace('-', '_')}={value!r} ") for text in caught.value.problems), name
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_has_every_setting():
+    assert {name.replace("-", "_") for name in command.OPTIONS} == set(script.Settings.model_fields) - {"checkpoint"}

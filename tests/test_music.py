@@ -49,7 +49,7 @@ def test_chorales_by_address(folder, monkeypatch):
         return str(folder / "jsb_chorales" / "Jsb16thSeparated.json")
 
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
-    monkeypatch.setattr("datasets.DownloadManager.download", download)
+    monkeypatch.setattr("datasets.DownloadManager.download_and_extract", download)
     assert load_corpus("jsb_chorales", "test")["text"] == ["61 60 59 58"]
     assert asked == [CORPORA["jsb_chorales"].hub["test"][0]]
 

@@ -1,6 +1,8 @@
-"""What is installed, what may import what, and what must not be in the repository."""
+"""What is installed, what may import contextlib
+import what, and what must not be in the repository."""
 
 import ast
+import importlib.util
 import json
 import os
 import pathlib
@@ -94,7 +96,8 @@ def test_modeling_is_flat() -> None:
     assert folders <= {"__pycache__"}
 
 
-@pytest.mark.parametrize("path", [*MODELING, *CONFIGURATION], ids=relative)
+# `__main__.py` is the command, which no other file imports: it never travels.
+@pytest.mark.parametrize("path", [*(p for p in MODELING if p.name != "__main__.py"), *CONFIGURATION], ids=relative)
 def test_imports_of_files_that_travel_with_a_checkpoint(path: pathlib.Path) -> None:
     siblings = {p.stem for p in path.parent.glob("*.py")}
     travels = path.name != "__init__.py" and not (
@@ -179,18 +182,21 @@ def test_no_machine_paths_in_the_repository() -> None:
 
 
 BASE_INSTALL = """
-import contextlib, io, json, runpy, sys
+import contextlib, importlib, io, json, sys
+
+from whatwhere.scripts import cli
 
 hidden, scripts = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(hidden))
 messages = {}
 for script, arguments in scripts.items():
-    sys.argv[1:] = arguments
     said = io.StringIO()
-    sys.modules.pop("whatwhere.scripts." + script, None)
     try:
         with contextlib.redirect_stderr(said):
-            runpy.run_module("whatwhere.scripts." + script, run_name="__main__", alter_sys=True)
+            if "." in script:
+                importlib.import_module("whatwhere.scripts." + script).main(arguments)
+            else:
+                cli.main([script, *arguments])
     except SystemExit as stop:
         messages[script] = said.getvalue().strip() + (stop.code if isinstance(stop.code, str) else "")
 print(json.dumps(messages))
@@ -208,10 +214,10 @@ def test_base_install_is_told_the_extra(tmp_path):
     scripts = {
         "train": (["demo_rope"], "datasets", "train"),
         "finetune": (["x", "--output", "y"], "datasets", "train"),
-        "evaluation.task": (["x"], "datasets", "train"),
+        "task": (["x"], "datasets", "train"),
         "demo": ([], "datasets", "train"),
-        "evaluation.length": (["x", "--data", "pg19"], "datasets", "train"),
-        "evaluation.zero_shot": (["CHECKPOINT"], "lm_eval", "eval"),
+        "length": (["x", "--data", "pg19"], "datasets", "train"),
+        "zero-shot": (["CHECKPOINT"], "lm_eval", "eval"),
         "reproduce": (["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
     }
     asked = json.dumps([hidden, {name: arguments for name, (arguments, _, _) in scripts.items()}])
@@ -225,3 +231,38 @@ def test_base_install_is_told_the_extra(tmp_path):
         assert len(message.splitlines()) == 1, f"{name}: {message}"
         assert module in message, f"{name}: {message}"
         assert f'pip install "whatwhere[{extra}]"' in message, f"{name}: {message}"
+
+
+def test_help_fits_a_screen(capsys):
+    from whatwhere.scripts import cli
+
+    for words in ([], ["train"], ["finetune"], ["reproduce"], ["demo"]):
+        with contextlib.suppress(SystemExit):
+            cli.main([*words, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert 10 <= len(lines) <= 50, words
+        assert max(map(len, lines)) <= 120
+
+
+def test_command(capsys):
+    """Every sub-command has a module and a line of help with an example."""
+    from whatwhere.scripts import cli
+
+    cli.main([])
+    text = capsys.readouterr().out
+    names = ["train", "finetune", "demo", "length", "zero-shot", "task", "reproduce", "analysis", "card"]
+    names += ["benchmark", "gpu-check"]
+    assert [name for _, name, *_ in cli.COMMANDS] == names
+    for _, name, summary, example, module in cli.COMMANDS:
+        assert f"whatwhere {name} {example}" in text
+        assert summary in text
+        assert importlib.util.find_spec(f"whatwhere.scripts.{module}")
+    with pytest.raises(SystemExit, match=r"'trian'.*'train'"):
+        cli.main(["trian"])
+
+
+def test_modules_of_the_command_are_not_shipped(tmp_path):
+    from tiny import tiny_model
+
+    tiny_model("llama", "rope").save_pretrained(tmp_path)
+    assert not {"__main__.py", "__init__.py"} & {file.name for file in tmp_path.iterdir()}

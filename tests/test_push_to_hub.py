@@ -17,7 +17,8 @@ from whatwhere.scripts.evaluation.results import write_json
 
 MODELING = pathlib.Path(__file__).parent.parent / "modeling"
 # What `modeling/` holds and a checkpoint does not need: the package itself, and the other family.
-NOT_SHIPPED = {"__init__.py", "configuration_whatwhere_gpt2.py", "modeling_whatwhere_gpt2.py"}
+NOT_SHIPPED = {"__init__.py", "__main__.py"}
+NOT_SHIPPED |= {"configuration_whatwhere_gpt2.py", "modeling_whatwhere_gpt2.py"}
 CONFIGURATION = {"configuration_common.py", "configuration_rope.py"}
 CODE = {file.name for file in MODELING.glob("*.py")} - NOT_SHIPPED | CONFIGURATION
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}

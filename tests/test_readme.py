@@ -1,7 +1,7 @@
 """Every snippet of README.md is executed, and its table is the list of encodings."""
 
 import ast
-import importlib.util
+import importlib
 import pathlib
 import re
 import shlex
@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 import whatwhere
 from tiny import tiny_model
 from whatwhere.position_encodings import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.scripts import cli
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 
@@ -58,19 +59,17 @@ def test_commands_exist_and_take_these_options(command, capsys):
     if command[0] == "lm_eval":
         importlib.import_module("lm_eval.__main__")
         return
-    if command[0] == "whatwhere":
-        module = f"whatwhere.scripts.{SUBCOMMANDS[command[1]]}"
-        command = [module, *command[2:]]
+    if "whatwhere" in command:
+        start = command.index("whatwhere") + 1
+        main, arguments = cli.main, [command[start], "--help"]
     else:
-        module = command[command.index("-m") + 1]
-    # What `python -m` runs, of a package and of a module.
-    package = importlib.util.find_spec(module).submodule_search_locations
-    script = importlib.import_module(f"{module}.__main__" if package else module)
+        start = command.index("-m") + 1
+        main, arguments = importlib.import_module(command[start]).main, ["--help"]
     with pytest.raises(SystemExit) as stopped:
-        script.main(["--help"])
+        main(arguments)
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for option in (word for word in command[command.index(module) :] if word.startswith("--")):
+    for option in (word for word in command[start:] if word.startswith("--")):
         assert option in text
     # A backslash that is lost at the end of a line leaves the next line's indentation inside a command.
     assert not re.search(r"\S {6,}--", text)

@@ -15,7 +15,7 @@ from toys import toy_recipe
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import task as script
 from whatwhere.scripts.evaluation.answers import choice_likelihoods, count_errors, summarise
-from whatwhere.scripts.tasks.registry import task_config
+from whatwhere.scripts.toy_tasks.registry import task_config
 from whatwhere.scripts.training.loop import train
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -25,10 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny import slow_but
 from toys import SOLVABLE, toy_recipe
-from whatwhere.scripts.training import estimate, loop
-from whatwhere.scripts.training.lock import lock_folder
-from whatwhere.scripts.training.loop import Interrupted, Run, TrainingError, train
+from whatwhere.scripts.commands import train as train_command
+from whatwhere.scripts.training import data, estimate, loop, progress
+from whatwhere.scripts.training.errors import Interrupted, TrainingError
+from whatwhere.scripts.training.loop import Run, train
 from whatwhere.scripts.training.recipe import parse_recipe
+from whatwhere.scripts.training.run_folder import RunFolder
 
 # What differs between two runs that are otherwise equal.
 CLOCK = {"tokens_per_second", "samples_per_second", "sequences_per_second"}
@@ -123,7 +126,7 @@ def test_finished_folder(finished):
     assert {"recipe.yaml", "metrics.jsonl", "results.json"} <= names
     assert json.loads((output / "results.json").read_text()) == results
     assert results["recipe"] == recipe().resolved()
-    assert results["command"] == "python -m whatwhere.scripts.train tiny.yaml --output 'a b'"
+    assert results["command"] == "whatwhere train tiny.yaml --output 'a b'"
     assert (results["steps"], results["tokens_trained"], results["seed"]) == (6, 6 * 4 * 24, 0)
     assert results["data"]["split"] == "test"
     assert {"torch", "transformers", "accelerate", "datasets"} <= set(results["versions"])
@@ -180,8 +183,8 @@ def test_progress_in_a_log(data_dir, tmp_path, monkeypatch, capsys):
     assert said[0] == "tiny: reading and tokenising the data"
     assert re.fullmatch(r"tiny: [\d,]+ parameters, 6 steps on cpu", said[1])
     assert len(said) == 2, "a run of a second needs no lines about its progress"
-    monkeypatch.setattr(loop, "_FIRST_LINE", 0.0)
-    monkeypatch.setattr(loop, "_NEXT_LINE", 0.0)
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(progress, "NEXT_LINE", 0.0)
     train(recipe(), tmp_path / "slow", data_dir=data_dir)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tiny: step")]
     assert len(lines) == 6
@@ -310,7 +313,7 @@ def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
         with pytest.raises(Interrupted):
             train(recipe(), output, data_dir=data_dir)
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    with pytest.raises(TrainingError, match=r"now\): training\.learning_rate: 0\.01 → 0\.02\.$"):
+    with pytest.raises(TrainingError, match=r"training\.learning_rate: 0\.01 → 0\.02\."):
         train(recipe(training__learning_rate=0.02), output, resume=True, data_dir=data_dir)
     with pytest.raises(TrainingError, match=r"is not empty.*--resume"):
         train(recipe(), output, data_dir=data_dir)
@@ -395,7 +398,7 @@ def test_damaged_checkpoint(interrupted, data_dir, tmp_path, name, damage):
         train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
     message = str(caught.value)
     assert str(file) in message or (name == "manifest.json" and "step-00000004" in message)
-    assert message.endswith("'step-00000002' is whole: go on from it with --resume-from 2.")
+    assert message.endswith("'step-00000002' is whole: continue from it with --resume-from 2.")
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
@@ -525,14 +528,14 @@ def test_lock_of_a_killed_process(tmp_path):
     child = os.fork()
     if child == 0:
         try:
-            with lock_folder(tmp_path):
+            with RunFolder(tmp_path).lock():
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     assert (tmp_path / ".lock").exists()
-    with lock_folder(tmp_path):
+    with RunFolder(tmp_path).lock():
         assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
     assert not list(tmp_path.iterdir())
 
@@ -770,11 +773,11 @@ def test_toy_scores_by_hand(task, encoding, differs, tmp_path):
 def test_seed_decides_the_toy_samples(finished_toy, tmp_path):
     """Training samples follow the run's seed; held-out ones are the same for every seed."""
     runs = [Run(short_toy(seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
-    first, other = (run.batches(0)["input_ids"] for run in runs)
+    first, other = (run.data.batches(0)["input_ids"] for run in runs)
     assert first.shape != other.shape or not torch.equal(first, other)
-    for name, rows in runs[0].held_out.items():
-        assert torch.equal(rows[range(4)]["input_ids"], runs[1].held_out[name][range(4)]["input_ids"])
-    assert runs[0].text_sha256 == finished_toy[1]["text_sha256"] != runs[1].text_sha256
+    for name, rows in runs[0].data.held_out.items():
+        assert torch.equal(rows[range(4)]["input_ids"], runs[1].data.held_out[name][range(4)]["input_ids"])
+    assert runs[0].data.splits_sha256["train"] == finished_toy[1]["text_sha256"] != runs[1].data.splits_sha256["train"]
 
 
 @pytest.mark.parametrize("train_samples", [9, pytest.param(None, marks=pytest.mark.slow)], ids=["epochs", "stream"])
@@ -802,7 +805,7 @@ def test_toy_resume_refuses_other_samples(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=r"data\.task_parameters\.pass_weight: 2 → 3"):
         train(changed, tmp_path / "run", resume=True)
     # As after a change of the code, or of numpy's random numbers.
-    from whatwhere.scripts.tasks.counting import CountingConfig
+    from whatwhere.scripts.toy_tasks.counting import CountingConfig
 
     draw = CountingConfig.draw
     monkeypatch.setattr(CountingConfig, "draw", lambda self, random: draw(self, random.spawn(1)[0]))
@@ -815,7 +818,7 @@ def test_toy_resume_refuses_other_samples(tmp_path, monkeypatch):
 
 def test_unwritable_output(data_dir, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
-    monkeypatch.setattr(loop, "load_text", lambda *a, **k: pytest.fail("work was done before the folder was checked"))
+    monkeypatch.setattr(data, "load_text", lambda *a, **k: pytest.fail("work was done before the folder was checked"))
     with pytest.raises(TrainingError, match="cannot be written"):
         train(recipe(), tmp_path / "file" / "run", data_dir=data_dir)
 
@@ -860,7 +863,7 @@ def first_step(changes, data_dir, tmp_path):
     gradients = {}
 
     run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
-    loss, norm = run.train_step(run.batches(0))
+    loss, norm = run.train_step(run.data.batches(0))
     return loss, norm, gradients
 
 
@@ -887,7 +890,7 @@ def test_accumulation_of_a_toy_task(tmp_path, loss):
         run = Run(toy_recipe("flip_flop", **changes), tmp_path / "x")
         gradients = {}
         run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
-        return *run.train_step(run.batches(0)), gradients
+        return *run.train_step(run.data.batches(0)), gradients
 
     whole_loss, norm, gradients = step(None)
     for micro_batch_size in (1, 2):
@@ -928,7 +931,7 @@ def write_recipe(folder, changed):
     return str(file)
 
 
-TRAIN = ["-m", "whatwhere.scripts.train"]
+TRAIN = ["-m", "whatwhere", "train"]
 
 
 @pytest.mark.slow
@@ -991,7 +994,7 @@ def test_another_process_stops_working(data_dir, tmp_path, number, reason):
     assert one.returncode == 1, said
     message = said.splitlines()[-1]
     assert re.search(f"error: another of 2 processes {reason}", message), said
-    assert re.search(r"The last checkpoint, 'step-0000\d+', is whole: go on from it with --resume\.", message)
+    assert re.search(r"The last checkpoint, 'step-0000\d+', is whole: continue from it with --resume\.", message)
 
 
 def test_processes_must_divide_the_batch(data_dir, tmp_path, monkeypatch):
@@ -1020,23 +1023,19 @@ def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
     process.terminate()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert "Go on with" in said
+    assert "Continue with" in said
     assert "Traceback" not in said
     (checkpoint,) = (output / "checkpoints").glob("step-*")
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:])
 
-    import shlex
-
-    from whatwhere.scripts import train as script
-
     line = next(line for line in said.splitlines() if "--resume" in line)
-    arguments = shlex.split(line)[3:]
+    arguments = shlex.split(line)[2:]
     assert arguments[-2:] == ["--data-dir", str(data_dir)]
     # finished in this process, after as many steps as it takes to see that it went on from there
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, int(checkpoint.name[5:]) + 1)
         with pytest.raises(SystemExit) as caught:
-            script.main(arguments)
+            train_command.main(arguments)
     assert caught.value.code == 128 + signal.SIGTERM
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:]) + 2
 
@@ -1074,10 +1073,8 @@ def test_own_text(tmp_path, capsys):
     ],
 )
 def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
-    from whatwhere.scripts import train as script
-
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     with pytest.raises(SystemExit) as caught:
-        script.main([*arguments, "--output", str(tmp_path / "run")])
+        train_command.main([*arguments, "--output", str(tmp_path / "run")])
     assert message in str(caught.value.code)
     assert "\n" not in str(caught.value.code)

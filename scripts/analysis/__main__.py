@@ -1,8 +1,8 @@
 """Looks into trained checkpoints, and draws what it finds as PNG, SVG and an interactive page.
 
-    python -m whatwhere.scripts.analysis frequencies runs/rope runs/pope
-    python -m whatwhere.scripts.analysis deltas runs/pope
-    python -m whatwhere.scripts.analysis maps runs/cope --text article.txt --tokens 256
+    whatwhere analysis frequencies runs/rope runs/pope
+    whatwhere analysis deltas runs/pope
+    whatwhere analysis maps runs/cope --text article.txt --tokens 256
 
 A checkpoint is a folder or a Hub id. On a laptop each takes seconds for a model of 100 million parameters; a GPU is
 used if there is one.
@@ -39,7 +39,7 @@ from ..evaluation.results import check_writable, provenance, write_json
 from ..extras import explain
 from . import common, deltas, frequencies, maps, page
 
-MODULE = "whatwhere.scripts.analysis"
+COMMAND = "analysis"
 
 
 def parse_indices(text: str) -> list[int]:
@@ -58,7 +58,7 @@ def parse_indices(text: str) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"whatwhere {COMMAND}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     usages = []
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = one.parse_args(arguments)
     try:
         check_writable(options.output)
-        printed = COMMANDS[options.command](options, provenance(MODULE, arguments))
+        printed = COMMANDS[options.command](options, provenance(COMMAND, arguments))
     except (ValueError, OSError, ImportError) as error:
         one.exit(2, f"error: {explain(error)}\n")
     print(printed)

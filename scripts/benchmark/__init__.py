@@ -1,1 +1,1 @@
-"""The benchmark: `python -m whatwhere.scripts.benchmark` (its manual is the docstring of `__main__`)."""
+"""The benchmark: `whatwhere benchmark` (its manual is the docstring of `__main__`)."""

@@ -2,13 +2,13 @@
 
 On a laptop (a minute with `--quick`, about ten without):
 
-    python -m whatwhere.scripts.benchmark --quick
-    python -m whatwhere.scripts.benchmark --lengths 1024,4096 --threads 2
+    whatwhere benchmark --quick
+    whatwhere benchmark --lengths 1024,4096 --threads 2
 
 On a GPU (`make gpu-check` checks the kernels first; without `--minutes` it takes as long as it takes):
 
-    python -m whatwhere.scripts.benchmark --device cuda --minutes 5
-    python -m whatwhere.scripts.benchmark --device cuda --providers cope-triton-half,pope-triton --lengths 4096
+    whatwhere benchmark --device cuda --minutes 5
+    whatwhere benchmark --device cuda --providers cope-triton-half,pope-triton --lengths 4096
 
 Attention (`--parts attention`), shape batch x heads x length x head dim. Ratios are to RoPE + SDPA in the same run, on
 a GPU to its fastest backend:
@@ -349,7 +349,7 @@ def positive(text: str) -> float:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.benchmark",
+        prog="whatwhere benchmark",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -453,7 +453,7 @@ def isolate(arguments: Sequence[str], parsed: argparse.Namespace) -> int:
     code = 0
     for name in names:
         part = "model" if name in MODELS else "attention"
-        command = [sys.executable, "-m", "whatwhere.scripts.benchmark", *rest, "--parts", part, "--providers", name]
+        command = [sys.executable, "-m", "whatwhere", "benchmark", *rest, "--parts", part, "--providers", name]
         code = max(code, subprocess.run(command).returncode)
     return code
 

@@ -268,7 +268,7 @@ def _tables_of(folder: pathlib.Path, training: Mapping[str, Any]) -> list[dict[s
 
 def regenerate(output: pathlib.Path, *, figures: bool = True) -> list[pathlib.Path]:
     """Writes every card in a folder anew, of models and of tables, and the list of them; returns their paths."""
-    from ..reproduce.report import card_from_results
+    from ..reproduction.report import card_from_results
 
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):

@@ -216,7 +216,9 @@ def _parameters(config: Any) -> Iterator[tuple[str, Any]]:
 
 def _differences(training: Mapping[str, Any]) -> dict[str, str]:
     """Returns the parameters in which the test sets of a toy task differ from training, by their names."""
-    sets = training.get("recipe", {}).get("data", {}).get("test_sets") or {}
+    if training["data"].get("source") != "task":
+        return {}
+    sets = training["recipe"]["data"]["test_sets"] or {}
     return {
         name: ", ".join(f"{key} {value}" for key, value in changed.items() if key != "test_samples")
         for name, changed in sets.items()

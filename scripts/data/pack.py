@@ -3,18 +3,14 @@
 import hashlib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow
 import torch
 from transformers import PreTrainedTokenizerBase
-
-try:
-    import datasets
-    import pyarrow
-except ImportError as error:
-    raise ImportError('packing needs `datasets`: pip install "whatwhere[train]"') from error
 
 from .tokenize import tokenize_pieces
 
@@ -118,18 +114,23 @@ class SeparateBlocks:
         return pad_blocks([self.blocks[index] for index in indices], self.pad_token_id, self.sequence_length)
 
 
-def pad_blocks(blocks: Sequence[np.ndarray], pad_token_id: int, longest: int) -> dict[str, torch.Tensor]:
-    """Returns `input_ids` and `labels`, int64 (B, T), of blocks (T or less): labels of padding are ignored.
+def pad_blocks(
+    blocks: Sequence[np.ndarray], pad_token_id: int, longest: int | None, labels: Sequence[np.ndarray] | None = None
+) -> dict[str, torch.Tensor]:
+    """Returns `input_ids` and `labels`, int64 (B, T), of blocks padded on the right: labels of padding are ignored.
 
-    T is the length of the longest block, rounded up to a multiple of 8 but not beyond `longest`.
+    T is the length of the longest block, rounded up to a multiple of 8 but not beyond `longest`. Without `labels`,
+    every token has one.
     """
     width = max(len(block) for block in blocks)
-    width = min(width + -width % _MULTIPLE, longest)
-    input_ids = torch.full((len(blocks), width), pad_token_id, dtype=torch.int64)
-    labels = torch.full((len(blocks), width), IGNORED, dtype=torch.int64)
-    for row, block in enumerate(blocks):
-        input_ids[row, : len(block)] = labels[row, : len(block)] = torch.from_numpy(block)
-    return {"input_ids": input_ids, "labels": labels}
+    width += -width % _MULTIPLE
+    shape = (len(blocks), width if longest is None else min(width, longest))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    targets = torch.full(shape, IGNORED, dtype=torch.int64)
+    for row, (block, labelled) in enumerate(zip(blocks, blocks if labels is None else labels)):
+        input_ids[row, : len(block)] = torch.from_numpy(block)
+        targets[row, : len(block)] = torch.from_numpy(labelled)
+    return {"input_ids": input_ids, "labels": targets}
 
 
 def blocks_sha256(blocks: "datasets.Dataset | SeparateBlocks") -> str:
@@ -152,7 +153,7 @@ class ShuffledBatches:
     accumulation, so that any split of the same global batch trains the same model, and a resumed run continues exactly.
     """
 
-    def __init__(self, blocks: datasets.Dataset | SeparateBlocks, batch_size: int, seed: int) -> None:
+    def __init__(self, blocks: Any, batch_size: int, seed: int) -> None:
         self.blocks, self.batch_size, self.seed = blocks, batch_size, seed
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
@@ -166,6 +167,19 @@ class ShuffledBatches:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
         return int(self._order[offset])
+
+
+def endless_blocks(
+    documents: Any, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str = "concat"
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the blocks of a stream, from its beginning again when it ends; raises ValueError if it holds none."""
+    for epoch in count():
+        documents.set_epoch(epoch)
+        block = None
+        for block in iterate_blocks(documents, tokenizer, sequence_length, pack):
+            yield block
+        if block is None:
+            raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream holds fewer tokens.")
 
 
 class StreamedBatches:
@@ -189,21 +203,7 @@ class StreamedBatches:
         self.batch_size, self._step = batch_size, 0
         self._pad = (tokenizer.pad_token_id, sequence_length) if pack == "separate" else None
         shuffled = documents.shuffle(seed=seed, buffer_size=shuffle_buffer) if shuffle_buffer > 1 else documents
-        self._blocks = self._iterate(shuffled, tokenizer, sequence_length, pack)
-
-    @staticmethod
-    def _iterate(
-        documents: datasets.IterableDataset, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str
-    ) -> Iterator[dict[str, np.ndarray]]:
-        epoch, found = 0, True
-        while found:
-            found = False
-            documents.set_epoch(epoch)
-            for block in iterate_blocks(documents, tokenizer, sequence_length, pack):
-                found = True
-                yield block
-            epoch += 1
-        raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream holds fewer tokens.")
+        self._blocks = endless_blocks(shuffled, tokenizer, sequence_length, pack)
 
     def __call__(self, step: int) -> dict[str, torch.Tensor]:
         """Returns the rows of step `step`, counted from 0; steps before it are skipped."""

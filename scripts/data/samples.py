@@ -1,4 +1,4 @@
-"""Batches of toy tasks' samples: padded, labelled, and a function of the seed and the step alone."""
+"""Samples of toy tasks as a model takes them: padded and labelled."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..tasks.common import TaskConfig
-from .pack import IGNORED
-
-# Widths of batches are multiples of this: fewer shapes for kernels to be tuned and compiled for.
-_MULTIPLE = 8
+from ..toy_tasks.common import TaskConfig
+from .pack import IGNORED, pad_blocks
 
 
 class TaskSamples:
@@ -72,38 +69,5 @@ class TaskSamples:
     def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """Returns `input_ids` and `labels`, int64 (B, T), of the samples with these indices."""
         rows = [self.row(index) for index in indices]
-        width = max(len(ids) for ids, _ in rows)
-        width += -width % _MULTIPLE
-        if self.block is not None:
-            width = min(width, self.block)
-        input_ids = np.full((len(rows), width), self.pad, dtype=np.int64)
-        labels = np.full((len(rows), width), IGNORED, dtype=np.int64)
-        for place, (ids, targets) in enumerate(rows):
-            input_ids[place, : len(ids)] = ids
-            labels[place, : len(ids)] = targets
-        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
-
-
-class TaskBatches:
-    """The global batch of every training step.
-
-    From a stream, each step takes the samples that follow those of the step before. Of a number of samples, each epoch
-    visits all of them, in its own order.
-    """
-
-    def __init__(self, samples: TaskSamples, batch_size: int, seed: int) -> None:
-        self.samples, self.batch_size, self.seed = samples, batch_size, seed
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
-
-    def __call__(self, step: int) -> dict[str, torch.Tensor]:
-        """Returns the rows of step `step`, counted from 0."""
-        places = range(step * self.batch_size, (step + 1) * self.batch_size)
-        if self.samples.count is None:
-            return self.samples[places]
-        return self.samples[[self._index(place, self.samples.count) for place in places]]
-
-    def _index(self, place: int, count: int) -> int:
-        epoch, offset = divmod(place, count)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(count)
-        return int(self._order[offset])
+        ids, labels = zip(*rows)
+        return pad_blocks(ids, self.pad, self.block, labels)

@@ -4,9 +4,7 @@ Bits per byte compare models with different tokenizers only if the bytes are tho
 `bytes_per_token` gives them for every entry of the vocabulary, so that they can be summed over any piece of a stream.
 """
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-try:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-except ImportError as error:
-    raise ImportError('the tokenizers need `tokenizers`: pip install "whatwhere[train]"') from error
 
 from .genome import GENOME_PATTERN, GENOME_WORDS
 from .music import CHORALE_WORDS, remi_words
@@ -50,7 +44,6 @@ def build_tokenizer(
     vocab_size: int | None = None,
     texts: Iterable[str] | None = None,
     model_max_length: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
 ) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
@@ -61,15 +54,13 @@ def build_tokenizer(
         vocab_size: the size of the `bpe` vocabulary, special tokens included; at least 258. Other kinds refuse it.
         texts: the documents on which `bpe` is trained: the training split, never the others.
         model_max_length: the length at which the tokenizer warns; by default never.
-        cache_dir: where a trained `bpe` is kept, under a hash of its texts and size, for the next run; by default it
-            is trained every time. Training is deterministic either way.
     """
     if vocab_size is not None and kind != "bpe":
         raise ValueError(
             f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' has a vocabulary size to choose."
         )
     if kind in ("bytes", "bpe"):
-        backend = _byte_tokenizer() if kind == "bytes" else _cached_bpe(vocab_size, texts, cache_dir)
+        backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
             tokenizer_object=backend,
             bos_token=END_OF_TEXT,
@@ -340,9 +331,7 @@ def _byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _cached_bpe(
-    vocab_size: int | None, texts: Iterable[str] | None, cache_dir: str | os.PathLike[str] | None
-) -> Tokenizer:
+def _train_bpe(vocab_size: int | None, texts: Iterable[str] | None) -> Tokenizer:
     if vocab_size is None or vocab_size < 258:
         raise ValueError(
             f"vocab_size={vocab_size!r} is not valid: tokenizer='bpe' needs an integer of at least 258 (256 bytes and "
@@ -350,23 +339,6 @@ def _cached_bpe(
         )
     if texts is None:
         raise ValueError("texts=None is not valid: tokenizer='bpe' is trained on texts.")
-    if cache_dir is None:
-        return _train_bpe(vocab_size, texts)
-    texts = list(texts)
-    digest = hashlib.sha256(str(vocab_size).encode())
-    for text in texts:
-        digest.update(hashlib.sha256(text.encode()).digest())
-    file = Path(cache_dir) / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}.json"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Written under another name first: a process that reads at the same time finds a whole file or none.
-        draft = file.with_suffix(f".{os.getpid()}.tmp")
-        _train_bpe(vocab_size, texts).save(str(draft))
-        draft.replace(file)
-    return Tokenizer.from_file(str(file))
-
-
-def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

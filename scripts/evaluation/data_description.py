@@ -61,7 +61,7 @@ def _describe(source: str, choice: str | None, data: Mapping[str, Any]) -> dict[
         name = choice.partition(":")[0]
         corpus = CORPORA[name]
         # Addresses of files elsewhere are no data sets of the Hub.
-        hub = corpus.hub.get("train", ("",))[0].removeprefix("hf://datasets/").partition("@")[0]
+        hub = (corpus.hub.get("train", ("",))[0] or "").removeprefix("hf://datasets/").partition("@")[0]
         return {
             **about,
             "corpus": name,

@@ -18,7 +18,7 @@ at most --solved. Means and (sample) standard deviations are over checkpoints.
 
     whatwhere task --task alice openai-community/gpt2
 
-asks any causal language model how often a word is in the last sentence (see `whatwhere.scripts.tasks.alice`), and
+asks any causal language model how often a word is in the last sentence (see `whatwhere.scripts.toy_tasks.alice`), and
 reports how often the right one of the answers 0 to 5 is the most likely one (`accuracy`), its mean probability among
 the six (`probability`), and how often the most common answer is right (`most_common`), which needs no model.
 """
@@ -40,8 +40,8 @@ from .results import check_writable, markdown_table, provenance, read_json, writ
 
 try:
     from ..data.samples import TaskSamples
-    from ..tasks.alice import LARGEST_ANSWER, AliceConfig
-    from ..tasks.registry import PROBES, TASKS, task_config
+    from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
+    from ..toy_tasks.registry import PROBES, TASKS, task_config
     from .answers import choice_likelihoods, score_samples
 except ImportError as error:
     fail_import(__name__, error)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written, checked and loaded without executing anything that they hold.
+"""Checkpoints: written, checked and loaded without executing anything that they hold.
 
 | file | holds |
 |---|---|
@@ -10,16 +10,23 @@
 The learning-rate schedule is a function of the step: nothing of it is saved.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
+
+from .errors import TrainingError
+from .run_folder import RunFolder, step_of
 
 FORMAT = 1
 FILES = ("model.safetensors", "optimizer.safetensors", "run.json")
@@ -29,16 +36,144 @@ class DamagedCheckpoint(Exception):
     """A checkpoint that cannot be loaded, with the file and the reason."""
 
 
+class Checkpoints:
+    """The checkpoints of a run, and the weights of the best model so far; each is there whole or not at all.
+
+    Args:
+        folder: of the run.
+        keep: how many of the newest checkpoints are kept.
+    """
+
+    def __init__(self, folder: RunFolder, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def save(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        best: dict[str, Any] | None,
+    ) -> None:
+        """Writes a checkpoint after step `state["step"]`, and deletes old ones; `best` is that of `save_best`.
+
+        Raises:
+            TrainingError: a file cannot be written.
+        """
+        folder = self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
+        draft = folder.with_name(f".{folder.name}")
+        try:
+            with self.writing(folder):
+                draft.mkdir(parents=True)
+                best_sha256 = None if best is None else file_sha256(self.best_file(best))
+                write_checkpoint(draft, model, optimizer, {**state, "best": best, "best_sha256": best_sha256})
+                draft.rename(folder)
+        except TrainingError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        self.remove(self.folder.checkpoints()[: -self.keep], best)
+
+    def remove(self, folders: list[Path], best: dict[str, Any] | None) -> None:
+        """Deletes checkpoints, and the weights that were the best but are neither `best` nor those of a checkpoint."""
+        for folder in folders:
+            # A process that is killed meanwhile leaves no incomplete checkpoint.
+            draft = folder.with_name(f".{folder.name}")
+            folder.rename(draft)
+            shutil.rmtree(draft)
+        wanted = {self.best_file(best)} if best is not None else set()
+        for folder in self.folder.checkpoints():
+            with contextlib.suppress(OSError, ValueError):
+                state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+                if state["best"] is not None:
+                    wanted.add(self.best_file(state["best"]))
+        for file in self.folder.path.glob("checkpoints/best-*"):
+            if file not in wanted:
+                file.unlink()
+
+    def until(self, step: int | None) -> list[Path]:
+        """Returns the checkpoints up to that after `step`, or all.
+
+        Raises:
+            TrainingError: there is none after this step.
+        """
+        folders = self.folder.checkpoints()
+        steps = [step_of(folder) for folder in folders]
+        if step is not None and step not in steps:
+            raise TrainingError(
+                f"--resume-from {step!r} is not valid: there is no checkpoint after this step. Allowed: "
+                f"{', '.join(map(str, steps)) or 'none'}."
+            )
+        return folders if step is None else folders[: steps.index(step) + 1]
+
+    def read(self, folders: list[Path]) -> dict[str, Any]:
+        """Checks the last of these checkpoints and returns the contents of its `run.json`.
+
+        Raises:
+            TrainingError: it is damaged; the message names the newest one that is whole.
+        """
+        try:
+            return self._read(folders[-1])
+        except DamagedCheckpoint as error:
+            damage = error
+        for folder in reversed(folders[:-1]):
+            with contextlib.suppress(DamagedCheckpoint):
+                self._read(folder)
+                raise TrainingError(
+                    f"{damage}. {folder.name!r} is whole: continue from it with --resume-from {step_of(folder)}."
+                ) from damage
+        raise TrainingError(f"{damage}. No earlier checkpoint is whole: start again in another folder.") from damage
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        state = read_checkpoint(folder)
+        if state["best"] is not None:
+            file = self.best_file(state["best"])
+            if not file.exists() or file_sha256(file) != state["best_sha256"]:
+                raise DamagedCheckpoint(f"{str(file)!r}, the best model of {folder.name!r}, is missing or damaged")
+        return state
+
+    def best_file(self, best: dict[str, Any]) -> Path:
+        """Returns the file of the best model, `best["step"]` of which is the step after which it was the best."""
+        return self.folder.path / "checkpoints" / f"best-{int(best['step']):08d}.safetensors"
+
+    def save_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
+        """Writes the weights of the best model, and deletes those that are not needed any more."""
+        file = self.best_file(best)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(f".{file.name}")
+        with self.writing(file):
+            save_model(model, str(draft))
+            draft.replace(file)
+        self.remove([], best)
+
+    def load_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
+        """Loads the weights of the best model; raises TrainingError if they cannot be read."""
+        file = self.best_file(best)
+        try:
+            load_model(model, str(file))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise TrainingError(f"{str(file)!r}, the best model, cannot be read: {error}") from error
+
+    @contextlib.contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Turns an error of writing a file (a full disk, most often) into a TrainingError that says how to continue."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self.advice()}") from error
+
+    def advice(self) -> str:
+        """Returns where a run that stops now can continue."""
+        if not (folders := self.folder.checkpoints()):
+            return "There is no checkpoint yet."
+        return f"The last checkpoint, {folders[-1].name!r}, is whole: continue from it with --resume."
+
+
 def write_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
     """Writes the files of a checkpoint into an existing, empty folder, and waits until they are on the disk.
 
-    Args:
-        folder: where they go.
-        model: without its data-parallel wrapper.
-        optimizer: its optimiser.
-        state: what else belongs to it, as JSON; `parameter_groups` is added.
+    `state` is what else belongs to it, as JSON; `parameter_groups` is added.
     """
     save_model(model, str(folder / "model.safetensors"))
     optimizer_state = optimizer.state_dict()

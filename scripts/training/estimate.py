@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer
-from ..tasks.common import build_tokenizer as build_task_tokenizer
+from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe
 

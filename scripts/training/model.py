@@ -1,26 +1,16 @@
 """The model and the optimiser of a recipe: the one place that knows which classes `model.family` stands for."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from whatwhere import (
-    WhatWhereGPT2Config,
-    WhatWhereGPT2ForCausalLM,
-    WhatWhereLlamaConfig,
-    WhatWhereLlamaForCausalLM,
-)
-from whatwhere.position_encoding import suggest
+from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 from whatwhere.position_encodings import reach
 
-from .recipe import Recipe, RecipeError, TrainingRecipe
+from .recipe import Recipe, RecipeError, TrainingRecipe, model_problem
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "gpt2": (WhatWhereGPT2Config, WhatWhereGPT2ForCausalLM),
-    "llama": (WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM),
-}
+FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhereLlamaForCausalLM}
 
 
 def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
@@ -53,7 +43,7 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
             )
     if problem := model_problem({"family": family, **fields}):
         raise RecipeError(problem)
-    config = FAMILIES[family][0](**fields)
+    config = FAMILIES[family].config_class(**fields)
     limit = reach(config)
     if limit is not None and length > limit:
         what = (
@@ -66,22 +56,9 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
     return config
 
 
-def model_problem(fields: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the fields of a recipe's `model`, `family` among them, or None."""
-    fields = dict(fields)
-    family = fields.pop("family")
-    if family not in FAMILIES:
-        return f"model.family={family!r} is not valid. {suggest(family, FAMILIES)}"
-    try:
-        FAMILIES[family][0](**fields)
-    except (TypeError, ValueError) as error:
-        return f"model is not valid: {error}"
-    return None
-
-
 def build_model(recipe: Recipe, config: Any) -> Any:
     """Builds the model with freshly initialised weights, which the seed of the process decides."""
-    model = FAMILIES[recipe.model["family"]][1](config)
+    model = FAMILIES[recipe.model["family"]](config)
     if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable()
     if recipe.training.compile:

@@ -1,11 +1,10 @@
 """Runs: which ones a table needs, where they are, which are done, and the training of those that are not.
 
-A run's folder is `OUTPUT/<recipe>/<row>[-<variant>]-seed<k>`. It is one of `whatwhere.scripts.train`, and its results
-say so: the same recipe, overrides and folder.
+A run's folder is `OUTPUT/<recipe>/<row>[-<variant>]-seed<k>`. `whatwhere train` makes the same run from the same
+recipe, overrides and folder.
 """
 
 import dataclasses
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any
 from whatwhere.position_encoding import suggest
 
 from ..training.recipe import Recipe, differences, load_recipe
-from .tables import Column, Override, Row, Table
+from ..training.run_folder import RunFolder
+from .tables import Column, Row, Table, resolve
 
 # Keys in which a run may differ from an exact one: what they change is how it is made and recorded, not what it gives.
 IMMATERIAL = {
@@ -62,44 +62,21 @@ class Run:
     overrides: tuple[str, ...]
 
     def arguments(self) -> list[str]:
-        """Returns the arguments of `whatwhere.scripts.train` that make this run."""
+        """Returns the arguments of `whatwhere train` that make this run."""
         sets = [argument for override in self.overrides for argument in ("--set", override)]
         return [self.recipe.name, *sets, "--output", str(self.folder)]
 
     def command(self) -> str:
         """Returns the command that makes this run."""
-        return shlex.join(["python", "-m", "whatwhere.scripts.train", *self.arguments()])
+        return shlex.join(["whatwhere", "train", *self.arguments()])
 
     def results(self) -> dict[str, Any] | None:
-        """Returns the results of the finished run; None if it is not finished.
-
-        Raises:
-            ReproduceError: the results are broken, or those of another recipe.
-        """
-        file = self.folder / "results.json"
-        try:
-            results = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise ReproduceError(f"{str(file)!r} is not valid JSON: {error}") from error
-        # As it is read back: tuples are lists.
-        present = json.loads(json.dumps(self.recipe.resolved()))
-        if changed := differences(results["recipe"], present):
-            raise ReproduceError(
-                f"{str(self.folder)!r} holds a run of another recipe (before → now): {'; '.join(changed)}. Choose "
-                "another --output, or move that folder away."
-            )
-        return results
+        """Returns the results of the finished run, or None; raises TrainingError if they are those of another run."""
+        return RunFolder(self.folder).results(self.recipe.resolved())
 
     def state(self) -> str:
         """Returns `done`, `missing`, or how far an interrupted run has come."""
-        if self.results() is not None:
-            return "done"
-        if not (self.folder / "recipe.yaml").exists():
-            return "missing"
-        checkpoints = sorted((self.folder / "checkpoints").glob("step-*"))
-        return f"interrupted after step {int(checkpoints[-1].name.removeprefix('step-'))}" if checkpoints else "begun"
+        return RunFolder(self.folder).state(self.recipe.resolved())
 
 
 def resolve_overrides(
@@ -107,21 +84,18 @@ def resolve_overrides(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the overrides of a row, and all those that make a run of the shipped recipe.
 
-    Args:
-        base: the shipped recipe, changed by `sets`.
-        row, column: the run's.
-        seed: of the run.
-        sets: `key.sub=value` of the user.
+    `base` is the shipped recipe, changed by `sets`, the user's overrides.
 
     Raises:
         ReproduceError: an override of the user is one that the row, the column or the seed decides.
     """
 
-    def texts(overrides: Sequence[Override]) -> tuple[str, ...]:
-        return tuple(text for one in overrides for text in ([one] if isinstance(one, str) else one(base)))
+    def texts(overrides: Sequence[str]) -> tuple[str, ...]:
+        return tuple(text for one in overrides for text in resolve(one, base))
 
-    # What is made of the recipe, such as half of a width, may be changed there.
-    own = [text for text in (*row.overrides, *column.overrides) if isinstance(text, str)]
+    # What is made of the recipe, such as half of a width, may be changed there; an encoding may not.
+    own = [one for one in (*row.system, *column.overrides) if resolve(one, base) == [one]]
+    own += [text for one in row.system if one.startswith("encoding ") for text in resolve(one, base)]
     fixed = {"seed", "model.position_encoding", *(text.partition("=")[0] for text in own)}
     for key in (override.partition("=")[0] for override in sets):
         for other in sorted(fixed):
@@ -129,7 +103,7 @@ def resolve_overrides(
                 raise ReproduceError(
                     f"--set {key} is not valid: {other} is what row {row.key!r}, its column or the seed decides."
                 )
-    system = texts(row.overrides)
+    system = texts(row.system)
     return system, (*sets, *system, *texts(column.overrides), f"seed={seed}")
 
 
@@ -224,20 +198,10 @@ def unique(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[Run]:
 
 
 def train(run: Run, data_dir: str | os.PathLike[str] | None = None, *, end: bool = True) -> None:
-    """Makes a run that is not done, or goes on with it.
-
-    Args:
-        run: which is not done.
-        data_dir: the folder of `data.source: local`.
-        end: whether it is the last run of these processes.
-
-    Raises:
-        whatwhere.scripts.training.loop.TrainingError: the folder is not usable, or training failed.
-        whatwhere.scripts.training.loop.Interrupted: SIGINT or SIGTERM arrived.
-    """
+    """Makes a run that is not done, or continues it; `end` says whether it is the last run of these processes."""
     from ..training import loop
 
-    resume = (run.folder / "recipe.yaml").exists()
+    resume = RunFolder(run.folder).is_begun
     data = ["--data-dir", str(data_dir)] if data_dir else []
     arguments = [*run.arguments(), *data, *(["--resume"] if resume else [])]
     loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments, end=end)

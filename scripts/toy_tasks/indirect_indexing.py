@@ -9,11 +9,13 @@ the answer. The delimiter, a comma and a space, is one symbol.
 import dataclasses
 import re
 import string
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from .common import Sample, TaskBuilder, TaskConfig, parameter
+from ..checks import Count, NotNegative
+from .common import Sample, TaskBuilder, TaskConfig
 
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 
@@ -29,13 +31,13 @@ class IndirectIndexingConfig(TaskConfig):
         letters: the number of different letters in all strings, from the first of the alphabet on, capitals first.
     """
 
-    train_samples: int = parameter(1_000_000, minimum=1)
-    validation_samples: int = parameter(10_000, minimum=1)
-    test_samples: int = parameter(10_000, minimum=1)
-    min_length: int = parameter(20, minimum=1)
-    max_length: int = parameter(40, minimum=1)
-    max_shift: int = parameter(15, minimum=0)
-    letters: int = parameter(len(_LETTERS), minimum=1, maximum=len(_LETTERS))
+    train_samples: Count = 1_000_000
+    validation_samples: Count = 10_000
+    test_samples: Count = 10_000
+    min_length: Count = 20
+    max_length: Count = 40
+    max_shift: NotNegative = 15
+    letters: Annotated[int, Field(ge=1, le=len(_LETTERS))] = len(_LETTERS)
 
     def validate(self) -> None:
         if self.min_length > self.max_length:
@@ -78,8 +80,6 @@ class IndirectIndexing(TaskBuilder):
     """The set of the PoPE paper."""
 
     BUILDER_CONFIG_CLASS = IndirectIndexingConfig
-    BUILDER_CONFIGS = [IndirectIndexingConfig(name="in_distribution", version=TaskBuilder.VERSION)]
-    DEFAULT_CONFIG_NAME = "in_distribution"
 
 
 def solve(text: str, config: IndirectIndexingConfig) -> str:

@@ -6,11 +6,13 @@ bit, `r` (read) and the bit that was last written. `w0i1r0w1i0i1r1`: the bits af
 
 import dataclasses
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from .common import Sample, TaskBuilder, TaskConfig, parameter
+from ..checks import Count
+from .common import Sample, TaskBuilder, TaskConfig
 
 _WRITE, _READ, _IGNORE, _BIT = range(4)
 
@@ -24,11 +26,11 @@ class FlipFlopConfig(TaskConfig):
         ignore: the probability of an ignore; writes and reads share the rest equally.
     """
 
-    train_samples: int = parameter(1_600_000, minimum=1)
-    validation_samples: int = parameter(16_000, minimum=1)
-    test_samples: int = parameter(16_000, minimum=1)
-    instructions: int = parameter(256, minimum=2)
-    ignore: float = parameter(0.8, minimum=0, maximum=1)
+    train_samples: Count = 1_600_000
+    validation_samples: Count = 16_000
+    test_samples: Count = 16_000
+    instructions: Annotated[int, Field(ge=2)] = 256
+    ignore: Annotated[float, Field(ge=0, le=1)] = 0.8
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -64,11 +66,6 @@ class FlipFlop(TaskBuilder):
     """The sets of Liu et al.: training and in-distribution test, sparse and dense out of distribution."""
 
     BUILDER_CONFIG_CLASS = FlipFlopConfig
-    BUILDER_CONFIGS = [
-        FlipFlopConfig(name=name, version=TaskBuilder.VERSION, **changes)
-        for name, changes in FlipFlopConfig().test_sets().items()
-    ]
-    DEFAULT_CONFIG_NAME = "in_distribution"
 
 
 def solve(text: str, config: FlipFlopConfig) -> str:

@@ -10,11 +10,13 @@ The number after `print a` is the answer.
 import dataclasses
 import itertools
 import string
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from .common import Sample, TaskBuilder, TaskConfig, parameter
+from ..checks import Count, NotNegativeFloat, Positive
+from .common import Sample, TaskBuilder, TaskConfig
 
 _SET, _PASS, _INCREMENT = range(3)
 # Symbols of an operation.
@@ -42,13 +44,13 @@ class CountingConfig(TaskConfig):
     separator = " "
     may_be_cut = True
 
-    variables: int = parameter(1, minimum=1, maximum=26)
-    min_steps: int = parameter(3, minimum=1)
-    max_steps: int = parameter(512, minimum=1)
-    max_value: int = parameter(10, minimum=1)
-    set_weight: float = parameter(1.0, above=0)
-    pass_weight: float = parameter(50.0, minimum=0)
-    increment_weight: float = parameter(7.0, minimum=0)
+    variables: Annotated[int, Field(ge=1, le=26)] = 1
+    min_steps: Count = 3
+    max_steps: Count = 512
+    max_value: Count = 10
+    set_weight: Positive = 1.0
+    pass_weight: NotNegativeFloat = 50.0
+    increment_weight: NotNegativeFloat = 7.0
 
     def validate(self) -> None:
         if self.min_steps > self.max_steps:
@@ -123,14 +125,10 @@ class Counting(TaskBuilder):
     """The sets of the CoPE paper: Tables 3 and 9 (1, 3 and 5 variables), Table 4 (`longer` and `shorter` contexts)."""
 
     BUILDER_CONFIG_CLASS = CountingConfig
-    BUILDER_CONFIGS = [
-        *(CountingConfig(name=f"variables_{n}", version=TaskBuilder.VERSION, variables=n) for n in (1, 3, 5)),
-        *(
-            CountingConfig(name=name, version=TaskBuilder.VERSION, **changes)
-            for name, changes in CountingConfig().test_sets().items()
-            if changes
-        ),
-    ]
+    SETS = {
+        **{f"variables_{number}": {"variables": number} for number in (1, 3, 5)},
+        **{name: changes for name, changes in CountingConfig().test_sets().items() if changes},
+    }
     DEFAULT_CONFIG_NAME = "variables_1"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from whatwhere.position_encoding import suggest
 
 from . import alice, counting, flip_flop, indirect_indexing, selective_copy
-from .common import SampleConfig, TaskBuilder, own_fields
+from .common import SampleConfig, TaskBuilder, check_names
 
 TASKS: dict[str, type[TaskBuilder]] = {
     "flip_flop": flip_flop.FlipFlop,
@@ -35,8 +35,5 @@ def task_config(task: str, parameters: Mapping[str, Any]) -> Any:
     if task not in builders:
         raise ValueError(f"task={task!r} is not valid. {suggest(task, builders)}")
     cls: type[SampleConfig] = builders[task].BUILDER_CONFIG_CLASS
-    names = [field.name for field in own_fields(cls)]
-    for name, value in parameters.items():
-        if name not in names:
-            raise ValueError(f"unknown parameter {name!r} (given: {value!r}). {suggest(name, names)}")
+    check_names(cls, parameters)
     return cls(**parameters)

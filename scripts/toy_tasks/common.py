@@ -6,32 +6,25 @@ scored.
 """
 
 import dataclasses
-import math
+import functools
 import re
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import datasets
 import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from whatwhere.position_encoding import describe_type, matches_type, suggest
+from whatwhere.position_encoding import suggest
 
-try:
-    import datasets
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-except ImportError as error:
-    raise ImportError('the toy tasks need `datasets` and `tokenizers`: pip install "whatwhere[train]"') from error
-
+from ..checks import Checked, Count, NotNegative, checked_fields, parse
 from ..data.tokenize import END_OF_TEXT, PADDING
 
 UNKNOWN = "<|unknown|>"
 # Part of every sample's seed: splits never share a stream of random numbers.
 SPLITS = {"train": 0, "validation": 1, "test": 2}
-
-
-def parameter(default: Any, **limits: float) -> Any:
-    """A field of a configuration whose value must be at least `minimum`, above `above` and at most `maximum`."""
-    return dataclasses.field(default=default, metadata=limits)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -48,10 +41,10 @@ class SampleConfig(datasets.BuilderConfig):
         ValueError: a parameter is of the wrong type or out of range.
     """
 
-    seed: int = parameter(0, minimum=0)
-    train_samples: int = parameter(10_000, minimum=1)
-    validation_samples: int = parameter(1_000, minimum=1)
-    test_samples: int = parameter(1_000, minimum=1)
+    seed: NotNegative = 0
+    train_samples: Count = 10_000
+    validation_samples: Count = 1_000
+    test_samples: Count = 1_000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,21 +52,8 @@ class SampleConfig(datasets.BuilderConfig):
 
     def check(self) -> None:
         """Checks every parameter; raises ValueError."""
-        for field in own_fields(type(self)):
-            value = getattr(self, field.name)
-            if not matches_type(value, field.type):
-                raise ValueError(f"{field.name}={value!r} is not valid: it must be {describe_type(field.type)}.")
-            for kind, limit in field.metadata.items():
-                words, holds = {
-                    "minimum": ("at least", value >= limit),
-                    "above": ("above", value > limit),
-                    "maximum": ("at most", value <= limit),
-                }[kind]
-                # so that NaN fails
-                if not holds:
-                    raise ValueError(f"{field.name}={value!r} is not valid: it must be {words} {limit}.")
-            if value == math.inf:
-                raise ValueError(f"{field.name}={value!r} is not valid: it must be finite.")
+        cls: Any = type(self)
+        parse(_checked(cls), {field.name: getattr(self, field.name) for field in own_fields(cls)})
         self.validate()
 
     def validate(self) -> None:
@@ -175,6 +155,20 @@ def own_fields(cls: type[SampleConfig]) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(cls) if field.name not in inherited]
 
 
+@functools.cache
+def _checked(cls: Any) -> type[Checked]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return checked_fields(cls.__name__, {field.name: hints[field.name] for field in own_fields(cls)})
+
+
+def check_names(cls: type[SampleConfig], parameters: Mapping[str, Any]) -> None:
+    """Raises ValueError if a configuration does not have one of the parameters."""
+    names = [field.name for field in own_fields(cls)]
+    for name, value in parameters.items():
+        if name not in names:
+            raise ValueError(f"unknown parameter {name!r} (given: {value!r}). {suggest(name, names)}")
+
+
 def shape(config: TaskConfig) -> dict[str, Any]:
     """Returns the parameters that decide what samples look like: all but the seed and the sizes of the splits."""
     others = {field.name for field in own_fields(SampleConfig)}
@@ -195,12 +189,19 @@ class TaskBuilder(datasets.GeneratorBasedBuilder):
 
     # Part of the place in the cache: goes up when the same parameters and seed give other samples.
     VERSION = datasets.Version("1.0.0")
+    # The named configurations: the parameters of each; by default the test sets of the paper.
+    SETS: ClassVar[Mapping[str, dict[str, Any]] | None] = None
+    DEFAULT_CONFIG_NAME = "in_distribution"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        make = cls.BUILDER_CONFIG_CLASS
+        sets = make().test_sets() if cls.SETS is None else cls.SETS
+        cls.BUILDER_CONFIGS = [make(name=name, version=cls.VERSION, **changes) for name, changes in sets.items()]
 
     def __init__(self, config_name: str | None = None, cache_dir: str | None = None, **parameters: Any) -> None:
-        names = [field.name for field in own_fields(self.BUILDER_CONFIG_CLASS)]
+        check_names(self.BUILDER_CONFIG_CLASS, parameters)
         for name, value in parameters.items():
-            if name not in names:
-                raise ValueError(f"unknown parameter {name!r} (given: {value!r}). {suggest(name, names)}")
             # `datasets` would leave it out.
             if value is None:
                 raise ValueError(f"{name}={value!r} is not valid: leave it out for its default.")

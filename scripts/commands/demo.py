@@ -1,6 +1,4 @@
-"""The main job, whole, on a laptop: at most 8 minutes on 2 CPU cores, no download.
-
-    python -m whatwhere.scripts.demo
+"""`whatwhere demo`: the main job, whole, on a laptop: at most 8 minutes on 2 CPU cores, no download.
 
 1. Trains a small Llama-style model three times, with `rope`, `pope` and `cope`: same recipe, same seed, on the source
    code of the running Python's standard library. On a CPU, in as many processes as there are cores, at most three.
@@ -10,18 +8,15 @@
 5. Loads one of them in a process without this package, with `trust_remote_code`, and continues a prompt.
 
 In `--output` (default `demo/`): a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the
-lm-eval task, and `demo.json` with the seconds of every stage. Run it again to go on after an interruption: a finished
-training run is reused if its recipe is the same. On a GPU it is the same command, and larger runs are a matter of the
-recipe:
+lm-eval task, and `demo.json` with the seconds of every stage. The same command continues after an interruption, and
+reuses a finished training run of the same recipe. Larger runs, on a GPU:
 
-    python -m whatwhere.scripts.demo --steps 5000 --output demo_long
+    whatwhere demo --steps 5000 --output demo_long
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import importlib.util
-import json
 import os
 import pathlib
 import shlex
@@ -32,13 +27,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..model_card import weights_fingerprint
-from .cards.command import write_card
-from .evaluation import length, length_report
-from .evaluation.lm_eval import code_completion
-from .evaluation.results import collect_lm_eval, provenance, versions, write_json
-from .extras import explain
+from ...model_card import weights_fingerprint
+from ..evaluation.results import collect_lm_eval, provenance, versions, write_json
+from ..training.errors import TrainingError, reported
+from .common import command_parser
 
+DESCRIPTION = (
+    "Train rope, pope and cope on real code, compare them up to 10 times the trained length, and load one of them."
+)
 ENCODINGS = ("rope", "pope", "cope")
 # The checkpoint that lm-eval scores and that is loaded without the package.
 CHOSEN = "pope"
@@ -68,7 +64,7 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
 
-class DemoError(RuntimeError):
+class DemoError(TrainingError):
     """A stage that failed, with the reason."""
 
 
@@ -87,19 +83,18 @@ def check_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) ->
 
     Raises:
         ValueError: the recipe is not valid.
-        DemoError: the folder holds a finished run of another recipe.
+        TrainingError: the folder holds a finished run of another recipe, or other weights.
     """
-    from .training.recipe import differences, load_recipe
+    from whatwhere.model_card import weights_fingerprint
 
-    recipe = load_recipe(f"demo_{encoding}", overrides)
-    try:
-        finished = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    from ..training.recipe import load_recipe
+    from ..training.run_folder import RunFolder
+
+    finished = RunFolder(folder).results(load_recipe(f"demo_{encoding}", overrides).resolved())
+    if finished is None:
         return False
-    changed = differences(finished["recipe"], json.loads(json.dumps(recipe.resolved())))
-    if changed or finished.get("weights_sha256") != weights_fingerprint(folder):
-        reason = f"of another recipe (before → now): {'; '.join(changed)}" if changed else "of other weights"
-        raise DemoError(f"{folder} holds a finished run {reason}. Choose another --output, or delete it.")
+    if finished.get("weights_sha256") != weights_fingerprint(folder):
+        raise DemoError(f"{folder} holds other weights than those of its results. Choose another --output.")
     print(f"{folder} holds a finished run of the same recipe: reused")
     return True
 
@@ -112,7 +107,7 @@ def processes() -> int:
 
 
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
-    """Trains the encodings, each in a process of its own, some at once; goes on with interrupted runs.
+    """Trains the encodings, each in a process of its own, some at once; continues interrupted runs.
 
     Raises:
         DemoError: training failed; its messages were printed.
@@ -122,7 +117,7 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
 
     def run(encoding: str) -> int:
         folder = folders[encoding]
-        command = [sys.executable, "-m", "whatwhere.scripts.train", f"demo_{encoding}", "--output", str(folder)]
+        command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folder)]
         command += [argument for override in overrides for argument in ("--set", override)]
         command += ["--resume"] if (folder / "recipe.yaml").exists() else []
         with subprocess.Popen(
@@ -146,8 +141,8 @@ def estimate(missing: list[str], overrides: list[str]) -> str:
     """Returns a line with the estimated time of the training runs."""
     import torch
 
-    from .training.estimate import describe_seconds, estimate_seconds
-    from .training.recipe import load_recipe
+    from ..training.estimate import describe_seconds, estimate_seconds
+    from ..training.recipe import load_recipe
 
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // processes()))
@@ -166,10 +161,12 @@ def measure_lengths(
     folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], tokens: int | None
 ) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's own part beside it."""
+    from ..evaluation import length, length_report
+
     parsed = length.parser().parse_args([*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"])
     parsed.tokens = tokens
     (output / "length.json").unlink(missing_ok=True)
-    results = length.run(parsed, provenance("whatwhere.scripts.demo", arguments))
+    results = length.run(parsed, provenance("demo", arguments))
     for folder in folders:
         results.write(folder, weights=weights_fingerprint(folder))
         own = [entry for entry in results.checkpoints if entry["name"] == folder.name]
@@ -183,6 +180,11 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> No
         ImportError: lm-eval is not installed.
         DemoError: lm-eval failed; the message ends with the last lines of its log.
     """
+    from whatwhere.model_card import weights_fingerprint
+
+    from ..evaluation import length
+    from ..evaluation.lm_eval import code_completion
+
     if importlib.util.find_spec("lm_eval") is None:
         raise ImportError('the task needs lm-eval: pip install "whatwhere[eval]"')
     tasks, log = output / "tasks", output / "lm_eval.log"
@@ -223,14 +225,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    try:
-        from .training import loop  # noqa: F401
-    except ImportError as error:
-        sys.exit(f"error: {explain(error)}")
-
-    parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.demo", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = command_parser("demo", "[OPTIONS]", DESCRIPTION)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
     parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
     parser.add_argument(
@@ -248,7 +243,11 @@ def main(arguments: list[str] | None = None) -> None:
     folders = {encoding: options.output / encoding for encoding in ENCODINGS}
     seconds: dict[str, float] = {}
     begin = time.perf_counter()
-    try:
+    with reported(lambda: "Run the same command again to continue."):
+        # Without the extra, this says so before anything is done.
+        from ..cards.command import write_card
+        from ..training import loop  # noqa: F401
+
         options.output.mkdir(parents=True, exist_ok=True)
         missing = {
             encoding: folder for encoding, folder in folders.items() if not check_finished(encoding, folder, overrides)
@@ -266,14 +265,6 @@ def main(arguments: list[str] | None = None) -> None:
                 print(write_card(folder))
         with stage(f"{CHOSEN} in a clean process", seconds):
             print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
-    except (ValueError, OSError, ImportError, DemoError) as error:
-        parser.exit(2, f"error: {explain(error)}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, "interrupted. Run the same command again to go on.\n")
     total = round(time.perf_counter() - begin, 1)
     write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
     print(f"\nAll of it took {total:.0f} s. Results: {options.output}")
-
-
-if __name__ == "__main__":
-    main()

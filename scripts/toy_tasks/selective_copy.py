@@ -7,11 +7,13 @@ are not blank, which is the same in every sample, is complete and the blanks hav
 
 import dataclasses
 import string
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from .common import Sample, TaskBuilder, TaskConfig, parameter
+from ..checks import Count, NotNegative
+from .common import Sample, TaskBuilder, TaskConfig
 
 _CHARACTERS = ("_", *string.ascii_letters, *string.digits)
 
@@ -26,10 +28,10 @@ class SelectiveCopyConfig(TaskConfig):
         blanks: blanks in a sample.
     """
 
-    train_samples: int = parameter(1_000_000, minimum=1)
-    vocabulary: int = parameter(16, minimum=2, maximum=len(_CHARACTERS))
-    non_blanks: int = parameter(256, minimum=1)
-    blanks: int = parameter(256, minimum=0)
+    train_samples: Count = 1_000_000
+    vocabulary: Annotated[int, Field(ge=2, le=len(_CHARACTERS))] = 16
+    non_blanks: Count = 256
+    blanks: NotNegative = 256
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -60,11 +62,6 @@ class SelectiveCopy(TaskBuilder):
     """The sets of the CoPE paper: training and in-distribution test, dense and sparse out of distribution."""
 
     BUILDER_CONFIG_CLASS = SelectiveCopyConfig
-    BUILDER_CONFIGS = [
-        SelectiveCopyConfig(name=name, version=TaskBuilder.VERSION, **changes)
-        for name, changes in SelectiveCopyConfig().test_sets().items()
-    ]
-    DEFAULT_CONFIG_NAME = "in_distribution"
 
 
 def solve(text: str, config: SelectiveCopyConfig) -> str:

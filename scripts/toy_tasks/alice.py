@@ -16,40 +16,19 @@ in any causal language model.
 import collections
 import dataclasses
 import re
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import datasets
 import numpy as np
+from pydantic import Field
 
-from .common import SampleConfig, TaskBuilder, parameter
+from ..checks import Count
+from .common import SampleConfig, TaskBuilder
 
 LARGEST_ANSWER = 5
 # From the first chapter of Alice's Adventures in Wonderland (Lewis Carroll, 1865); the first two are the paper's.
-SENTENCES = (
-    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: "
-    "once or twice she had peeped into the book her sister was reading, but it had no pictures or conversations "
-    'in it, "and what is the use of a book," thought Alice "without pictures or conversations?"',
-    "So she was considering in her own mind (as well as she could, for the hot day made her feel very sleepy and "
-    "stupid), whether the pleasure of making a daisy-chain would be worth the trouble of getting up and picking "
-    "the daisies, when suddenly a White Rabbit with pink eyes ran close by her.",
-    "In another moment down went Alice after it, never once considering how in the world she was to get out again.",
-    "The rabbit-hole went straight on like a tunnel for some way, and then dipped suddenly down, so suddenly "
-    "that Alice had not a moment to think about stopping herself before she found herself falling down a very "
-    "deep well.",
-    "Either the well was very deep, or she fell very slowly, for she had plenty of time as she went down to look "
-    "about her and to wonder what was going to happen next.",
-    "First, she tried to look down and make out what she was coming to, but it was too dark to see anything; "
-    "then she looked at the sides of the well, and noticed that they were filled with cupboards and "
-    "book-shelves; here and there she saw maps and pictures hung upon pegs.",
-    "She took down a jar from one of the shelves as she passed; it was labelled ORANGE MARMALADE, but to her "
-    "great disappointment it was empty: she did not like to drop the jar for fear of killing somebody "
-    "underneath, so managed to put it into one of the cupboards as she fell past it.",
-    "Alice was not a bit hurt, and she jumped up on to her feet in a moment: she looked up, but it was all dark "
-    "overhead; before her was another long passage, and the White Rabbit was still in sight, hurrying down it.",
-    "There were doors all round the hall, but they were all locked; and when Alice had been all the way down one "
-    "side and up the other, trying every door, she walked sadly down the middle, wondering how she was ever to "
-    "get out again.",
-)
+SENTENCES = tuple((Path(__file__).parent / "alice.txt").read_text(encoding="utf-8").splitlines())
 PAPER_WORDS = ("Alice", "book")
 # Where a word is: in the last sentence, in one before it, in both, or in neither.
 PLACES = ("last", "earlier", "both", "none")
@@ -85,9 +64,9 @@ class AliceConfig(SampleConfig):
         as_in_paper: the two questions of the paper in turn, for which `sentences` must be 2.
     """
 
-    test_samples: int = parameter(200, minimum=1)
-    sentences: int = parameter(2, minimum=2, maximum=len(SENTENCES) - 1)
-    as_in_paper: bool = parameter(False)
+    test_samples: Count = 200
+    sentences: Annotated[int, Field(ge=2, le=len(SENTENCES) - 1)] = 2
+    as_in_paper: bool = False
 
     def validate(self) -> None:
         if self.as_in_paper and self.sentences != 2:
@@ -147,10 +126,6 @@ class Alice(TaskBuilder):
     """The two questions of the paper, and drawn ones about 2, 3 and 5 sentences."""
 
     BUILDER_CONFIG_CLASS = AliceConfig
-    BUILDER_CONFIGS = [
-        AliceConfig(name=name, version=TaskBuilder.VERSION, **changes)
-        for name, changes in AliceConfig().test_sets().items()
-    ]
     DEFAULT_CONFIG_NAME = "sentences_2"
 
 

@@ -1,0 +1,15 @@
+"""What the parsers of the commands share."""
+
+import argparse
+from typing import Any
+
+
+def command_parser(name: str, usage: str, description: str, **options: Any) -> argparse.ArgumentParser:
+    """Returns the parser of `whatwhere NAME`, whose help is at most 120 characters wide."""
+    return argparse.ArgumentParser(
+        prog=f"whatwhere {name}",
+        usage=f"whatwhere {name} {usage}",
+        description=description,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
+        **options,
+    )

@@ -1,0 +1,76 @@
+"""`whatwhere train`: see `training/loop.py`."""
+
+import argparse
+import os
+import shlex
+import sys
+
+from ..training.errors import reported
+from .common import command_parser
+
+DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
+
+On a laptop, without a download:  whatwhere train demo_rope
+On your own text:                 whatwhere train demo_rope --train-file mytext/*.txt --output runs/mine
+On one or more GPUs:              accelerate launch -m whatwhere train code_cope
+On several CPU processes:         torchrun --nproc_per_node 2 -m whatwhere train demo_rope
+
+Comments in the recipes (scripts/recipes/) explain every key. Ctrl-C or SIGTERM writes a checkpoint; --resume continues
+from it exactly: weights and metrics are those of a run that was never interrupted."""
+EPILOG = """A document is a text file, a line of a jsonl file or a row of a parquet file (its `text`, or --set
+data.text_field=NAME). Without --validation-file, 5 % of the documents are held out; of fewer than 20 documents, the
+last 5 % of each."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    result = command_parser("train", "RECIPE [OPTIONS]", DESCRIPTION, epilog=EPILOG)
+    result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
+    result.add_argument("--output", metavar="DIR", help="where the run goes; default runs/<the recipe's name>")
+    result.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    result.add_argument(
+        "--resume-from", type=int, metavar="STEP", help="continue from this step; later checkpoints are deleted"
+    )
+    result.add_argument(
+        "--train-file",
+        nargs="+",
+        metavar="FILE",
+        help="your text: UTF-8 text, jsonl or parquet files, folders or patterns",
+    )
+    result.add_argument(
+        "--validation-file", nargs="+", metavar="FILE", help="text to evaluate on; default: a part of --train-file"
+    )
+    result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(arguments)
+    output = options.output
+
+    def advice() -> str:
+        record = os.path.join(str(output), "recipe.yaml")
+        if not os.path.exists(record):
+            return "Nothing was written yet: start again."
+        data_dir = ["--data-dir", options.data_dir] if options.data_dir else []
+        command = shlex.join([record, "--output", str(output), "--resume", *data_dir])
+        return f"Continue with:\n\n    whatwhere train {command}"
+
+    with reported(advice):
+        from ..training.loop import train
+        from ..training.recipe import load_recipe
+
+        if options.data_dir and options.train_file:
+            raise ValueError(f"--data-dir={options.data_dir!r} has no effect with --train-file.")
+        own = {"train_file": options.train_file, "validation_file": options.validation_file}
+        recipe = load_recipe(options.recipe, options.set, **own)
+        output = output or os.path.join("runs", recipe.name)
+        continued = {"resume": options.resume, "resume_from": options.resume_from}
+        results = train(recipe, output, **continued, data_dir=options.data_dir, arguments=arguments)
+        if results:
+            import yaml
+
+            print(yaml.safe_dump({"output": str(output), "metrics": results["metrics"]}, sort_keys=False), end="")

@@ -1,0 +1,207 @@
+"""Text from local files: `.txt`, `.jsonl` and `.parquet` files, and a part of them that is held out.
+
+A document is a text file, a line of a jsonl file or a row of a parquet file. Text files are UTF-8: a byte order mark is
+removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is taken as it is.
+"""
+
+import gzip
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+
+import whatwhere
+
+from .rows import with_text
+from .tokenize import text_of
+
+# Endings of files (text and jsonl files may end in .gz too), and what `datasets` calls the kind.
+_ENDINGS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# Largest number of characters in a piece of a text file.
+_PIECE = 1 << 16
+# Share of the training text that is held out if there are no validation files. With fewer than _FEW documents, the end
+# of each document is held out; otherwise whole documents.
+_HELD_OUT = 0.05
+_FEW = 20
+# A short document is split into about this many pieces (fewer if its characters take several bytes).
+_PIECES = 80
+_WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
+
+
+def read_files(
+    root: Path, name: str, patterns: Sequence[str], *, text_field: str = "text", streaming: bool = False
+) -> Any:
+    """Returns the documents of local files: a line of a jsonl file, a row of a parquet file or a whole text file, each.
+
+    Files are read in the order of the patterns, relative to `root`, then of their names; `name` is that of the split.
+    """
+    files = matches(root, name, patterns)
+    return read_found(files, f"splits[{name!r}]={patterns!r}", text_field=text_field, streaming=streaming)
+
+
+def matches(root: Path, name: str, patterns: Sequence[str]) -> list[str]:
+    files: list[str] = []
+    for pattern in patterns:
+        found = sorted(str(file) for file in root.glob(pattern) if file.is_file())
+        if not found:
+            raise ValueError(f"splits[{name!r}]={pattern!r} matches no file in {str(root)!r}.")
+        files += [file for file in found if file not in files]
+    kind_of_all(files, f"splits[{name!r}]={patterns!r}")
+    return files
+
+
+def kind_of_all(files: Iterable[str], what: str) -> str:
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1:
+        raise ValueError(f"{what} mixes {' and '.join(sorted(kinds))} files: take one kind for a split.")
+    return kinds.pop()
+
+
+def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
+    """Returns the rows of files of one kind; `what` names them in messages."""
+    kind = kind_of_all(files, what)
+    features = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
+    try:
+        if kind != "text":
+            for file in files if kind == "json" else ():
+                _refuse_binary(file)
+            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
+            return with_text(rows, text_field, what)
+        if streaming:
+            rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=features)
+        else:
+            # `datasets` reads the files again if one of these values changes.
+            state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
+            # A tuple: `datasets` would split a list into shards.
+            settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
+            rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=features)
+        return rows if pieces and not streaming else rows.remove_columns("document")
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
+        reason = str(error.__cause__ or error) or "it holds nothing"
+        raise ValueError(f"{what} cannot be read: {reason}") from error
+
+
+def _refuse_binary(file: str) -> None:
+    """Raises ValueError if a JSON file begins with NUL bytes; `datasets` would report an empty file."""
+    try:
+        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as content:
+            if b"\0" in content.read(1 << 16):
+                raise ValueError(f"file {file!r} holds NUL bytes: it is no jsonl file in UTF-8.")
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"file {file!r} cannot be read: {error}") from error
+
+
+def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
+    """Yields the text of files, one a row or in pieces; `state` only tells `datasets` whether they are the same."""
+    for number, file in enumerate(files):
+        texts = read_text(file) if pieces else ["".join(read_text(file))]
+        for text in texts:
+            yield {"text": text, "document": number}
+
+
+def read_text(file: str) -> Iterator[str]:
+    """Yields a text file in pieces, which end before white space where there is any.
+
+    Words do not cross pieces, so a byte-level BPE trained on the pieces equals one trained on the whole text.
+
+    Raises:
+        ValueError: the file is not UTF-8 text.
+    """
+    # The size of a gzipped file is that of its compressed text: it gets more pieces.
+    size = min(_PIECE, os.path.getsize(file) // _PIECES + 1)
+    piece, rest = "", ""
+    try:
+        with (
+            gzip.open(file, "rt", encoding="utf-8-sig")
+            if file.endswith(".gz")
+            else open(file, encoding="utf-8-sig") as text
+        ):
+            while more := text.read(size):
+                if "\0" in more:
+                    raise ValueError(f"file {file!r} is not UTF-8 text: it holds NUL characters.")
+                rest += more
+                places = [place.start() for place in _WHITE_SPACE.finditer(rest)]
+                cut = places[-1] if places else len(rest) if len(rest) >= 4 * size else 0
+                if not cut:
+                    continue
+                if piece:
+                    yield piece
+                piece, rest = rest[:cut], rest[cut:]
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
+    # A short remainder belongs to the piece before it.
+    if piece and len(rest) > size // 2:
+        yield piece
+        piece = ""
+    yield piece + rest
+
+
+def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Splits rows into a training part and a held-out part; see `load_text`.
+
+    The choice depends only on the number of documents. `info.description` of the held-out part describes it.
+
+    Raises:
+        ValueError: there is too little text.
+    """
+    few = len(rows.unique("document")) if "document" in rows.column_names else len(rows)
+    if few < _FEW and "document" not in rows.column_names:
+        rows = _cut(rows)
+    numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
+    if few < _FEW:
+        # The last pieces of each document, at least one: the number whose share of characters is nearest to _HELD_OUT.
+        held_out = np.zeros(len(numbers), dtype=bool)
+        lengths = np.array([len(text) for text in rows["text"]])
+        for document in range(few):
+            places = np.flatnonzero(numbers == document)
+            shares = lengths[places][::-1].cumsum() / max(1, lengths[places].sum())
+            held_out[places[len(places) - 1 - int(abs(shares - _HELD_OUT).argmin()) :]] = True
+    else:
+        chosen = np.random.default_rng(0).permutation(few)[: round(_HELD_OUT * few)]
+        held_out = np.isin(numbers, chosen)
+    if held_out.all():
+        raise ValueError(
+            "train_file is too short to hold out a part of it. Give --validation-file (in a recipe: "
+            "data.validation_file)."
+        )
+    train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
+    if few < _FEW:
+        what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
+    else:
+        what = f"{len(chosen)} of {few} documents, drawn at random"
+    validation.info.description = f"no validation file given: {what} are held out for validation"
+    return train, validation
+
+
+def _cut(rows: datasets.Dataset) -> datasets.Dataset:
+    """Returns the documents of a few rows in pieces, as `read_text` reads files."""
+    texts, numbers = [], []
+    for number, row in enumerate(rows):
+        text = text_of(row)
+        size = len(text) // _PIECES + 1
+        for start in range(0, len(text), size):
+            texts.append(text[start : start + size])
+            numbers.append(number)
+    return datasets.Dataset(
+        pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string()), "document": pyarrow.array(numbers)})
+    )
+
+
+def kind_or_none(file: str) -> str | None:
+    ending = Path(file.removesuffix(".gz")).suffix
+    return None if ending == ".parquet" and file.endswith(".gz") else _ENDINGS.get(ending)
+
+
+def allowed_endings() -> str:
+    return ", ".join(_ENDINGS) + " (or .txt.gz, .raw.gz, .jsonl.gz, .json.gz)"
+
+
+def _kind(file: str) -> str:
+    if kind := kind_or_none(file):
+        return kind
+    raise ValueError(f"file {Path(file).name!r} has an unknown kind. Allowed: {allowed_endings()}.")

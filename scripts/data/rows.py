@@ -1,0 +1,93 @@
+"""Rows of text, tables and streams of `datasets`, and where they are looked for."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+
+from .tokenize import text_of
+
+SPLITS = ("train", "validation", "test")
+DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
+SLICE = re.compile(r"^(?P<split>[^\[\]]+?)(\[(?P<start>\d*):(?P<stop>\d*)\])?$")
+
+
+def data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
+    """Returns the folder of local data, by default that of WHATWHERE_DATA_DIR; None if there is none.
+
+    Raises:
+        ValueError: it is no folder.
+    """
+    data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
+    root = Path(data_dir).expanduser() if data_dir else None
+    if root is not None and not root.is_dir():
+        raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
+    return root
+
+
+def read_hub(
+    dataset: str,
+    config: str | None,
+    split: str,
+    *,
+    text_field: str,
+    streaming: bool,
+    data_files: str | None = None,
+) -> Any:
+    """Returns the rows of a split of a Hub dataset (`train[1000:2000]`), their documents in `text`.
+
+    If `split` says where to stop, it is read lazily in any case, so that no more is downloaded than is asked for.
+    `data_files` are the files, where `dataset` is a kind of file, such as `parquet`.
+    """
+    match = SLICE.match(split)
+    assert match is not None, "the caller has checked it"
+    lazily = not streaming and bool(match["stop"])
+    files = {"data_files": data_files} if data_files else {}
+    rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming or lazily, **files)
+    rows = choose(rows, split.removeprefix(match["split"]))
+    rows = with_text(rows, text_field, f"dataset {dataset!r}")
+    return collect(rows) if lazily else rows
+
+
+def choose(rows: Any, chosen: str) -> Any:
+    """Returns the documents that a text such as `[10:20]`, `[:20]` or `[10:]` asks for; all for no text.
+
+    `skip` and `take` read the same documents from a stream and from a table.
+    """
+    start, _, stop = chosen.strip("[]").partition(":")
+    rows = rows.skip(int(start)) if start else rows
+    return rows.take(int(stop) - int(start or 0)) if stop else rows
+
+
+def collect(rows: Any) -> datasets.Dataset:
+    """Returns the texts of a stream as a table in memory."""
+    return in_memory(text_of(row) for row in rows)
+
+
+def in_memory(texts: Iterable[str]) -> datasets.Dataset:
+    """Returns a table of texts, however long they are together: a column of type `string` would hold 2 GiB."""
+    return datasets.Dataset(pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string())}))
+
+
+def check_split_names(splits: Mapping[str, Any]) -> None:
+    unknown = sorted(set(splits) - set(SPLITS))
+    missing = sorted({"train", "validation"} - set(splits))
+    if unknown or missing:
+        raise ValueError(
+            f"splits={dict(splits)!r} is not valid: "
+            + (f"{unknown[0]!r} is no split; " if unknown else f"{missing[0]!r} is missing; ")
+            + "it must have 'train' and 'validation', and may have 'test'."
+        )
+
+
+def with_text(rows: Any, text_field: str, what: str) -> Any:
+    columns = rows.column_names or list(next(iter(rows)))
+    if text_field not in columns:
+        raise ValueError(
+            f"text_field={text_field!r} is not valid: {what} has the columns {', '.join(map(repr, columns))}."
+        )
+    return rows if text_field == "text" else rows.rename_column(text_field, "text")

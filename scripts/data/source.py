@@ -1,0 +1,138 @@
+"""What text is asked for: checked, and for local files found, before anything is read."""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from ..checks import Checked
+from .corpora import parse_choice
+from .files import allowed_endings, kind_of_all, kind_or_none, matches
+from .rows import DATA_DIR_VARIABLE, check_split_names, data_folder
+
+SOURCES = ("stdlib", "hub", "local", "corpus")
+OWN_TEXT = (
+    "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
+    "mytext/*.txt, ...}."
+)
+
+
+class TextSource(Checked):
+    """Where text comes from.
+
+    Attributes:
+        source: `stdlib`, `hub`, `local` or `corpus`, see `corpus.py`.
+        dataset: the id of a Hub dataset (`hub` only).
+        dataset_config: the configuration of that dataset (`hub` only).
+        splits: for `hub`, our split to theirs, documents chosen by an optional slice: `{"train": "train[1000:]",
+            "validation": "train[:1000]"}`; by default each split under its own name. For `local`, our split to one or
+            more glob patterns relative to the data folder: `{"train": "wikipedia_en/train-*.jsonl.gz", ...}`. For
+            `corpus`, to the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test": "wikitext103:test"}`.
+        train_file: for `local` without `splits`: one or more files, folders or glob patterns, relative to the current
+            folder; a folder stands for all text, jsonl and parquet files in it.
+        validation_file: the same for the validation split; by default a part of `train_file` is held out: 5 % of the
+            documents, drawn at random, or of fewer than 20 documents the last 5 % of each one.
+        text_field: the column or key that holds the document (`hub`, jsonl and parquet files).
+        streaming: read lazily instead of downloading or copying first (not `stdlib`).
+    """
+
+    source: Literal["stdlib", "hub", "local", "corpus"] = "stdlib"
+    dataset: str | None = None
+    dataset_config: str | None = None
+    splits: dict | None = None
+    train_file: str | list[str] | None = None
+    validation_file: str | list[str] | None = None
+    text_field: str = "text"
+    streaming: bool = False
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yields what is wrong with the fields together."""
+        useless = {
+            "stdlib": ("dataset", "dataset_config", "splits", "streaming", "train_file", "validation_file"),
+            "hub": ("train_file", "validation_file"),
+            "local": ("dataset", "dataset_config"),
+            "corpus": ("dataset", "dataset_config", "train_file", "validation_file"),
+        }.get(self.source, tuple(TextSource.model_fields)[1:])
+        for key in useless:
+            if getattr(self, key) != TextSource.model_fields[key].default:
+                yield key, f"it has no effect with source={self.source!r}"
+        if self.source == "hub" and not self.dataset:
+            yield "dataset", "source='hub' needs the id of a dataset"
+        if self.source == "local" and not self.splits and not self.train_file:
+            yield "splits", f"source='local' needs train_file, or splits inside --data-dir. {OWN_TEXT.rstrip('.')}"
+        if self.train_file and self.splits:
+            yield "splits", f"it has no effect with train_file={self.train_file!r}"
+        if self.validation_file and not self.train_file:
+            yield "validation_file", "it needs train_file"
+        if self.train_file and self.streaming and not self.validation_file:
+            yield "streaming", "it needs validation_file: no part of a stream can be held out"
+        if self.source == "corpus" and not self.splits:
+            yield "splits", "source='corpus' needs a split of a corpus for each split, such as 'pg19:train'"
+        for name, choice in (self.splits or {}).items() if self.source == "corpus" else ():
+            try:
+                parse_choice(choice)
+            except ValueError as error:
+                yield "splits", f"{name!r}: {str(error).rstrip('.')}"
+
+
+def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, tuple[str, list[str]]]:
+    """Finds the files of `source="local"` without reading them.
+
+    Args:
+        text: what is asked for.
+        data_dir: the folder of `splits`; by default the environment variable WHATWHERE_DATA_DIR.
+
+    Returns:
+        for each split what it was asked for by, in words for messages, and its files. There is no `validation` if a
+        part of the training text is to be held out.
+
+    Raises:
+        ValueError: a file is missing or of an unknown kind.
+    """
+    own = {"train_file": text.train_file, "validation_file": text.validation_file}
+    if text.train_file:
+        return {
+            name.removesuffix("_file"): (name, _own_files(name, [value] if isinstance(value, str) else value))
+            for name, value in own.items()
+            if value
+        }
+    splits, root = text.splits or {}, data_folder(data_dir)
+    if root is None:
+        raise ValueError(
+            f"splits={splits!r} are patterns inside a data folder: give --data-dir, or set {DATA_DIR_VARIABLE}."
+        )
+    check_split_names(splits)
+    result = {}
+    for name, patterns in splits.items():
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(patterns, (list, tuple)) or not all(
+            isinstance(pattern, str) and pattern and not Path(pattern).is_absolute() and ".." not in Path(pattern).parts
+            for pattern in patterns
+        ):
+            raise ValueError(
+                f"splits[{name!r}]={patterns!r} is not valid: it must be a pattern, or a list of patterns, relative to "
+                "the data folder and without '..'."
+            )
+        result[name] = f"splits[{name!r}]={patterns!r}", matches(root, name, patterns)
+    return result
+
+
+def _own_files(name: str, entries: Sequence[str]) -> list[str]:
+    files: list[str] = []
+    for entry in entries:
+        if not isinstance(entry, str) or not entry:
+            raise ValueError(f"{name}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
+        path = os.path.expanduser(entry)
+        if os.path.isdir(path):
+            found = sorted(str(file) for file in Path(path).rglob("*") if kind_or_none(str(file)) and file.is_file())
+            reason = f"the folder holds no {allowed_endings()} file"
+        else:
+            # A name with brackets is a file before it is a pattern.
+            found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            reason = "there is no such file or folder, and no file matches it as a pattern"
+        if not found:
+            raise ValueError(f"{name}={entry!r} is not valid: {reason}.")
+        files += [file for file in found if file not in files]
+    kind_of_all(files, name)
+    return files

@@ -1,0 +1,1 @@
+"""The papers' tables, trained and measured here: `whatwhere reproduce`."""

@@ -1,0 +1,114 @@
+"""The data of a run: its tokenizer, the batch of every step, and what it is evaluated on."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..data.corpus import load_text
+from ..data.pack import ShuffledBatches, StreamedBatches, blocks_sha256, make_blocks
+from ..data.samples import TaskSamples
+from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
+from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
+from .recipe import Recipe
+
+
+@dataclasses.dataclass
+class TrainingData:
+    """What a run reads.
+
+    Attributes:
+        tokenizer: saved with the model.
+        batches: returns the global batch of a step: `input_ids` and, depending on the kind, `labels`, `position_ids`.
+        held_out: blocks or samples by the name of their split.
+        splits_sha256: a fingerprint of each split, for a resumed run must read the same; None for a stream.
+        unit: what is counted, `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
+        bytes_per_token: for bits per byte; None for a toy task, and for words that are not text.
+        note: what the user should know about the data, or nothing.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    batches: Callable[[int], dict[str, torch.Tensor]]
+    held_out: dict[str, Any]
+    splits_sha256: dict[str, str | None]
+    unit: str = "tokens"
+    bytes_per_token: torch.Tensor | None = None
+    note: str = ""
+
+
+def load_data(recipe: Recipe, data_dir: Any = None) -> TrainingData:
+    """Reads and tokenises the data of a recipe; `data_dir` is the folder of local data."""
+    return _load_task(recipe) if recipe.data.source == "task" else _load_text(recipe, data_dir)
+
+
+def _load_text(recipe: Recipe, data_dir: Any) -> TrainingData:
+    data, evaluation, batch_size = recipe.data, recipe.evaluation, recipe.training.batch_size
+    corpus = load_text(data, data_dir=data_dir, pieces=True)
+    texts = corpus["train"]["text"] if data.tokenizer == "bpe" else None
+    tokenizer = build_tokenizer(data.tokenizer, vocab_size=data.vocab_size, texts=texts)
+    limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
+    form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
+    held_out: dict[str, Any] = {
+        split: make_blocks(corpus[split], tokenizer, **form, limit=limit, name=f"the {split} split")
+        for split in ("validation", "test")
+        if split in corpus
+    }
+    batches: ShuffledBatches | StreamedBatches
+    sha256: dict[str, str | None] = {"train": None}
+    if data.streaming:
+        batches = StreamedBatches(
+            corpus["train"],
+            tokenizer,
+            **form,
+            batch_size=batch_size,
+            seed=recipe.seed,
+            shuffle_buffer=data.shuffle_buffer,
+        )
+    else:
+        blocks = make_blocks(corpus["train"], tokenizer, **form, name="the train split")
+        batches = ShuffledBatches(blocks, batch_size, recipe.seed)
+        sha256["train"] = blocks_sha256(blocks)
+    own = data.train_file and not data.validation_file
+    return TrainingData(
+        tokenizer=tokenizer,
+        batches=batches,
+        held_out=held_out,
+        splits_sha256={**sha256, **{split: blocks_sha256(blocks) for split, blocks in held_out.items()}},
+        unit="sequences" if data.pack == "separate" else "tokens",
+        bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
+        note=corpus["validation"].info.description if own else "",
+    )
+
+
+def _load_task(recipe: Recipe) -> TrainingData:
+    data = recipe.data
+    config = data.task_config(seed=recipe.seed)
+    tokenizer = build_task_tokenizer(config)
+    block = data.sequence_length if config.may_be_cut else None
+    loss, keep = data.loss or "answer", data.train_samples is not None
+    train = TaskSamples(config, tokenizer, "train", count=data.train_samples, block=block, loss=loss, keep=keep)
+    # The same samples for every seed of a run: what differs between seeds is the model.
+    same = data.task_config()
+    validation = TaskSamples(same, tokenizer, "validation", count=same.validation_samples, block=block, keep=True)
+    held_out = {"validation": validation}
+    for name in data.test_sets or {}:
+        tested = data.task_config(test_set=name)
+        held_out[f"test set {name}"] = TaskSamples(tested, tokenizer, "test", count=tested.test_samples, block=block)
+    sha256: dict[str, str | None] = {}
+    # Samples are drawn as they are needed. The first ones tell whether a resumed run draws the same.
+    for split, drawn in {"train": train, **held_out}.items():
+        digest = hashlib.sha256(json.dumps(drawn.config.symbols).encode())
+        for index in range(8 if drawn.count is None else min(8, drawn.count)):
+            digest.update(drawn.row(index)[0].tobytes())
+        sha256[split] = digest.hexdigest()
+    size = recipe.training.batch_size
+
+    def stream(step: int) -> dict[str, torch.Tensor]:
+        return train[range(step * size, (step + 1) * size)]
+
+    batches = stream if data.train_samples is None else ShuffledBatches(train, size, recipe.seed)
+    return TrainingData(tokenizer=tokenizer, batches=batches, held_out=held_out, splits_sha256=sha256, unit="samples")

@@ -1,0 +1,80 @@
+"""What a run says while it trains: a progress bar on a terminal, lines in a log; and the signals that stop it."""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+from tqdm.auto import tqdm
+
+# Seconds before the first progress line in a log, and between two lines.
+FIRST_LINE, NEXT_LINE = 10.0, 60.0
+
+
+class Progress:
+    """The progress of a run.
+
+    Args:
+        name: of the run.
+        step: the steps that are done.
+        steps: all steps.
+        unit: `tokens`, `sequences` or `samples`.
+        per_step: units in a step.
+        speaks: whether this process is the one that says it.
+    """
+
+    def __init__(self, name: str, *, step: int, steps: int, unit: str, per_step: int, speaks: bool) -> None:
+        self.name, self.steps, self.unit, self.per_step, self.speaks = name, steps, unit, per_step, speaks
+        # On a terminal only.
+        self.bar = tqdm(total=steps, initial=step, desc=name, unit="step", disable=None if speaks else True)
+        self.mark(step)
+        self._begun, self._first_step, self._next_line = self._marked, step, self._marked + FIRST_LINE
+
+    def mark(self, step: int) -> None:
+        """Begins to measure the speed anew."""
+        self._marked, self._marked_step = time.monotonic(), step
+
+    def speed(self, step: int, loss: float) -> float:
+        """Returns units per second since the last mark, shows them, and marks this step."""
+        speed = (step - self._marked_step) * self.per_step / (time.monotonic() - self._marked)
+        self.mark(step)
+        self.bar.set_postfix({"loss": f"{loss:.3f}", f"{self.unit}/s": f"{speed:,.0f}"})
+        return speed
+
+    def advance(self, step: int, loss: torch.Tensor) -> None:
+        """Shows that a step is done."""
+        self.bar.update()
+        now = time.monotonic()
+        if not (self.bar.disable and self.speaks and now >= self._next_line):
+            return
+        self._next_line = now + NEXT_LINE
+        speed = (step - self._first_step) / (now - self._begun)
+        left = tqdm.format_interval((self.steps - step) / speed)
+        done = f"step {step:,} of {self.steps:,}, loss {loss.item():.3f}"
+        print(
+            f"{self.name}: {done}, {speed * self.per_step:,.0f} {self.unit}/s, {left} left", file=sys.stderr, flush=True
+        )
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM in the list that it gives; a second SIGINT is a KeyboardInterrupt."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    # Python lets only the main thread handle signals.
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    old = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

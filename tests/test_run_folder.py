@@ -1,0 +1,67 @@
+"""The folder of a run: what it says about the run, what it refuses, and how its files come about."""
+
+import json
+
+import pytest
+
+pytest.importorskip("filelock", reason='needs pip install "whatwhere[train]"')
+
+from whatwhere.scripts.training.errors import TrainingError, reported
+from whatwhere.scripts.training.run_folder import RunFolder, differences
+
+SETTINGS = {"steps": 3, "rate": 1e-5, "sizes": (1, 2)}
+
+
+@pytest.mark.parametrize("record", ["recipe.yaml", "finetune.json"])
+def test_state_of_a_run(tmp_path, record):
+    folder = RunFolder(tmp_path / "run", record)
+    assert (folder.state(SETTINGS), folder.results(), folder.is_begun) == ("missing", None, False)
+    folder.check(SETTINGS, resume=False)
+    with pytest.raises(TrainingError, match="no run to resume"):
+        folder.check(SETTINGS, resume=True)
+    folder.path.mkdir()
+    folder.write_record({**SETTINGS, "sizes": [1, 2]})
+    assert folder.state(SETTINGS) == "begun"
+    folder.check(SETTINGS, resume=True)
+    with pytest.raises(TrainingError, match="steps: 3 → 4"):
+        folder.check({**SETTINGS, "steps": 4}, resume=True)
+    folder.check({**SETTINGS, "steps": 4}, resume=True, ignore=("steps",))
+    with pytest.raises(TrainingError, match="is not empty"):
+        folder.check(SETTINGS, resume=False)
+    for name in ("step-00000009", "step-00000010", "best-00000011.safetensors", ".step-00000012"):
+        (folder.path / "checkpoints" / name).mkdir(parents=True)
+    assert folder.state() == "interrupted after step 10"
+    (folder.path / "results.json").write_text(json.dumps({"recipe": {**SETTINGS, "sizes": [1, 2]}}))
+    assert folder.state(SETTINGS) == "done"
+    with pytest.raises(TrainingError, match="rate: 1e-05 → 2"):
+        folder.results({**SETTINGS, "rate": 2})
+    with pytest.raises(TrainingError, match="finished run"):
+        folder.check(SETTINGS, resume=True)
+    (folder.path / "results.json").write_text("{")
+    with pytest.raises(TrainingError, match=r"results\.json' cannot be read"):
+        folder.results()
+
+
+def test_draft_is_moved_with_the_results_last(tmp_path, monkeypatch):
+    folder, moved = RunFolder(tmp_path), []
+    replace = type(tmp_path).replace
+    monkeypatch.setattr(type(tmp_path), "replace", lambda self, to: (moved.append(to.name), replace(self, to)))
+    with folder.draft() as draft:
+        for name in ("a", "results.json", "z"):
+            (draft / name).write_text(name)
+    assert moved[2:] == ["results.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "results.json", "z"]
+
+
+def test_differences():
+    assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "d": 4}) == ["a.b: 1 → 3", "c: 2 → None", "d: None → 4"]
+
+
+def test_errors_and_interruptions_end_the_process(capsys):
+    with pytest.raises(SystemExit) as stop, reported(lambda: "advice"):
+        raise TrainingError("reason")
+    assert stop.value.code == "error: reason"
+    with pytest.raises(SystemExit) as stop, reported(lambda: "advice"):
+        raise KeyboardInterrupt
+    assert stop.value.code == 130
+    assert "advice" in capsys.readouterr().err
