@@ -1,7 +1,7 @@
-"""What is installed, what may import contextlib
-import what, and what must not be in the repository."""
+"""What is installed, what may import what, and what must not be in the repository."""
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os

@@ -216,7 +216,7 @@ def _parameters(config: Any) -> Iterator[tuple[str, Any]]:
 
 def _differences(training: Mapping[str, Any]) -> dict[str, str]:
     """Returns the parameters in which the test sets of a toy task differ from training, by their names."""
-    if training["data"].get("source") != "task":
+    if training.get("data", {}).get("source") != "task":
         return {}
     sets = training["recipe"]["data"]["test_sets"] or {}
     return {
