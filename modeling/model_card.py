@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from .position_encodings import reach
+from .position_registry import max_length
 
 # Patterns of names; what is in them: `whatwhere.scripts.evaluation.results`.
 RESULT_FILES = ("results.json", "curves.json", "length.json", "length_*.json", "lm_eval.json")
@@ -736,7 +736,7 @@ def _limits_section(config: Any, results: dict[str, Any]) -> str:
             f"It was trained on `{trained}` and is measured on `{measured}`: the held-out figures are those of another "
             "source of text, and include what differs between the two."
         )
-    longest = reach(config)
+    longest = max_length(config)
     limit = "its encoding sets no limit" if longest is None else f"it can serve no more than {longest:,}"
     points.append(
         f"The configuration states a length of {config.max_position_embeddings:,} tokens, and {limit}. How well it "

@@ -37,8 +37,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from ..position_encoding import suggest
-from ..position_encodings import reach
+from ..position_base import suggest
+from ..position_registry import reach
 from .extras import fail_import
 
 try:

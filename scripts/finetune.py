@@ -50,7 +50,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.position_encodings import reach
+from whatwhere.position_registry import reach
 
 from .extras import fail_import
 

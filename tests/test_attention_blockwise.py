@@ -15,7 +15,7 @@ import whatwhere.position_alibi
 import whatwhere.position_cope
 import whatwhere.position_relative  # noqa: F401
 from whatwhere.attention_blockwise import MASKED, TERMS, blockwise_attention
-from whatwhere.position_encoding import BlockTerm
+from whatwhere.position_base import BlockTerm
 
 ENCODINGS = ["none", "cope", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
 

@@ -15,7 +15,7 @@ from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere.attention import auto_mask, blockwise_mask, pytorch_mask
 from whatwhere.attention_triton import dense_mask, limits_mask, segments, valid_slots
 from whatwhere.position_cope import CoPE
-from whatwhere.position_encodings import key_positions, supported_implementations
+from whatwhere.position_registry import key_positions, supported_implementations
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 

@@ -19,7 +19,7 @@ from transformers.utils import TransformersKwargs, logging
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
-from whatwhere.position_encodings import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
 SHARED = {
     "misspelt field": ({"positon_encoding": "cope"}, "no field 'positon_encoding'.*Did you mean 'position_encoding'"),

@@ -8,7 +8,7 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
-from whatwhere.position_encodings import supported_implementations
+from whatwhere.position_registry import supported_implementations
 
 # Settings that take other paths than the defaults.
 VARIANTS = {

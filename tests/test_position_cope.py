@@ -12,8 +12,8 @@ from tiny import tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, TERMS, blockwise_attention
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 from whatwhere.position_cope import CoPE, CoPEParameters, SharedCoPE
-from whatwhere.position_encoding import BlockTerm
-from whatwhere.position_encodings import PositionEncodings
+from whatwhere.position_base import BlockTerm
+from whatwhere.position_registry import PositionEncodings
 
 CONFIG = types.SimpleNamespace(
     hidden_size=8, num_attention_heads=2, num_key_value_heads=2, head_dim=4, position_encoding="cope"

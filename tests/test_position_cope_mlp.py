@@ -10,7 +10,7 @@ from tiny import tiny_config, tiny_model
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
 from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
-from whatwhere.position_encodings import PositionEncodings
+from whatwhere.position_registry import PositionEncodings
 
 CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4, position_encoding="cope_mlp")
 # A document after padding, another one, padding.

@@ -10,8 +10,8 @@ import whatwhere.position_fox as module
 from tiny import causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
-from whatwhere.position_encoding import BlockTerm, join_digits
-from whatwhere.position_encodings import SharedPositionEncodings, key_mask, key_positions, supported_implementations
+from whatwhere.position_base import BlockTerm, join_digits
+from whatwhere.position_registry import SharedPositionEncodings, key_mask, key_positions, supported_implementations
 from whatwhere.position_fox import FoX, FoXTerm, HeadNorm, previous_slots
 
 PARTS = ["output_gate", "output_norm", "qk_norm", "key_value_shift"]

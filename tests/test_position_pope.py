@@ -12,7 +12,7 @@ from oracles import pope_attention
 from test_attention_blockwise import LargestTensor
 from tiny import causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere.attention import eager_attention_forward
-from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, fold, pope_frequencies
 
 PARAMETERS = [

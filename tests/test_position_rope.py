@@ -5,7 +5,7 @@ import torch
 
 from oracles import rope_rotation
 from tiny import FAMILIES, tiny_config
-from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.25])

@@ -10,8 +10,8 @@ import whatwhere.attention_blockwise as blockwise
 from test_attention_blockwise import LargestTensor
 from tiny import tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
-from whatwhere.position_encoding import BlockTerm, join_digits
-from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_base import BlockTerm, join_digits
+from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 from whatwhere.position_token_gated_cope import (
     TokenGatedCoPE,
     TokenGatedCoPEParameters,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
-from ...position_encodings import list_position_encodings
+from ...position_registry import list_position_encodings
 from ...position_pope import pope_frequencies
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from .common import attention_layers, encode, label_wavelengths, watched

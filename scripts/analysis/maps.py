@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ...position_encoding import join_digits
-from ...position_encodings import list_position_encodings
+from ...position_base import join_digits
+from ...position_registry import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from .common import attention_layers, token_texts, watched
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import datasets
 
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 from .corpus import DATA_DIR_VARIABLE, SPLITS, choose, collect, in_memory, read_files, read_hub
 from .genome import read_genome, read_sequence

@@ -368,7 +368,7 @@ class Finetuning:
         Raises:
             ValueError: the checkpoint is of a kind that `whatwhere.scripts.finetune` does not take.
         """
-        from whatwhere.position_encodings import reach
+        from whatwhere.position_registry import reach
 
         from ..finetune import model_class
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import transformers
 
-from ...position_encoding import suggest
-from ...position_encodings import reach
+from ...position_base import suggest
+from ...position_registry import reach
 from .results import lm_eval_tasks
 from .tasks.zero_shot_files import missing_files
 

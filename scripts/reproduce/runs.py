@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 from ..training.recipe import Recipe, differences, load_recipe
 from .tables import Column, Override, Row, Table

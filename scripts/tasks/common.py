@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from whatwhere.position_encoding import describe_type, matches_type, suggest
+from whatwhere.position_base import describe_type, matches_type, suggest
 
 try:
     import datasets

@@ -12,8 +12,8 @@ from whatwhere import (
     WhatWhereLlamaConfig,
     WhatWhereLlamaForCausalLM,
 )
-from whatwhere.position_encoding import suggest
-from whatwhere.position_encodings import reach
+from whatwhere.position_base import suggest
+from whatwhere.position_registry import reach
 
 from .recipe import Recipe, RecipeError, TrainingRecipe
 

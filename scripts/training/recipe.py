@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from whatwhere.position_encoding import describe_type, matches_type, suggest
+from whatwhere.position_base import describe_type, matches_type, suggest
 
 DDP_TIMEOUT = 600
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"

@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto
 from transformers_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin, test_training_mixin
 
 import whatwhere
-from whatwhere.position_encodings import default_implementation
+from whatwhere.position_registry import default_implementation
 
 # Classes outside the library are not in its name tables, by which the tests choose labels and heads.
 for _family in ("Llama", "GPT2"):
