@@ -3,6 +3,8 @@
 Kernels run in Triton's interpreter, which conftest.py asks for. Their own tests are test_kernel_*.py.
 """
 
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -11,7 +13,7 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask
 import whatwhere
 import whatwhere.attention as attention
 import whatwhere.attention_triton as attention_triton
-from tiny import FAMILIES, tiny_config, tiny_model, tokens
+from tiny import FAMILIES, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention import auto_mask, blockwise_mask, pytorch_mask
 from whatwhere.attention_triton import dense_mask, limits_mask, segments, valid_slots
 from whatwhere.position_cope import CoPE
@@ -310,7 +312,7 @@ def test_auto_without_a_gpu_is_the_pytorch_path(encoding, monkeypatch):
         assert made is expected is None or torch.equal(made, expected)
 
 
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
+@pytest.mark.parametrize("encoding", slow_but(["pope"], WITH_KERNELS))
 def test_auto_on_a_gpu_takes_the_kernels(encoding, on_gpu):
     ids, mask = tokens(2, 21), padding("left")
     model = build(encoding, None)
@@ -321,8 +323,11 @@ def test_auto_on_a_gpu_takes_the_kernels(encoding, on_gpu):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
+# Families in turn; the other pairs are slow.
+@pytest.mark.parametrize(
+    ("encoding", "family"),
+    slow_but([("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama")], itertools.product(WITH_KERNELS, FAMILIES)),
+)
 def test_auto_on_a_gpu_goes_to_pytorch_where_kernels_can_not(family, encoding, on_gpu):
     field = "attention_dropout" if family == "llama" else "attn_pdrop"
     # So small that nothing is dropped.
@@ -386,16 +391,17 @@ def test_masks_for_pytorch():
     assert pytorch_mask(None, query, key[:, :, :3], "sdpa") is None
 
 
-# Every encoding with two kinds of mask, every kind with two encodings or more; the other pairs are slow.
+# Every kind of mask with one encoding; the other pairs are slow.
 KINDS = ("causal", "padding", "hole", "packed")
-EAGER_CASES = [
-    pytest.param(encoding, kind, marks=[pytest.mark.slow] if (row + column) % 2 else [])
-    for row, encoding in enumerate(ENCODINGS)
-    for column, kind in enumerate(KINDS)
-]
 
 
-@pytest.mark.parametrize(("encoding", "kind"), EAGER_CASES)
+@pytest.mark.parametrize(
+    ("encoding", "kind"),
+    slow_but(
+        [("cope:shared", "packed"), ("cope+rope", "hole"), ("pope", "padding"), ("pope:partial", "causal")],
+        itertools.product(ENCODINGS, KINDS),
+    ),
+)
 def test_equals_eager(encoding, kind):
     masks = {"padding": padding("left", "right"), "hole": padding("hole")}
     inputs = {"mask": masks.get(kind), "input_ids": tokens(2, 21)}
@@ -409,13 +415,16 @@ def test_equals_eager(encoding, kind):
 
 @pytest.mark.parametrize(
     ("encoding", "family", "kind"),
-    [
-        ("separate", "gpt2", "padding"),
-        ("value", "llama", "packed"),
-        ("every2", "gpt2", "hole"),
-        ("every2", "llama", "causal"),
-        ("rotated", "llama", "packed"),
-    ],
+    slow_but(
+        [("value", "llama", "packed"), ("rotated", "llama", "packed")],
+        [
+            ("separate", "gpt2", "padding"),
+            ("value", "llama", "packed"),
+            ("every2", "gpt2", "hole"),
+            ("every2", "llama", "causal"),
+            ("rotated", "llama", "packed"),
+        ],
+    ),
 )
 def test_other_gates_equal_eager(encoding, family, kind):
     masks = {"padding": padding("left", "right"), "hole": padding("hole")}
@@ -428,7 +437,7 @@ def test_other_gates_equal_eager(encoding, family, kind):
     all_close(found, results(model, **inputs))
 
 
-@pytest.mark.parametrize("encoding", [*WITH_KERNELS, "rotated"])
+@pytest.mark.parametrize("encoding", slow_but(["cope+rope", "pope"], [*WITH_KERNELS, "rotated"]))
 def test_a_shift_of_all_positions_changes_nothing(encoding):
     model = build(encoding)
     ids, positions = tokens(1, 9), torch.arange(9)[None]
@@ -438,7 +447,7 @@ def test_a_shift_of_all_positions_changes_nothing(encoding):
         close(torch.cat((shifted.logits, step.logits), 1), model(ids, position_ids=positions).logits, 1e-4)
 
 
-@pytest.mark.parametrize("encoding", ["rotated", "value"])
+@pytest.mark.parametrize("encoding", slow_but(["rotated"], ["rotated", "value"]))
 def test_other_gates_when_decoding(encoding):
     """Gate keys from the cache; a layer without CoPE, whose cached keys are narrower; half precision in autocast."""
     model = build(encoding, "eager")
@@ -510,7 +519,10 @@ def test_plain_attention_refuses():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize(("encoding", "family"), [("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama")])
+@pytest.mark.parametrize(
+    ("encoding", "family"),
+    slow_but([("cope+rope", "gpt2")], [("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama")]),
+)
 def test_cached_decoding(encoding, family):
     model = build(encoding, family=family)
     ids, mask = tokens(2, 21), padding("left")
@@ -536,7 +548,7 @@ def test_cached_decoding(encoding, family):
             close(torch.cat(pieces, dim=1)[shown], full[shown])
 
 
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
+@pytest.mark.parametrize("encoding", slow_but(["pope"], WITH_KERNELS))
 def test_generation(encoding):
     model = build(encoding, "eager")
     ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), tokens(1, 6)), dim=1)
@@ -556,7 +568,7 @@ def test_generation(encoding):
     assert torch.equal(assisted, expected["greedy"][1:])
 
 
-@pytest.mark.parametrize("encoding", ["cope:shared", "pope"])
+@pytest.mark.parametrize("encoding", slow_but(["pope"], ["cope:shared", "pope"]))
 def test_gradient_checkpointing(encoding):
     model = build(encoding).train()
     inputs = {"input_ids": tokens(2, 16), "use_cache": False}
@@ -584,7 +596,7 @@ def test_compiles_as_one_graph(encoding, implementation, on_gpu):
     all_close([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], plain)
 
 
-@pytest.mark.parametrize("encoding", ["cope", "pope"])
+@pytest.mark.parametrize("encoding", slow_but(["cope"], ["cope", "pope"]))
 def test_compiled_decoding_with_a_static_cache(encoding):
     model = build(encoding)
     ids = tokens(2, 9)
@@ -595,7 +607,7 @@ def test_compiled_decoding_with_a_static_cache(encoding):
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
 
 
-@pytest.mark.parametrize("encoding", ["cope", "pope"])
+@pytest.mark.parametrize("encoding", slow_but(["pope"], ["cope", "pope"]))
 def test_export(encoding):
     model = build(encoding)
     ids, mask = tokens(2, 21), padding("left")
@@ -606,7 +618,7 @@ def test_export(encoding):
         close(exported.module()(**inputs).logits, expected)
 
 
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
+@pytest.mark.parametrize("encoding", slow_but(["cope+rope", "pope"], WITH_KERNELS))
 def test_low_precision(encoding):
     model = build(encoding, "eager")
     ids = tokens(2, 21)
@@ -624,7 +636,7 @@ def test_low_precision(encoding):
     assert (logits("triton", torch.bfloat16) - exact).abs().max() < half
 
 
-@pytest.mark.parametrize("encoding", WITH_KERNELS)
+@pytest.mark.parametrize("encoding", slow_but(["cope", "pope"], WITH_KERNELS))
 def test_autocast_trains(encoding):
     model = build(encoding).train()
     ids = tokens(2, 16)

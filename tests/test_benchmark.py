@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 
+from tiny import slow_but
 from whatwhere.scripts.benchmark import __main__ as command
 from whatwhere.scripts.benchmark import attention, measure
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
@@ -56,10 +57,10 @@ def test_every_direction_and_backend(tmp_path):
         assert [row["direction"] for row in rows if row["provider"] == name] == directions.split(",")
 
 
-def test_kernels(tmp_path):
+@pytest.mark.parametrize("names", slow_but(["pope-triton"], ["pope-triton", "cope-triton-half,pope-triton"]))
+def test_kernels(tmp_path, names):
     """In the interpreter: the same check, and the rows that a GPU would give."""
     pytest.importorskip("triton", reason="the kernels are written in Triton")
-    names = "cope-triton-half,pope-triton"
     options = ["--providers", names, "--directions", "forward,backward,decoding", "--heads", "1"]
     code, rows = run(tmp_path, "--parts", "attention", *options)
     assert code == 0, [row["status"] for row in rows]

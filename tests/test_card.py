@@ -271,6 +271,8 @@ def snippet_of(card):
     return snippet
 
 
+# The snippets of shipped cards run in this process.
+@pytest.mark.slow
 def test_the_snippet_runs_without_the_package(folder):
     hide = "import sys\nsys.modules['whatwhere'] = None\n"
     done = subprocess.run(

@@ -1,13 +1,14 @@
 """What every encoding promises, in both families: the shared contract."""
 
 import gc
+import itertools
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 import whatwhere
-from tiny import FAMILIES, tiny_config, tiny_model, tokens
+from tiny import FAMILIES, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.position_registry import supported_implementations
 
 # Settings that take other paths than the defaults.
@@ -19,7 +20,6 @@ VARIANTS = {
     "cope_alibi:learned": {"slopes": "learned"},
     "cope_mlp:first": {"hidden_units": 16, "num_positions": 6, "layers": "first"},
     "cope+rope:separate": {"cope": {"num_positions": 6, "gates": "separate_key"}},
-    "fox:pro": {"pro": True},
     "pope:partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
     "relative:last": {"num_positions": 8, "beyond": "last"},
     "relative:none": {"num_positions": 8, "beyond": "none"},
@@ -27,7 +27,11 @@ VARIANTS = {
     "stick_breaking:head_bias": {"remainder": "head_bias"},
 }
 # Variants by other fields of the configuration.
+PRO = {"output_gate": True, "output_norm": True, "qk_norm": True, "key_value_shift": True}
 FIELD_VARIANTS = {
+    "fox:pro": PRO,
+    "cope:pro": {**PRO, "position_encoding_parameters": {"num_positions": 6}},
+    "pope:norms": {"output_gate": True, "output_norm": True, "qk_norm": True},
     "absolute:hard": {"attention_weights": "straight_through"},
     "cope:hard": {"attention_weights": "straight_through", "position_encoding_parameters": {"num_positions": 6}},
     "alibi:half": {"position_encoding_parameters": {"head_fraction": 0.5}},
@@ -42,6 +46,7 @@ FIELD_VARIANTS = {
     },
 }
 ENCODINGS = [*whatwhere.list_position_encodings(), *VARIANTS, *FIELD_VARIANTS]
+PLAIN = [name for name in ENCODINGS if not {"+", ":"} & set(name)]
 # Scaled down to saturate within the tiny sequences.
 FIELDS = {
     "cope": {"position_encoding_parameters": {"num_positions": 6}},
@@ -58,21 +63,31 @@ CASES = [
     for index, encoding in enumerate(ENCODINGS)
     for family in ([FAMILIES[index % 2]] if ":" in encoding else FAMILIES)
 ]
+
+
+def models(*, quick=None, cases=CASES):
+    """Each encoding in one family, in turn; the other family, and encodings that are not `quick`, are slow."""
+    return pytest.mark.parametrize(
+        ("family", "encoding"),
+        [
+            case
+            if case.values[0] == FAMILIES[ENCODINGS.index(case.values[1]) % 2]
+            and (quick is None or case.values[1] in quick)
+            else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+            for case in cases
+        ],
+    )
+
+
+# Both families.
 every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
+every_model_in_turn = models()
 # All but those of absolute positions.
-every_relative_model = pytest.mark.parametrize(
-    ("family", "encoding"), [case for case in CASES if case.values[1].split(":")[0] not in ("absolute", "sinusoidal")]
+every_relative_model_in_turn = models(
+    cases=[case for case in CASES if case.values[1].split(":")[0] not in ("absolute", "sinusoidal")]
 )
-# For what takes a second or more: each encoding in one family, in turn; the other family, sums and variants are slow.
-models_in_turn = pytest.mark.parametrize(
-    ("family", "encoding"),
-    [
-        case
-        if case.values[0] == FAMILIES[ENCODINGS.index(case.values[1]) % 2] and not {"+", ":"} & set(case.values[1])
-        else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
-        for case in CASES
-    ],
-)
+# For what takes long: no sums and variants.
+plain_models_in_turn = models(quick=PLAIN)
 
 
 def settings(encoding):
@@ -111,7 +126,7 @@ def test_causality(family, encoding):
     assert not torch.allclose(after[:, 12:], before[:, 12:])
 
 
-@every_model
+@every_model_in_turn
 def test_implementations_agree(family, encoding):
     ids = tokens(2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)
@@ -137,7 +152,7 @@ def test_implementations_agree(family, encoding):
             close(one, other, 5e-5)
 
 
-@every_model
+@every_model_in_turn
 @pytest.mark.parametrize("steps", [[1] * 24, [5, 1, 7, 1, 1, 9], [24]], ids=["one-by-one", "chunks", "prefill"])
 def test_cached_decoding_equals_full_forward(family, encoding, steps):
     model = build(family, encoding)
@@ -151,7 +166,7 @@ def test_cached_decoding_equals_full_forward(family, encoding, steps):
     close(torch.cat(pieces, dim=1), full)
 
 
-@every_model
+@every_model_in_turn
 def test_static_cache_equals_full_forward(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 20)
@@ -175,7 +190,7 @@ def test_static_cache_equals_full_forward(family, encoding):
     close(torch.cat(pieces, dim=1)[mask.bool()], full[mask.bool()])
 
 
-@every_model
+@plain_models_in_turn
 def test_static_cache_without_a_mask(family, encoding):
     # Where nothing is masked, Transformers may make no mask, although slots of the cache are empty.
     ids = tokens(2, 16)
@@ -198,7 +213,7 @@ def test_static_cache_without_a_mask(family, encoding):
         assert torch.equal(model.generate(ids, cache_implementation="static", **options), generated)
 
 
-@every_model
+@every_model_in_turn
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(family, encoding, side):
     model = build(family, encoding)
@@ -216,7 +231,7 @@ def test_padding_changes_nothing(family, encoding, side):
     assert logits.isfinite().all()
 
 
-@every_relative_model
+@every_relative_model_in_turn
 def test_a_shift_of_all_positions_changes_nothing(family, encoding):
     model = build(family, encoding)
     ids, positions = tokens(2, 10), torch.arange(10)[None]
@@ -236,7 +251,7 @@ def test_a_shift_of_all_positions_changes_nothing(family, encoding):
         close(torch.cat(pieces, dim=1), expected, 1e-4)
 
 
-@every_relative_model
+@every_relative_model_in_turn
 def test_left_padding_without_positions_changes_nothing(family, encoding):
     model = build(family, encoding)
     ids = tokens(1, 9)
@@ -245,8 +260,13 @@ def test_left_padding_without_positions_changes_nothing(family, encoding):
         close(model(padded, attention_mask=mask).logits[:, 5:], model(ids).logits, 1e-4)
 
 
-@pytest.mark.parametrize("broken", ["nan", "inf"])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    ("encoding", "broken"),
+    slow_but(
+        [*((name, "nan") for name in ENCODINGS), *((name, "inf") for name in PLAIN)],
+        itertools.product(ENCODINGS, ("nan", "inf")),
+    ),
+)
 def test_what_is_not_finite_reaches_the_loss(encoding, broken):
     # Training then says that it has diverged. (An infinite query sees keys that are infinitely near or far.)
     model = build("llama", encoding)
@@ -270,7 +290,7 @@ def test_what_is_not_finite_reaches_the_loss(encoding, broken):
             assert broken == "inf" or step.logits.isnan().all()
 
 
-@every_model
+@every_model_in_turn
 def test_decoding_after_right_padding(family, encoding):
     model = build(family, encoding)
     ids = tokens(1, 9)
@@ -294,7 +314,7 @@ def test_decoding_after_right_padding(family, encoding):
     close(torch.cat(pieces, dim=1), alone[:, 6:])
 
 
-@every_model
+@every_model_in_turn
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_documents_equal_separate_ones(family, encoding, use_cache):
     model = build(family, encoding)
@@ -306,7 +326,7 @@ def test_packed_documents_equal_separate_ones(family, encoding, use_cache):
         close(packed[:, 11:], model(second).logits)
 
 
-@every_model
+@every_model_in_turn
 @pytest.mark.parametrize("given", [False, True], ids=["slots", "positions"])
 def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
     model = build(family, encoding)
@@ -325,7 +345,7 @@ def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
         close(run(13, 20, past_key_values=prefill.past_key_values).logits, full[:, 13:])
 
 
-@every_model
+@every_model_in_turn
 def test_second_derivatives_in_eager(family, encoding):
     model = build(family, encoding, "eager")
     ids = tokens(1, 8)
@@ -335,7 +355,7 @@ def test_second_derivatives_in_eager(family, encoding):
     assert all(p.grad.isfinite().all() for p in parameters if p.grad is not None)
 
 
-@every_model
+@every_model_in_turn
 def test_custom_4d_mask(family, encoding):
     # A tree: tokens 4 and 5 both follow token 3, and do not see each other.
     model = build(family, encoding)
@@ -359,7 +379,7 @@ def test_every_parameter_gets_a_gradient(family, encoding):
     assert not silent
 
 
-@every_model
+@every_model_in_turn
 def test_trains_after_inference_mode(family, encoding):
     # What a model keeps from one forward to the next must not be inference tensors: autograd can not save them.
     model = build(family, encoding)
@@ -371,7 +391,7 @@ def test_trains_after_inference_mode(family, encoding):
     close(loss.detach(), expected)
 
 
-@every_model
+@every_model_in_turn
 def test_gradient_checkpointing_changes_nothing(family, encoding):
     ids = tokens(2, 16)
     model = build(family, encoding).train()
@@ -386,7 +406,7 @@ def test_gradient_checkpointing_changes_nothing(family, encoding):
             close(one, other)
 
 
-@every_model
+@every_model_in_turn
 def test_save_and_load_keep_every_logit(family, encoding, tmp_path):
     model = build(family, encoding)
     ids = tokens(2, 16)
@@ -397,7 +417,7 @@ def test_save_and_load_keep_every_logit(family, encoding, tmp_path):
         assert torch.equal(model(ids).logits, loaded(ids).logits)
 
 
-@every_model
+@every_model_in_turn
 def test_fresh_parameters_are_initialised_after_loading(family, encoding, tmp_path):
     # Weights that a checkpoint lacks are built on the meta device: they must be filled.
     model = build(family, encoding)
@@ -411,7 +431,7 @@ def test_fresh_parameters_are_initialised_after_loading(family, encoding, tmp_pa
             assert parameter.std().isclose(dict(reference.named_parameters())[name].std(), rtol=0.5), name
 
 
-@every_model
+@every_model_in_turn
 def test_bfloat16_stays_close_to_float32(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 30)
@@ -429,7 +449,7 @@ def test_bfloat16_stays_close_to_float32(family, encoding):
     assert (mixed - exact).abs().max() < allowed
 
 
-@models_in_turn
+@models(quick=["absolute", "rope", "cope", "pope"])
 def test_generation_modes_agree(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 7)
@@ -455,7 +475,7 @@ def test_generation_modes_agree(family, encoding):
     )
 
 
-@every_model
+@plain_models_in_turn
 def test_left_padded_batch_generates_as_alone(family, encoding):
     model = build(family, encoding)
     short, long = tokens(1, 5), tokens(1, 9, seed=3)
@@ -468,7 +488,7 @@ def test_left_padded_batch_generates_as_alone(family, encoding):
         assert torch.equal(together[1], model.generate(long, **options)[0])
 
 
-@every_model
+@every_model_in_turn
 def test_past_the_configured_length(family, encoding):
     model = build(family, encoding)
     ids = tokens(1, 60)
@@ -484,7 +504,7 @@ def test_past_the_configured_length(family, encoding):
     close(torch.cat(pieces, dim=1), full)
 
 
-@every_model
+@every_model_in_turn
 def test_eager_returns_weights(family, encoding):
     model = build(family, encoding, "eager")
     outputs = model(tokens(2, 9), output_attentions=True, output_hidden_states=True)
@@ -500,7 +520,7 @@ def test_eager_returns_weights(family, encoding):
         assert weights.triu(1).abs().max() == 0
 
 
-@models_in_turn
+@models(quick=["rope", "cope", "pope"])
 def test_compiled_training_step(family, encoding):
     ids = tokens(2, 16)
     model = build(family, encoding).train()
@@ -517,7 +537,7 @@ def test_compiled_training_step(family, encoding):
         close(one, other)
 
 
-@every_model
+@every_model_in_turn
 def test_loss_head_and_embedding_options(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 12)
@@ -536,9 +556,7 @@ def test_loss_head_and_embedding_options(family, encoding):
 # PyTorch's compiler and Transformers' mask function call what PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Without a bias, and with one; each compiles for many seconds.
-@pytest.mark.parametrize(
-    "encoding", ["rope", "relative", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pope", "alibi"))]
-)
+@pytest.mark.parametrize("encoding", slow_but(["relative"], ["rope", "relative", "pope", "alibi"]))
 def test_flex_attention_agrees(encoding):
     # The first call compiles; one family and no gradient, which CPUs do not have here.
     ids = tokens(2, 40)
@@ -581,7 +599,7 @@ def test_adapters_on_projections(encoding):
     assert not torch.allclose(adapted, plain, atol=0.01)
 
 
-@every_model
+@every_model_in_turn
 def test_classification(family, encoding):
     name = "WhatWhereLlamaForSequenceClassification" if family == "llama" else "WhatWhereGPT2ForSequenceClassification"
     config = build_config(family, encoding, num_labels=3)
@@ -594,7 +612,7 @@ def test_classification(family, encoding):
     close(model(padded, attention_mask=(padded != 0).long()).logits, outputs.logits)
 
 
-@every_model
+@every_model_in_turn
 def test_memory_is_freed_without_the_garbage_collector(family, encoding):
     # A cycle that holds tensors grows by gigabytes in training before Python happens to collect it.
     model, ids = build(family, encoding), tokens(2, 24)

@@ -37,6 +37,7 @@ def finished(tmp_path_factory):
     return folder / "demo", "".join(printed)
 
 
+@pytest.mark.slow
 def test_table_and_figure(finished):
     folder, printed = finished
     content = json.loads((folder / "length.json").read_text(encoding="utf-8"))
@@ -54,6 +55,7 @@ def test_table_and_figure(finished):
     assert (folder / "length.svg").is_file()
 
 
+@pytest.mark.slow
 def test_same_recipe_and_seed(finished):
     folder, _ = finished
     recipes = []
@@ -66,6 +68,7 @@ def test_same_recipe_and_seed(finished):
     assert recipes[0] == recipes[1] == recipes[2]
 
 
+@pytest.mark.slow
 def test_cards(finished):
     folder, _ = finished
     for encoding in demo.ENCODINGS:
@@ -79,6 +82,7 @@ def test_cards(finished):
         assert scored == (encoding == demo.CHOSEN)
 
 
+@pytest.mark.slow
 def test_lm_eval_and_clean_process(finished):
     folder, printed = finished
     scores = json.loads((folder / demo.CHOSEN / "lm_eval.json").read_text(encoding="utf-8"))
@@ -94,6 +98,7 @@ def test_lm_eval_and_clean_process(finished):
     assert printed.split(f"=== {demo.CHOSEN} in a clean process\n")[1].startswith(demo.PROMPT)
 
 
+@pytest.mark.slow
 def test_wall_times(finished):
     folder, printed = finished
     seconds = json.loads((folder / "demo.json").read_text(encoding="utf-8"))["seconds"]
@@ -103,6 +108,7 @@ def test_wall_times(finished):
     assert printed.startswith("Training will take about ")
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_the_same_recipe_is_reused(finished, capsys):
     folder, _ = finished
     overrides = ["training.steps=2", "training.warmup_steps=0", *TINY]

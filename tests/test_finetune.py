@@ -20,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from tiny import slow_but
 from whatwhere.scripts import finetune as script
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.training.lock import lock_folder
@@ -107,7 +108,12 @@ def logits(model):
     ("family", "encoding", "fresh"),
     [
         ("gpt2", None, set()),
-        ("gpt2", "cope", {f"transformer.h.{i}.attn.position_encoding.cope.table.weight" for i in range(2)}),
+        pytest.param(
+            "gpt2",
+            "cope",
+            {f"transformer.h.{i}.attn.position_encoding.cope.table.weight" for i in range(2)},
+            marks=pytest.mark.slow,
+        ),
         ("llama", "pope", {f"model.layers.{i}.self_attn.position_encoding.pope.delta.weight" for i in range(2)}),
     ],
 )
@@ -135,7 +141,7 @@ def test_full(run, stock, data_dir, family, encoding, fresh):
     assert results["metrics"]["bits_per_byte"]["value"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("family", "encoding"), [("gpt2", "cope"), ("llama", "pope")])
+@pytest.mark.parametrize(("family", "encoding"), slow_but([("gpt2", "cope")], [("gpt2", "cope"), ("llama", "pope")]))
 def test_lora_with_a_new_encoding(run, stock, family, encoding):
     output, _ = run(stock[family], "--position-encoding", encoding, "--lora", "--lora-rank", "2", "--merge")
     adapter = load_file(output / "adapter" / "adapter_model.safetensors")
@@ -315,7 +321,11 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
 # --- resume
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"]], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [[], pytest.param(["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"], marks=pytest.mark.slow)],
+    ids=["full", "lora"],
+)
 def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
     from transformers import Trainer
 
@@ -384,7 +394,12 @@ def test_resume_executes_nothing(run, interrupted, tmp_path):
     assert not (tmp_path / "trap").exists()
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["optimizer.pt", "model.safetensors"], ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"]
+    ),
+)
 def test_damaged_checkpoint(run, interrupted, tmp_path, name):
     file = tmp_path / "parts" / "checkpoints" / "checkpoint-2" / name
     content = file.read_bytes()

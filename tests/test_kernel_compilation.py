@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 from whatwhere.scripts import compile_kernels
 from whatwhere.scripts.compile_kernels import TARGETS, Compiled, analysis, costs, occupancy
 
+pytestmark = pytest.mark.slow
+
 # Under pytest-xdist the other core has work of its own.
 JOBS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
 
@@ -36,9 +38,9 @@ def run(folder, *arguments, code=None):
         # The flags of most calls.
         (["sm_90"], [" bf16 D=64 causal", " bf16 D=64 decoding causal"]),
         # All flags.
-        pytest.param(list(TARGETS), [" bf16 D=64 "], marks=pytest.mark.slow),
+        (list(TARGETS), [" bf16 D=64 "]),
         # Other head dims and float32. (For all targets the command takes ten minutes.)
-        pytest.param(["sm_90"], [" D=40 ", " D=128 ", " D=256 ", " fp32 "], marks=pytest.mark.slow),
+        (["sm_90"], [" D=40 ", " D=128 ", " D=256 ", " fp32 "]),
     ],
     ids=["one target", "four targets", "sm_90"],
 )

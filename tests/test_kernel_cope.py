@@ -1,10 +1,14 @@
 """The CoPE kernels, run by Triton's interpreter, against full-matrix CoPE in float64: outputs and every gradient."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+from tiny import slow_but
 from whatwhere import kernel_cope
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
@@ -95,14 +99,17 @@ def compare(tensors, limits=None, tolerance=2e-5, scaling=0.25, position_scale=0
         assert error <= tolerance, f"{name}: {error:.2g}"
 
 
-# Every length with two kinds of gates, every kind of gates with two lengths; the other pairs are slow.
+# Every kind of gates with a short length; the other pairs are slow.
 @pytest.mark.parametrize(
     ("rows", "keys", "openness"),
-    [
-        pytest.param(*lengths, openness, marks=[pytest.mark.slow] if (row + column) % 2 else [])
-        for row, lengths in enumerate([(1, 1), (63, 63), (100, 257), (257, 257)])
-        for column, openness in enumerate([-12.0, -2.0, 0.0, 12.0])
-    ],
+    slow_but(
+        [(1, 1, 0.0), (63, 63, -2.0), (63, 63, 12.0), (100, 257, -12.0)],
+        [
+            (*lengths, openness)
+            for lengths in [(1, 1), (63, 63), (100, 257), (257, 257)]
+            for openness in (-12.0, -2.0, 0.0, 12.0)
+        ],
+    ),
 )
 def test_output_and_gradients(rows, keys, openness):
     """Lengths that are no multiple of a block; windows from one block to the whole row."""
@@ -130,8 +137,10 @@ def padded_and_packed(rows, keys):
     return causal_limits(3, rows, keys, low, valid)
 
 
-@pytest.mark.parametrize("openness", [-12.0, 0.0], ids=["closed", "half"])
-@pytest.mark.parametrize(("rows", "keys"), [(110, 110), (30, 110)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "openness"),
+    slow_but([(30, 110, 0.0)], itertools.product((110, 30), (110,), (-12.0, 0.0))),
+)
 def test_padding_holes_and_documents(rows, keys, openness):
     """Keys that a row does not see are not counted; rows that see nothing give 0."""
     limits = padded_and_packed(rows, keys)
@@ -158,15 +167,19 @@ def test_widths(channels, positions):
 
 
 @pytest.mark.parametrize("gates", ["separate", "value"])
-def test_gates_of_their_own(gates):
-    tensors = inputs(2, 4, 2, 70, 100, 16, separate=True)
+@pytest.mark.parametrize(
+    ("batch", "heads", "groups", "rows", "keys"),
+    slow_but([(1, 2, 1, 30, 100)], [(1, 2, 1, 30, 100), (2, 4, 2, 70, 100)]),
+)
+def test_gates_of_their_own(gates, batch, heads, groups, rows, keys):
+    tensors = inputs(batch, heads, groups, rows, keys, 16, separate=True)
     if gates == "value":
         tensors[4] = tensors[2]
     compare(tensors)
-    compare(tensors, padded_and_packed(70, 100)[:2])
+    compare(tensors, padded_and_packed(rows, keys)[:batch])
 
 
-@pytest.mark.parametrize(("openness", "separate"), [(-2.0, False), (0.0, True), (12.0, False)])
+@pytest.mark.parametrize(("openness", "separate"), slow_but([(0.0, True)], [(-2.0, False), (0.0, True), (12.0, False)]))
 def test_a_query_of_its_own_for_the_table(openness, separate):
     """As RoPE needs it; the two queries get a gradient each."""
     tensors = inputs(1, 2, 1, 30, 110, 16, openness=openness, separate=separate)
@@ -182,12 +195,15 @@ def test_scale_of_positions_is_its_own():
     compare(inputs(1, 1, 1, 40, 40, 16), scaling=0.2, position_scale=1.0)
 
 
-@pytest.mark.parametrize("openness", [-4.0, 0.0])
-def test_chunks_of_rows(monkeypatch, openness):
+@pytest.mark.parametrize(
+    ("openness", "heads", "rows", "keys"),
+    slow_but([(0.0, 1, 70, 90)], [(0.0, 1, 70, 90), (-4.0, 2, 257, 300), (0.0, 2, 257, 300)]),
+)
+def test_chunks_of_rows(monkeypatch, openness, heads, rows, keys):
     """A small budget for scratch memory changes nothing but the number of passes."""
     monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
-    tensors = inputs(1, 2, 1, 257, 300, 16, openness=openness)
+    tensors = inputs(1, heads, 1, rows, keys, 16, openness=openness)
     assert kernel_cope._Pass(*tensors[:4], None, None, None, 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
     compare(tensors)
 
@@ -204,7 +220,7 @@ def test_windows_end_where_positions_do():
     assert (window["start"] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
 def test_low_precision(dtype):
     """The error is that of rounding, not of contextual positions in low precision."""
     tensors = inputs(1, 2, 1, 130, 130, 16, positions=64, openness=1.0, dtype=dtype)
@@ -224,8 +240,18 @@ def test_float32_table_with_bfloat16_queries():
     compare(tensors, tolerance=2e-2)
 
 
-@pytest.mark.parametrize("openness", [-12.0, 0.0, 12.0], ids=["closed", "half", "open"])
-@pytest.mark.parametrize(("separate", "rotated"), [(False, False), (True, False), (False, True)])
+# Each kind of gates once; the other pairs are slow.
+@pytest.mark.parametrize(
+    ("openness", "separate", "rotated"),
+    slow_but(
+        [(0.0, False, False), (12.0, True, False), (-12.0, False, True)],
+        [
+            (openness, separate, rotated)
+            for separate, rotated in [(False, False), (True, False), (False, True)]
+            for openness in (-12.0, 0.0, 12.0)
+        ],
+    ),
+)
 def test_decoding(openness, separate, rotated):
     """One row, without gradients: its own kernels, over splits of the keys."""
     with torch.no_grad():
@@ -286,8 +312,13 @@ def test_backward_with_gates_of_another_rounding(shift, visited, monkeypatch):
 
 # NumPy warns of sums and products that are not finite.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["query", "key", "table", "gate_key"])
+@pytest.mark.parametrize(
+    ("where", "number"),
+    slow_but(
+        [("query", math.inf), ("key", math.nan), ("table", math.nan), ("gate_key", math.nan), ("gate_key", math.inf)],
+        itertools.product(("query", "key", "table", "gate_key"), (math.nan, math.inf)),
+    ),
+)
 def test_what_is_not_finite_reaches_output_and_gradients(where, number, visited):
     tensors = dict(
         zip(("query", "key", "value", "table", "gate_key"), inputs(1, 1, 1, 20, 30, 16, separate=where == "gate_key"))
@@ -348,16 +379,24 @@ def test_same_result_twice():
     assert all(torch.equal(one, other) for one, other in zip(*results))
 
 
-def test_operators():
-    """Fake implementations, gradients, mutation: what torch.compile, export and FSDP rely on."""
-    query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=True)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    position_query = torch.randn_like(query).requires_grad_()
-    for extra in ((gate_key, None), (None, None), (None, position_query), (gate_key, position_query)):
-        arguments = (query, key, value, table, *extra, None, 0.25, 0.25)
-        torch.library.opcheck(kernel_cope._forward, arguments, test_utils=tests)
-    row = (query[:, :, :1].detach(), *(one.detach() for one in (key, value, table)), None, None, None, 0.25, 0.25)
-    torch.library.opcheck(kernel_cope._decode_op, row, test_utils=tests)
+# Fake implementations, gradients, mutation: what torch.compile, export and FSDP rely on.
+OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+
+
+@pytest.mark.parametrize(
+    ("separate", "rotated"), slow_but([(True, True)], [(True, False), (False, False), (False, True), (True, True)])
+)
+def test_operator(separate, rotated):
+    query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=separate)
+    position_query = torch.randn_like(query).requires_grad_() if rotated else None
+    arguments = (query, key, value, table, gate_key, position_query, None, 0.25, 0.25)
+    torch.library.opcheck(kernel_cope._forward, arguments, test_utils=OPERATOR_TESTS)
+
+
+def test_operator_of_decoding():
+    query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
+    row = (query[:, :, :1], *others, None, None, None, 0.25, 0.25)
+    torch.library.opcheck(kernel_cope._decode_op, row, test_utils=OPERATOR_TESTS)
 
 
 def test_second_derivative_is_refused():

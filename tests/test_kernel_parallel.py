@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+pytestmark = pytest.mark.slow
+
 
 def test_two_ranks_equal_one():
     worker = pathlib.Path(__file__).parent / "kernel_parallel_worker.py"

@@ -5,7 +5,11 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 import whatwhere
+
+pytestmark = pytest.mark.slow
 
 
 def test_two_ranks_equal_one(tmp_path):

@@ -125,6 +125,7 @@ assert "whatwhere" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_lora_targets_and_the_tokenizer_in_a_clean_process(tmp_path):
     pytest.importorskip("peft")
     places = [tmp_path / family for family in ("llama", "gpt2")]
@@ -147,14 +148,26 @@ def test_lora_targets_and_the_tokenizer_in_a_clean_process(tmp_path):
     assert "custom code" not in done.stdout
 
 
-def test_clean_process_and_saved_again(tmp_path):
+@pytest.mark.parametrize(
+    ("cases", "processes"),
+    [
+        ([("gpt2", "absolute"), ("llama", "cope")], 1),
+        pytest.param(
+            [("llama", "cope+rope"), ("gpt2", "absolute"), ("llama", "pope"), ("llama", "cope")],
+            2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["one process", "two processes"],
+)
+def test_clean_process_and_saved_again(tmp_path, cases, processes):
     """Folders and a repository in a Hub-shaped cache load; what is saved from there is the same, and loads again."""
     revision = "0" * 40
     repository = tmp_path / "home" / "hub" / "models--me--x"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(revision)
     models, saved, first, second = [], [], {}, {}
-    for family, encoding in (("llama", "cope+rope"), ("gpt2", "absolute"), ("llama", "pope"), ("llama", "cope")):
+    for family, encoding in cases:
         models.append(tiny_model(family, encoding))
         in_hub = encoding == "cope"
         saved.append(repository / "snapshots" / revision if in_hub else tmp_path / f"saved_{len(models)}")
@@ -162,7 +175,11 @@ def test_clean_process_and_saved_again(tmp_path):
         again = tmp_path / f"again_{len(models)}"
         first["me/x" if in_hub else saved[-1]] = again
         second[again] = tmp_path / f"third_{len(models)}"
-    for model, (found, (base, classifier, implementation)) in zip(models, clean_process(first, tmp_path)):
+    if processes == 1:
+        results = clean_process(first | second, tmp_path)
+    else:
+        results = clean_process(first, tmp_path) + clean_process(second, tmp_path)
+    for model, (found, (base, classifier, implementation)) in zip(models, results):
         check(model, found)
         prefix = type(model).__name__.removesuffix("ForCausalLM")
         assert (base, classifier) == (f"{prefix}Model", f"{prefix}ForSequenceClassification")
@@ -174,7 +191,7 @@ def test_clean_process_and_saved_again(tmp_path):
             for place in (folder, again)
         )
         assert after == before
-    for model, (found, _) in zip(models, clean_process(second, tmp_path)):
+    for model, (found, _) in zip(models, results[len(models) :]):
         check(model, found)
 
 

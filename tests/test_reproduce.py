@@ -166,9 +166,22 @@ def test_tables():
     assert TABLES["cope_2"].rows[2].figures["copy_sparse"] == Figure("0.004 (0.006)")
 
 
-def test_tables_share_runs(tmp_path):
-    def folders(name, **options):
-        return {run.folder for run in unique(plan(TABLES[name], output=tmp_path, **{"seeds": 1, **options}))}
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """Plans of one seed, by the name of a table; each is made once."""
+    output, made = tmp_path_factory.mktemp("runs"), {}
+
+    def planned(name, *, small=False):
+        if (name, small) not in made:
+            made[name, small] = plan(TABLES[name], output=output, small=small, seeds=1)
+        return made[name, small]
+
+    return planned
+
+
+def test_tables_share_runs(tmp_path, planned):
+    def folders(name):
+        return {run.folder for run in unique(planned(name))}
 
     counting = folders("cope_3")
     assert folders("cope_9") == counting
@@ -182,17 +195,18 @@ def test_tables_share_runs(tmp_path):
     assert folders("pope_1") < folders("pope_indexing")
     assert {folder.name for folder in folders("pope_4") & folders("pope_8")} == {"pope-seed0", "pope-253m-seed0"}
     assert {folder.name for folder in folders("cope_5") & folders("cope_8")} == {"cope-seed0"}
-    assert folders("pope_1", small=True, seeds=2) == {
+    small = plan(TABLES["pope_1"], output=tmp_path, small=True, seeds=2)
+    assert {run.folder for run in unique(small)} == {
         tmp_path / "indirect_indexing_small" / f"{row}-seed{seed}" for row in ("rope", "pope") for seed in (0, 1)
     }
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["exact", "small"])
-def test_every_run_builds(tmp_path, small):
+def test_every_run_builds(planned, small):
     """All systems of all tables; those of exact runs have as many parameters as the papers say."""
     built = set()
-    for table in TABLES.values():
-        for run in unique(plan(table, output=tmp_path, small=small, seeds=1)):
+    for name in TABLES:
+        for run in unique(planned(name, small=small)):
             if run.folder in built:
                 continue
             built.add(run.folder)
@@ -222,11 +236,11 @@ def test_every_run_builds(tmp_path, small):
     assert len(built) == cope + pope + domains + exact
 
 
-def test_recipes_are_those_of_the_papers(tmp_path):
+def test_recipes_are_those_of_the_papers(planned):
     """What the papers and conventions say, beyond what the recipes say themselves."""
 
     def recipe(table, row, column):
-        return plan(TABLES[table], output=tmp_path, seeds=1)[row, column][0].recipe
+        return planned(table)[row, column][0].recipe
 
     flip_flop = recipe("cope_7", "cope-half-dimension-half-heads", "ood")
     assert (flip_flop.model["n_embd"], flip_flop.model["n_layer"], flip_flop.model["n_head"]) == (128, 4, 2)

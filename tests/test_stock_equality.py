@@ -110,8 +110,20 @@ def stock_model(config_class, model_class, fields, folder):
     return model
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "blockwise"])
-@pytest.mark.parametrize(("config_class", "model_class", "fields", "ours"), STOCK)
+# Every model with the implementation that is the default; the two plain ones with the others, too.
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "fields", "ours", "implementation"),
+    [
+        pytest.param(
+            *case.values,
+            implementation,
+            id=f"{case.id}-{implementation}",
+            marks=[] if implementation == "sdpa" or case.id in ("llama", "gpt2") else [pytest.mark.slow],
+        )
+        for case in STOCK
+        for implementation in ("sdpa", "eager", "blockwise")
+    ],
+)
 def test_same_logits_gradients_and_generations(config_class, model_class, fields, ours, implementation, tmp_path):
     stock = stock_model(config_class, model_class, fields, tmp_path)
     model, info = ours.from_pretrained(tmp_path, attn_implementation=implementation, output_loading_info=True)

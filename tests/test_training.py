@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tiny import slow_but
 from toys import SOLVABLE, toy_recipe
 from whatwhere.scripts.training import estimate, loop
 from whatwhere.scripts.training.lock import lock_folder
@@ -214,7 +215,9 @@ def assert_same_run(one, other):
         assert torch.equal(tensor, others[name]), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+)
 def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch, number):
     output = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -516,14 +519,18 @@ def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
     assert not list(output.glob(".*"))
 
 
+# Forking a process with threads is deprecated; this child ends at once. (Another would import for seconds.)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_lock_of_a_killed_process(tmp_path):
-    code = (
-        "import os, pathlib, signal\n"
-        "from whatwhere.scripts.training.lock import lock_folder\n"
-        f"with lock_folder(pathlib.Path({str(tmp_path)!r})):\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    child = os.fork()
+    if child == 0:
+        try:
+            with lock_folder(tmp_path):
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     assert (tmp_path / ".lock").exists()
     with lock_folder(tmp_path):
         assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
@@ -617,7 +624,7 @@ def test_last_model_is_kept_by_default(finished_words, chorales, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("*best*"))
 
 
-@pytest.mark.parametrize("killed_after", [1, 3, 4, 5])
+@pytest.mark.parametrize("killed_after", slow_but([3], [1, 3, 4, 5]))
 def test_best_model_survives_a_kill(finished_words, chorales, tmp_path, monkeypatch, killed_after):
     """Wherever a run is killed, before or after the best step: the resumed one keeps the same model."""
     output = tmp_path / "run"
@@ -667,7 +674,7 @@ def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path,
 # --- toy tasks
 
 
-@pytest.mark.parametrize("task", SOLVABLE)
+@pytest.mark.parametrize("task", slow_but(["selective_copy"], SOLVABLE))
 def test_toy_checkpoint_answers(task, tmp_path):
     """A toy run's folder loads like any other, and generates the right answers; its card reports errors."""
     changed = toy_recipe(task)
@@ -723,7 +730,7 @@ def test_toy_metrics(finished_toy):
 @pytest.mark.parametrize(
     ("task", "encoding", "differs"),
     [
-        ("flip_flop", "rope", {"ignore": 0.1}),
+        pytest.param("flip_flop", "rope", {"ignore": 0.1}, marks=pytest.mark.slow),
         # samples of different lengths, which are padded in a batch
         ("counting", "cope", {"pass_weight": 0.5}),
     ],
@@ -770,7 +777,7 @@ def test_seed_decides_the_toy_samples(finished_toy, tmp_path):
     assert runs[0].text_sha256 == finished_toy[1]["text_sha256"] != runs[1].text_sha256
 
 
-@pytest.mark.parametrize("train_samples", [9, None], ids=["epochs", "stream"])
+@pytest.mark.parametrize("train_samples", [9, pytest.param(None, marks=pytest.mark.slow)], ids=["epochs", "stream"])
 def test_interrupted_toy_run_resumes_exactly(finished_toy, tmp_path, monkeypatch, train_samples):
     changed = short_toy(data__train_samples=train_samples)
     whole = finished_toy[0]
@@ -924,6 +931,7 @@ def write_recipe(folder, changed):
 TRAIN = ["-m", "whatwhere.scripts.train"]
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(data_dir, tmp_path):
     """Uneven work: documents lose labels, so that the processes' shares differ; and each accumulates.
 

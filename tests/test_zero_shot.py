@@ -16,7 +16,7 @@ import torch
 import transformers
 import yaml
 
-from tiny import tiny_model
+from tiny import slow_but, tiny_model
 from whatwhere.model_card import read_results, weights_fingerprint
 from whatwhere.scripts import zero_shot as script
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -254,7 +254,7 @@ def test_local_definitions_follow_the_stock_ones():
         assert stock(f"blimp/{task['task'].removeprefix('blimp_')}.yaml")["dataset_name"] == paradigm
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", slow_but(set(COUNTS) - {"blimp"}, COUNTS))
 def test_real_files(name, data_dir):
     tasks = manager(data_dir).load([zero_shot.TASKS[name].local])["tasks"]
     assert len(tasks) == (67 if name == "blimp" else 1)
@@ -430,6 +430,7 @@ def run_command(options, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch, capsys, local_data):
     (local_data / "piqa/valid.jsonl").unlink()
     monkeypatch.chdir(tmp_path)
@@ -494,6 +495,22 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
     after = read_results(tmp_path / "absolute")["lm_eval"]
     assert after["tasks"] == before
     assert "--limit 2" in after["command"]
+
+
+def test_the_command_on_one_task(tmp_path, monkeypatch, capsys, local_data):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(zero_shot, "task_manager", manager)
+    save_model(tmp_path / "model", max_position_embeddings=512)
+    options = ["model", "--data-dir", local_data, "--tasks", "hellaswag", "--limit", 2, "--output", "out"]
+    printed = run_command(options, capsys)
+    table = (tmp_path / "out/zero_shot.md").read_text()
+    assert table in printed
+    content = json.loads((tmp_path / "model/lm_eval.json").read_text())
+    assert content["weights_sha256"] == weights_fingerprint(tmp_path / "model")
+    (task,) = content["tasks"].values()
+    assert (task["samples"], task["limit"]) == (2, 2)
+    assert "| guessing |" in table
+    assert "**Only the first 2 questions of each task**" in table
 
 
 def test_merge():
@@ -562,6 +579,7 @@ def test_without_a_network_local_files_are_named(tmp_path, monkeypatch, capsys):
         raise ConnectionError("Couldn't reach 'nyu-mll/blimp' on the Hub")
 
     monkeypatch.setattr(zero_shot, "run", no_network)
+    monkeypatch.setattr(zero_shot, "task_manager", manager)
     with pytest.raises(SystemExit) as stopped:
         script.main([str(tmp_path / "model"), "--tasks", "blimp", "--output", str(tmp_path / "out")])
     assert stopped.value.code == 2

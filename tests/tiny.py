@@ -1,11 +1,14 @@
 """Tiny models of both families, for every encoding."""
 
+import pytest
 import torch
 
 import whatwhere
 
 FAMILIES = ("llama", "gpt2")
 VOCABULARY = 61
+# Parts of the names of parameters that a stock model does not have.
+OURS = ("encodings.", "output_gate", "output_norm", "query_norm", "key_norm", "key_shift", "value_shift")
 
 
 def tiny_config(family, encoding, **fields):
@@ -42,7 +45,7 @@ def tiny_model(family, encoding, implementation=None, **fields):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "position_encoding" in name:
+            if any(part in name for part in OURS):
                 shift = -1.5 if "delta" in name else 0.0
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7 + shift)
     return model.eval()
@@ -51,3 +54,13 @@ def tiny_model(family, encoding, implementation=None, **fields):
 def tokens(batch, length, seed=0):
     """Random token ids (B, T) without the special ones."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def slow_but(quick, cases):
+    """Cases for `pytest.mark.parametrize`: all but the quick ones are marked slow."""
+    quick, cases = list(quick), list(cases)
+    assert all(case in cases for case in quick), "a quick case is none of the cases"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.slow])
+        for case in cases
+    ]
