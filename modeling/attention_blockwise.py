@@ -506,13 +506,14 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple:
     query, key, value, mask, seed, out, lse, *tensors = ctx.saved_tensors
-    nothing = [None] * len(tensors)
+    # An empty list is one of tensors to an operator.
+    rest = (None, None, *(None if numbers else [] for numbers in ctx.settings[1:3]), None, None, None)
     if grad is None:
-        return (None, None, None, None, nothing, *[None] * 7)
+        return (None, None, None, None, [None] * len(tensors), *rest)
     results = _backward(grad, query, key, value, mask, tensors, seed, out, lse, *ctx.settings)
     tables = iter(results[3:])
     wanted = _differentiable(*ctx.settings[:2], tensors)
-    return (*results[:3], None, [next(tables) if one else None for one in wanted], *[None] * 7)
+    return (*results[:3], None, [next(tables) if one else None for one in wanted], *rest)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:

@@ -199,6 +199,7 @@ class SharedPositionEncodings(nn.ModuleDict):
     def __init__(self, config: Any) -> None:
         shared = {name: cls.shared(config, parameters) for name, (cls, parameters) in parse(config).items()}
         super().__init__({name: module for name, module in shared.items() if module is not None})
+        self.max_length = max_length(config)
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> PositionContext:
         """Fills `context.shared` for a forward pass over hidden states (B, Q, E); returns the context."""

@@ -26,7 +26,6 @@ from .position_base import PositionContext
 from .position_registry import (
     POSITION_ENCODINGS,
     check,
-    max_length,
     parse,
     supported_implementations,
 )
@@ -262,7 +261,7 @@ def prepare_forward(
     if position_ids is None:
         position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
     _check_positions(position_ids, batch, length)
-    _check_length(config, position_ids)
+    _check_length(config, model.shared_encodings.max_length, position_ids)
     key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
     _check_mask(config, attention_mask, batch, length, past_length, key_length)
     given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
@@ -333,8 +332,7 @@ def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_
         )
 
 
-def _check_length(config: Any, position_ids: torch.Tensor) -> None:
-    limit = max_length(config)
+def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
     if limit is None or torch.compiler.is_compiling() or position_ids.device.type == "meta":
         return
     length = int(position_ids.max()) + 1
