@@ -505,7 +505,8 @@ def test_past_the_configured_length(family, encoding):
         cache = DynamicCache(config=model.config)
         pieces = [model(ids[:, :50], past_key_values=cache).logits]
         pieces += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(50, 60)]
-    close(torch.cat(pieces, dim=1), full)
+    # In float64 they differ by 2e-15.
+    close(torch.cat(pieces, dim=1), full, 1e-4)
 
 
 @every_model_in_turn
