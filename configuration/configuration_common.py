@@ -298,6 +298,11 @@ class WhatWhereConfig(PreTrainedConfig):
         """The values of `position_encoding`, one for each layer, repeated if there are more layers."""
         return self.position_encoding if isinstance(self.position_encoding, list) else [self.position_encoding]
 
+    @property
+    def has_attention_options(self) -> bool:
+        """True if a field of `attention_options` is set."""
+        return self.output_gate or self.output_norm or self.qk_norm or self.key_value_shift
+
     def layer_encodings(self, layer_idx: int) -> list[str]:
         """Returns the names of the encodings that `position_encoding` gives a layer."""
         return self.layer_pattern[layer_idx % len(self.layer_pattern)].split("+")

@@ -11,15 +11,19 @@ from torch import nn
 from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils import logging
 
-from .attention_blockwise import DIRECT_ROWS, Bias, blockwise_attention, blockwise_attention_by_autograd
 from .attention_mask import causal_mask, dense_mask, is_ranges
-from .attention_triton import check_available, kernel_attention, runs_by_default, triton_attention_forward, unsupported
 from .position_base import PositionContext
-from .position_registry import supported_implementations
+from .position_registry import (
+    auto_kernel,
+    blockwise_path,
+    check_available,
+    supported_implementations,
+    triton_attention_forward,
+)
 
-logger = logging.get_logger(__name__)
+# `auto` computes so few rows on a CPU, as in decoding, with PyTorch's attention even if there is a mask.
+FEW_ROWS = 4
 
 
 def repeat_heads(states: torch.Tensor, groups: int) -> torch.Tensor:
@@ -66,29 +70,6 @@ def hard_weights(weights: torch.Tensor, *, straight_through: bool) -> torch.Tens
     return chosen + passed - passed.detach()
 
 
-def _blockwise(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    context: PositionContext,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Blocks of query rows, with memory O(Q * block): see `attention_blockwise`."""
-    parts = module.encodings.hooks["bias"]
-    if all(part.term is not None for part in parts):
-        biases = [Bias(part.term, *part.term_inputs(context, scaling)) for part in parts]
-        output = blockwise_attention(query, key, value, mask=mask, scaling=scaling, biases=biases, dropout=dropout)
-    else:
-        output = blockwise_attention_by_autograd(
-            query, key, value, mask=mask, scaling=scaling, bias=module.encodings.bias, context=context, dropout=dropout
-        )
-    return output.transpose(1, 2).contiguous(), None
-
-
 def _sdpa(
     module: Any,
     query: torch.Tensor,
@@ -110,7 +91,7 @@ def _sdpa(
     wider = key.shape[-1] != value.shape[-1]
     if wider and rows == 1 and dropout == 0:
         # For one row, padding all cached values would take longer than the attention.
-        return _blockwise(module, query, key, value, mask, scaling, dropout, context)
+        return blockwise_path(module, query, key, value, mask, scaling, dropout, context)
     if encodings.hooks["bias"]:
         if mask is None:
             mask = query.new_ones(rows, keys, dtype=torch.bool).tril_(keys - 1 if rows == 1 else 0)[None, None]
@@ -171,7 +152,9 @@ def _no_logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return query.new_empty(0).expand(query.shape[0], query.shape[1], query.shape[2], 0)
 
 
-_PATHS = {"eager": _eager, "sdpa": _sdpa, "flex_attention": _flex, "blockwise": _blockwise}
+_PATHS = {"eager": _eager, "sdpa": _sdpa, "flex_attention": _flex}
+if blockwise_path is not None:
+    _PATHS["blockwise"] = blockwise_path
 
 
 def _attention(implementation: str) -> Any:
@@ -239,16 +222,12 @@ def auto_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The Triton kernel where it is supported, else the layer's fast implementation in PyTorch. Returns no weights."""
     encodings = module.encodings
-    if runs_by_default(query.device) and encodings.kernel_name is not None:
-        problem = unsupported(module, query, attention_mask, dropout)
-        if problem is None:
-            return kernel_attention(module, query, key, value, attention_mask, scaling, context), None
-        if dropout > 0 and not torch.compiler.is_compiling():
-            logger.warning_once(
-                f"attn_implementation='auto' uses {encodings.default!r}: the kernels do not support {problem}."
-            )
+    if auto_kernel is not None:
+        output = auto_kernel(module, query, key, value, attention_mask, scaling, dropout, context)
+        if output is not None:
+            return output, None
     chosen, rows = encodings.default, query.shape[2]
-    if chosen == "sdpa" and is_ranges(attention_mask) and query.device.type == "cpu" and rows > DIRECT_ROWS:
+    if chosen == "sdpa" and is_ranges(attention_mask) and query.device.type == "cpu" and rows > FEW_ROWS:
         # With a mask, PyTorch's attention takes memory for 5 B Q K bytes on a CPU, and computes what is masked.
         chosen = "blockwise"
     elif chosen == "sdpa" and is_ranges(attention_mask):
@@ -264,7 +243,8 @@ ALL_ATTENTION_FUNCTIONS = AttentionInterface()
 # Local entries: two copies of this file in one process (the package and a checkpoint) keep their own.
 for _name in _PATHS:
     ALL_ATTENTION_FUNCTIONS[_name] = _attention(_name)
-ALL_ATTENTION_FUNCTIONS["triton"] = triton_attention_forward
+if triton_attention_forward is not None:
+    ALL_ATTENTION_FUNCTIONS["triton"] = triton_attention_forward
 ALL_ATTENTION_FUNCTIONS["auto"] = auto_attention_forward
 
 

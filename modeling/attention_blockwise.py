@@ -698,3 +698,26 @@ def blockwise_attention_by_autograd(
         arguments = (rows, keys, query[:, :, rows], key[:, :, :keys], value[:, :, :keys])
         blocks.append(checkpoint(attend, *arguments, use_reentrant=False))
     return torch.cat(blocks, dim=2)
+
+
+def blockwise_path(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    context: PositionContext,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The implementation `blockwise`, for queries and keys after `after_cache`; see `attention`."""
+    parts = module.encodings.hooks["bias"]
+    if all(part.term is not None for part in parts):
+        biases = [Bias(part.term, *part.term_inputs(context, scaling)) for part in parts]
+        output = blockwise_attention(query, key, value, mask=mask, scaling=scaling, biases=biases, dropout=dropout)
+    else:
+        output = blockwise_attention_by_autograd(
+            query, key, value, mask=mask, scaling=scaling, bias=module.encodings.bias, context=context, dropout=dropout
+        )
+    return output.transpose(1, 2).contiguous(), None

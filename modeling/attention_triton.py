@@ -115,7 +115,14 @@ def kernel_attention(
         # Rotated queries and keys may be float32 beside values of autocast's type.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    output = module.encodings.kernel(query, key, value, context, ranges=ranges, scaling=scaling)
+    encodings = module.encodings
+    if encodings.kernel_name:
+        kernel = encodings[encodings.kernel_name].kernel
+        output = kernel(query, key, value, context, ranges=ranges, scaling=scaling)
+    else:
+        from .kernel_plain import plain_attention
+
+        output = plain_attention(query, key, value, limits=ranges, scaling=scaling)
     return output.transpose(1, 2).contiguous()
 
 
@@ -144,3 +151,26 @@ def triton_attention_forward(
             "the kernels are not supported."
         )
     return kernel_attention(module, query, key, value, attention_mask, scaling, context), None
+
+
+def auto_kernel(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    context: PositionContext | None,
+) -> torch.Tensor | None:
+    """Returns the output of the layer's kernel for attn_implementation="auto", or None where it is not used."""
+    if not runs_by_default(query.device) or module.encodings.kernel_name is None:
+        return None
+    problem = unsupported(module, query, attention_mask, dropout)
+    if problem is None:
+        return kernel_attention(module, query, key, value, attention_mask, scaling, context)
+    if dropout > 0 and not torch.compiler.is_compiling():
+        logger.warning_once(
+            f"attn_implementation='auto' uses {module.encodings.default!r}: the kernels do not support {problem}."
+        )
+    return None

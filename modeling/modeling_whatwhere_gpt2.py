@@ -31,7 +31,7 @@ from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
 from .position_base import PositionContext
-from .position_registry import PositionEncodings, SharedPositionEncodings, embedding
+from .position_registry import SharedPositionEncodings, embedding
 from .pretrained_model import WhatWhereGenerationMixin, WhatWherePreTrainedModel, causal_lm_output, prepare_forward
 
 
@@ -47,7 +47,6 @@ class WhatWhereGPT2Attention(AttentionBlock):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.head_dim = config.n_embd // config.n_head
-        self.num_heads = config.n_head
         self.split_sizes = [config.n_embd, *[config.num_key_value_heads * self.head_dim] * 2]
         self.scaling = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
@@ -56,7 +55,6 @@ class WhatWhereGPT2Attention(AttentionBlock):
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.attn_dropout = nn.Dropout(config.attn_pdrop)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
-        self.encodings = PositionEncodings(config, layer_idx)
 
     def forward(
         self,
@@ -74,10 +72,8 @@ class WhatWhereGPT2Attention(AttentionBlock):
             query, key = query.float(), key.float()
             value = value.float()
         context = self.layer_context(position_context, value)
-        query, key = self.normed(query, key, context)
-        context.query = query
-        query, key = self.encodings.before_cache(query, key, context)
-        key, value = self.cached(hidden_states, key, context, past_key_values)
+        query, key = self.before_cache(query, key, context)
+        key, value = self.update_cache(hidden_states, key, context, past_key_values)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attention(
             self,
@@ -91,7 +87,7 @@ class WhatWhereGPT2Attention(AttentionBlock):
             **kwargs,
         )
         self.check_weights(weights, kwargs.get("output_attentions"))
-        output = self.finished(output, hidden_states, context)
+        output = self.merge_heads(output, hidden_states, context)
         return self.resid_dropout(self.c_proj(output.to(hidden_states.dtype))), weights
 
 

@@ -27,7 +27,7 @@ from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
 from .position_base import PositionContext
-from .position_registry import PositionEncodings, SharedPositionEncodings, embedding
+from .position_registry import SharedPositionEncodings, embedding
 from .pretrained_model import (
     WhatWhereGenerationMixin,
     WhatWherePreTrainedModel,
@@ -43,7 +43,6 @@ class WhatWhereLlamaAttention(AttentionBlock):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         bias = config.attention_bias
@@ -51,7 +50,6 @@ class WhatWhereLlamaAttention(AttentionBlock):
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=bias)
-        self.encodings = PositionEncodings(config, layer_idx)
 
     def forward(
         self,
@@ -66,10 +64,8 @@ class WhatWhereLlamaAttention(AttentionBlock):
         key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
         context = self.layer_context(position_context, value)
-        query, key = self.normed(query, key, context)
-        context.query = query
-        query, key = self.encodings.before_cache(query, key, context)
-        key, value = self.cached(hidden_states, key, context, past_key_values)
+        query, key = self.before_cache(query, key, context)
+        key, value = self.update_cache(hidden_states, key, context, past_key_values)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attention(
             self,
@@ -83,7 +79,7 @@ class WhatWhereLlamaAttention(AttentionBlock):
             **kwargs,
         )
         self.check_weights(weights, kwargs.get("output_attentions"))
-        output = self.finished(output, hidden_states, context)
+        output = self.merge_heads(output, hidden_states, context)
         return self.o_proj(output), weights
 
 

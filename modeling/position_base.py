@@ -23,6 +23,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from transformers import initialization as init
+
+# A logit below this is masked: additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
+HIDDEN = -5e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,6 +380,21 @@ class PositionEncoding(nn.Module):
             scaling: the factor on q.k.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel")
+
+
+class HeadLinear(nn.Linear):
+    """A projection of the hidden states to numbers of each head; under tensor parallelism, to those of local heads."""
+
+    tensor_parallel_style = "colwise"
+
+    def __init__(self, inputs: int, outputs: int, std: float, bias: float | None = None) -> None:
+        super().__init__(inputs, outputs, bias=bias is not None)
+        self.std, self.bias_init = std, bias
+
+    def reset(self) -> None:
+        init.normal_(self.weight, mean=0.0, std=self.std)
+        if self.bias_init is not None:
+            init.constant_(self.bias, self.bias_init)
 
 
 def head_dim(config: Any) -> int:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .attention_block import HIDDEN, HeadLinear
 from .attention_blockwise import Block, Term
-from .position_base import Parameters, PositionContext, PositionEncoding, join_digits, split_digits
+from .position_base import HIDDEN, HeadLinear, Parameters, PositionContext, PositionEncoding, join_digits, split_digits
 
 # Rows of a block that take their sums from one reference: the fewer, the smaller the numbers that are rounded.
 REFERENCE_ROWS = 16

@@ -1,4 +1,7 @@
-"""The list of position encodings, which of them is in which layer, and what a model builds from that."""
+"""The list of position encodings, which of them is in which layer, and what a model builds from that.
+
+What a saved folder may leave out is imported here only.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_blockwise import blockwise_path
+from .attention_options import AttentionOptions
+from .attention_triton import auto_kernel, check_available, triton_attention_forward
 from .position_absolute import AbsolutePositionEncoding
 from .position_alibi import ALiBi
 from .position_base import PositionContext, PositionEncoding, parse_parameters, suggest
@@ -22,7 +28,8 @@ from .position_stick_breaking import StickBreaking
 from .position_token_gated_cope import TokenGatedCoPE
 
 # Transformers ships the files that it can read in `from .x import` lines, so the list cannot be discovered. A saved
-# folder has the same file with only the encodings that its configuration names.
+# folder has the same file with only the encodings that its configuration names; of the modules above it has those that
+# these need, and None for the functions of the others.
 POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
     cls.name: cls
     for cls in (
@@ -178,7 +185,9 @@ def supported_implementations(config: Any) -> list[str]:
             names += ["flex_attention"]
             if not reads and not any(cls.overrides("after_cache") for cls in classes):
                 names += ["flash_attention"]
-    return list(dict.fromkeys([*names, "blockwise", "eager"]))
+    if any(cls.overrides("after_cache") or cls.overrides("bias") or not cls.softmax for cls in classes):
+        names += ["blockwise"]
+    return list(dict.fromkeys([*names, "eager"]))
 
 
 def max_length(config: Any) -> int | None:
@@ -260,19 +269,20 @@ class PositionEncodings(nn.ModuleDict):
                 return found
         return None
 
-    def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-    ) -> torch.Tensor:
-        """Returns the output of the layer's kernel. See `PositionEncoding.kernel`."""
-        if self.kernel_name:
-            return self[self.kernel_name].kernel(query, key, value, context, ranges=ranges, scaling=scaling)
-        from .kernel_plain import plain_attention
 
-        return plain_attention(query, key, value, limits=ranges, scaling=scaling)
+__all__ = [
+    "POSITION_ENCODINGS",
+    "AttentionOptions",
+    "PositionEncodings",
+    "SharedPositionEncodings",
+    "auto_kernel",
+    "blockwise_path",
+    "check",
+    "check_available",
+    "embedding",
+    "list_position_encodings",
+    "max_length",
+    "parse",
+    "supported_implementations",
+    "triton_attention_forward",
+]

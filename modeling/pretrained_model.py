@@ -19,7 +19,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import logging
 
 from .attention import choose_implementation
-from .attention_block import previous_slots
 from .attention_mask import is_ranges
 from .model_card import card_tags, complete_card
 from .position_base import PositionContext
@@ -38,7 +37,7 @@ _LOCATION = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 # Names of weights before version 3.
 _MOVED = ("output_gate", "output_norm", "query_norm", "key_norm", "key_shift", "value_shift")
 _RENAMED = {
-    **{rf"attn\.position_encoding\.fox\.{part}\.": f"attn.{part}." for part in _MOVED},
+    **{rf"attn\.position_encoding\.fox\.{part}\.": f"attn.options.{part}." for part in _MOVED},
     r"attn\.position_encoding\.": "attn.encodings.",
     r"position_encoding\.": "shared_encodings.",
 }
@@ -169,14 +168,20 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             return
         used = parse(self.config)
         dropped = {cls.__name__ for name, cls in POSITION_ENCODINGS.items() if name not in used}
+        supported = supported_implementations(self.config)
+        needed = {
+            "attention_blockwise": "blockwise" in supported,
+            "attention_triton": any(cls.overrides("kernel") for cls, _ in used.values()),
+            "attention_options": self.config.has_attention_options,
+        }
         lines = []
         for line in registry.read_text(encoding="utf-8").splitlines():
-            imported = re.match(r"from \.position_\w+ import (\w+)$", line)
-            unused = (imported and imported[1] in dropped) or line.strip().rstrip(",") in dropped
-            if "import plain_attention" in line and not any(cls.overrides("kernel") for cls, _ in used.values()):
-                unused = True
-            if not unused:
-                lines.append("COMPLETE = False" if line == "COMPLETE = True" else line)
+            imported = re.match(r"from \.(\w+) import (.+)$", line)
+            module, names = imported.groups() if imported else ("", line.strip().rstrip(","))
+            if names in dropped:
+                continue
+            line = line if needed.get(module, True) else f"{names.replace(',', ' =')} = None"
+            lines.append("COMPLETE = False" if line == "COMPLETE = True" else line)
         registry.write_text("\n".join(lines) + "\n", encoding="utf-8")
         model = folder / f"{type(self).__module__.rpartition('.')[2]}.py"
         kept = {model.name, *(os.path.basename(path) for path in get_relative_import_files(model))}
@@ -267,8 +272,6 @@ def prepare_forward(
     given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
     context = PositionContext(position_ids, given, past_length, key_length, consecutive)
     model.shared_encodings(inputs_embeds, context)
-    if config.key_value_shift:
-        context.shared["previous"] = previous_slots(context)
     # Transformers looks for packed documents only where no cache is given; an empty one hides nothing.
     empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
     mask: Any = create_causal_mask(
