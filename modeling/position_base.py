@@ -275,7 +275,9 @@ class PositionEncoding(nn.Module):
     @classmethod
     def overrides(cls, hook: str) -> bool:
         """Returns True if the class defines the hook with this name; a bias also by its `term`."""
-        return getattr(cls, hook) is not getattr(PositionEncoding, hook) or (hook == "bias" and cls.term is not None)
+        # A classmethod is a new object each time that it is read from a class.
+        defined = any(hook in vars(base) for base in cls.__mro__[: cls.__mro__.index(PositionEncoding)])
+        return defined or (hook == "bias" and cls.term is not None)
 
     def uses(self, hook: str) -> bool:
         """Returns True if the hook does something in this layer; override it where parameters decide."""
