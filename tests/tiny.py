@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import whatwhere
+from whatwhere.attention_blockwise import Bias
 from whatwhere.position_base import PositionContext
 
 FAMILIES = ("llama", "gpt2")
@@ -84,6 +85,11 @@ def position_context(query_positions, key_positions=None, **fields):
     context = PositionContext(query_positions, key_length=key_positions.shape[1], **fields)
     context._computed["key_positions"] = key_positions
     return context
+
+
+def bias_of(encoding, context, scaling):
+    """The bias of a layer's encoding, as blockwise attention takes it."""
+    return Bias(encoding.term, *encoding.term_inputs(context, scaling))
 
 
 def slow_but(quick, cases):
