@@ -227,14 +227,16 @@ def auto_attention_forward(
         if output is not None:
             return output, None
     chosen, rows = encodings.default, query.shape[2]
-    if chosen == "sdpa" and is_ranges(attention_mask) and query.device.type == "cpu" and rows > FEW_ROWS:
-        # With a mask, PyTorch's attention takes memory for 5 B Q K bytes on a CPU, and computes what is masked.
-        chosen = "blockwise"
-    elif chosen == "sdpa" and is_ranges(attention_mask):
-        attention_mask = dense_mask(attention_mask, rows)  # type: ignore[arg-type]
-    elif chosen == "sdpa" and attention_mask is None and 1 < rows < key.shape[2]:
-        # PyTorch's own causal mask aligns the rows to the beginning of the keys.
-        attention_mask = causal_mask(rows, key.shape[2], query.device)[None, None]
+    # PyTorch's own causal mask aligns the rows to the beginning of the keys.
+    chunk = attention_mask is None and 1 < rows < key.shape[2]
+    if chosen == "sdpa" and (chunk or is_ranges(attention_mask)):
+        if query.device.type == "cpu" and rows > FEW_ROWS:
+            # With a mask, PyTorch's attention takes memory for 5 B Q K bytes on a CPU, and computes what is masked.
+            chosen = "blockwise"
+        elif attention_mask is None:
+            attention_mask = causal_mask(rows, key.shape[2], query.device)[None, None]
+        else:
+            attention_mask = dense_mask(attention_mask, rows)
     interface = ALL_ATTENTION_FUNCTIONS[chosen]
     return interface(module, query, key, value, attention_mask, scaling, dropout, context, **kwargs)
 
