@@ -71,11 +71,13 @@ def _check_name(name: Any) -> None:
         raise ValueError(f"position_encoding={name!r} is not valid. {hint}{suggest(name, list_position_encodings())}")
 
 
-def _check_pattern(pattern: list, layers: int) -> None:
+def _check_pattern(pattern: list, config: Any) -> None:
+    layers = config.num_hidden_layers
     if not pattern or layers % len(pattern):
+        field = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         raise ValueError(
-            f"position_encoding={pattern!r} is not valid: the list has {len(pattern)} names, which must divide the "
-            f"number of layers, {layers}."
+            f"position_encoding={pattern!r} is not valid: the list has {len(pattern)} names, which must divide "
+            f"{field}={layers}."
         )
     for name in pattern:
         _check_name(name)
@@ -95,7 +97,7 @@ def parse(config: Any) -> dict[str, Part]:
     given, pattern = config.position_encoding_parameters, config.position_encoding
     field = "position_encoding_parameters"
     if isinstance(pattern, list):
-        _check_pattern(pattern, config.num_hidden_layers)
+        _check_pattern(pattern, config)
     else:
         _check_name(pattern)
     if given is not None and not isinstance(given, dict):
