@@ -26,7 +26,8 @@ VARIANTS = {
     "stick_breaking:value": {"remainder": "value", "inclusive": True},
     "stick_breaking:head_bias": {"remainder": "head_bias"},
 }
-# Variants by other fields of the configuration.
+SHORT = {"cope": {"num_positions": 6}}
+# Variants by other fields of the configuration. Those that are called a plan give each layer an encoding of its own.
 PRO = {"output_gate": True, "output_norm": True, "qk_norm": True, "key_value_shift": True}
 FIELD_VARIANTS = {
     "fox:pro": PRO,
@@ -43,6 +44,15 @@ FIELD_VARIANTS = {
             "factor": 4.0,
             "original_max_position_embeddings": 12,
         }
+    },
+    "plan:rope,none": {"position_encoding": ["rope", "rope", "rope", "none"], "num_hidden_layers": 4},
+    "plan:cope,rope": {"position_encoding": ["cope", "rope"], "position_encoding_parameters": SHORT},
+    "plan:pope,alibi": {"position_encoding": ["pope", "alibi"]},
+    "plan:cope+rope,fox": {
+        "position_encoding": ["cope+rope", "fox"],
+        "position_encoding_parameters": {"cope": {"num_positions": 6, "gates": "separate_key"}},
+        "output_gate": True,
+        "qk_norm": True,
     },
 }
 ENCODINGS = [*whatwhere.list_position_encodings(), *VARIANTS, *FIELD_VARIANTS]
@@ -93,7 +103,8 @@ plain_models_in_turn = models(quick=PLAIN)
 def settings(encoding):
     """The name of an encoding or variant as the configuration takes it, and its fields."""
     if encoding in FIELD_VARIANTS:
-        return encoding.split(":")[0], FIELD_VARIANTS[encoding]
+        fields = dict(FIELD_VARIANTS[encoding])
+        return fields.pop("position_encoding", encoding.split(":")[0]), fields
     parameters = VARIANTS.get(encoding)
     return encoding.split(":")[0], {"position_encoding_parameters": parameters} if parameters else FIELDS.get(
         encoding, {}
@@ -349,7 +360,8 @@ def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
 def test_second_derivatives_in_eager(family, encoding):
     model = build(family, encoding, "eager")
     ids = tokens(1, 8)
-    parameters = [p for name, p in model.named_parameters() if "position" in name or "norm" in name or "ln" in name]
+    parts = (*OURS, "embed_positions", "wpe", "norm", "ln")
+    parameters = [p for name, p in model.named_parameters() if any(part in name for part in parts)]
     gradients = torch.autograd.grad(model(ids, labels=ids).loss, parameters, create_graph=True)
     sum(gradient.square().sum() for gradient in gradients).backward()
     assert all(p.grad.isfinite().all() for p in parameters if p.grad is not None)
@@ -412,6 +424,7 @@ def test_save_and_load_keep_every_logit(family, encoding, tmp_path):
     ids = tokens(2, 16)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config.position_encoding == model.config.position_encoding
     assert loaded.config.position_encoding_parameters == model.config.position_encoding_parameters
     with torch.no_grad():
         assert torch.equal(model(ids).logits, loaded(ids).logits)
@@ -513,8 +526,9 @@ def test_past_the_configured_length(family, encoding):
 def test_eager_returns_weights(family, encoding):
     model = build(family, encoding, "eager")
     outputs = model(tokens(2, 9), output_attentions=True, output_hidden_states=True)
-    assert [a.shape for a in outputs.attentions] == [(2, 4, 9, 9)] * 2
-    assert len(outputs.hidden_states) == 3
+    layers = model.config.num_hidden_layers
+    assert [a.shape for a in outputs.attentions] == [(2, 4, 9, 9)] * layers
+    assert len(outputs.hidden_states) == layers + 1
     for weights in outputs.attentions:
         if encoding.startswith("stick_breaking"):
             # What is left of the stick belongs to no key.
