@@ -251,7 +251,9 @@ def model_card(
 
 def card_tags(config: Any) -> list[str]:
     """Returns the tags of a model's card."""
-    return [LIBRARY, str(config.model_type), "position-encoding", *str(config.position_encoding).split("+")]
+    names = config.position_encoding if isinstance(config.position_encoding, list) else [config.position_encoding]
+    parts = dict.fromkeys(part for name in names for part in str(name).split("+"))
+    return [LIBRARY, str(config.model_type), "position-encoding", *parts]
 
 
 def _digest(text: str) -> str:

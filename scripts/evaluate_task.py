@@ -38,7 +38,7 @@ import transformers
 from safetensors import SafetensorError
 
 from ..position_base import suggest
-from ..position_registry import reach
+from ..position_registry import max_length
 from .extras import fail_import
 
 try:
@@ -199,7 +199,7 @@ def evaluate(
                 scores[name] = ask(model, tokenizer, config)
                 continue
             length = (block or model.config.max_position_embeddings) if config.may_be_cut else None
-            limit = reach(model.config) if hasattr(model.config, "position_encoding") else None
+            limit = max_length(model.config) if hasattr(model.config, "position_encoding") else None
             if limit is not None and (length or config.longest) > limit:
                 raise ValueError(
                     f"test set {name!r} is not valid for checkpoint={checkpoint!r}: samples have up to "

@@ -50,7 +50,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.position_registry import reach
+from whatwhere.position_registry import max_length
 
 from .extras import fail_import
 
@@ -382,7 +382,7 @@ def _check_text(options: argparse.Namespace) -> None:
 def _load_data(options: argparse.Namespace, config: Any) -> tuple[Any, dict[str, Any], str, str]:
     """Returns the tokenizer, the blocks of `train` and `test`, the split that serves as `test`, and what it is."""
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
-    limit = reach(config)
+    limit = max_length(config)
     if limit is not None and length > limit:
         raise FinetuneError(
             f"--sequence-length={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "

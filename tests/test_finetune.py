@@ -111,10 +111,10 @@ def logits(model):
         pytest.param(
             "gpt2",
             "cope",
-            {f"transformer.h.{i}.attn.position_encoding.cope.table.weight" for i in range(2)},
+            {f"transformer.h.{i}.attn.encodings.cope.table.weight" for i in range(2)},
             marks=pytest.mark.slow,
         ),
-        ("llama", "pope", {f"model.layers.{i}.self_attn.position_encoding.pope.delta.weight" for i in range(2)}),
+        ("llama", "pope", {f"model.layers.{i}.self_attn.encodings.pope.delta.weight" for i in range(2)}),
     ],
 )
 def test_full(run, stock, data_dir, family, encoding, fresh):

@@ -368,12 +368,12 @@ class Finetuning:
         Raises:
             ValueError: the checkpoint is of a kind that `whatwhere.scripts.finetune` does not take.
         """
-        from whatwhere.position_registry import reach
+        from whatwhere.position_registry import max_length
 
         from ..finetune import model_class
 
         config = model_class(curve.checkpoint).config_class.from_pretrained(curve.checkpoint)
-        limit = reach(config)
+        limit = max_length(config)
         if limit is not None and self.length > limit:
             return f"its position encoding reaches {limit} tokens", {}
         try:

@@ -84,7 +84,7 @@ def quadratic_memory(model: Any, length: int) -> str | None:
     if implementation == "eager":
         what, size = f"attn_implementation='eager' holds all attention weights of a layer, {heads} heads", 4 * heads
     elif implementation in ("sdpa", "flex_attention") and any(
-        getattr(getattr(module, "position_encoding", None), "biases", False) for module in model.modules()
+        hasattr(module, "encodings") and bool(module.encodings.hooks["bias"]) for module in model.modules()
     ):
         what, size = f"attn_implementation={implementation!r} holds the bias of all {heads} heads", 4 * heads
     elif implementation == "sdpa" and length > (getattr(config, "sliding_window", None) or length):

@@ -21,7 +21,7 @@ from typing import Any
 import transformers
 
 from ...position_base import suggest
-from ...position_registry import reach
+from ...position_registry import max_length
 from .results import lm_eval_tasks
 from .tasks.zero_shot_files import missing_files
 
@@ -172,7 +172,7 @@ def run(
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        if hasattr(config, "position_encoding") and reach(config) is None:
+        if hasattr(config, "position_encoding") and max_length(config) is None:
             options["max_length"] = MAX_LENGTH
         model = HFLM(
             pretrained=checkpoint,

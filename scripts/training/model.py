@@ -13,7 +13,7 @@ from whatwhere import (
     WhatWhereLlamaForCausalLM,
 )
 from whatwhere.position_base import suggest
-from whatwhere.position_registry import reach
+from whatwhere.position_registry import max_length
 
 from .recipe import Recipe, RecipeError, TrainingRecipe
 
@@ -54,7 +54,7 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
     if problem := model_problem({"family": family, **fields}):
         raise RecipeError(problem)
     config = FAMILIES[family][0](**fields)
-    limit = reach(config)
+    limit = max_length(config)
     if limit is not None and length > limit:
         what = (
             "data.sequence_length" if length == recipe.data.sequence_length else "the longest sample of data.test_sets"
