@@ -190,7 +190,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 (folder / path.name).unlink(missing_ok=True)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        # Called between the generic card, which Transformers writes when it pushes, and the upload.
+        # Called between the generic card, which Transformers writes when it pushes, and the upload; with
+        # `save_pretrained(push_to_hub=True)` before `save_pretrained` goes on here.
+        self._reduce_code(pathlib.Path(working_dir))
         complete_card(os.fspath(working_dir), self.config, source=self._loaded_from(), name=repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
