@@ -92,7 +92,7 @@ def _as_value_error(function: Callable, *arguments: Any) -> None:
 
 
 def _registry() -> Any:
-    """Returns the module `position_encodings` of this copy of the code, or None.
+    """Returns the module `position_registry` of this copy of the code, or None.
 
     The list of encodings lives beside the models, above the configurations; this is the one look upward. In a
     checkpoint all files are siblings, and a process that has loaded only the configuration does not have the list
@@ -101,7 +101,7 @@ def _registry() -> Any:
     package = __name__.rpartition(".")[0]
     if package == "whatwhere.configuration":
         package = "whatwhere"
-    name = f"{package}.position_encodings"
+    name = f"{package}.position_registry"
     try:
         return sys.modules.get(name) or importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -110,13 +110,19 @@ def _registry() -> Any:
         return None
 
 
-def _kept(old: str, saved: dict | None, new: str) -> dict | None:
+def _names(position_encoding: Any) -> list[str]:
+    """Returns the names of single encodings in a value of `position_encoding`."""
+    pattern = position_encoding if isinstance(position_encoding, list) else [position_encoding]
+    return list(dict.fromkeys(part for name in pattern for part in str(name).split("+")))
+
+
+def _kept(old: Any, saved: dict | None, new: Any) -> dict | None:
     """Returns the saved parameters of encoding `old` that have a meaning in `new`, nested as `new` takes them."""
     if not saved:
         return None
-    nested = saved if "+" in old else {old: saved}
-    kept = {name: nested[name] for name in new.split("+") if name in nested}
-    return kept if "+" in new else kept.get(new)
+    nested = saved if isinstance(old, list) or "+" in old else {old: saved}
+    kept = {name: nested[name] for name in _names(new) if name in nested}
+    return kept if isinstance(new, list) or "+" in str(new) else kept.get(new)
 
 
 @checked
@@ -125,10 +131,16 @@ class WhatWhereConfig(PreTrainedConfig):
 
     Args:
         position_encoding: a name, or names joined by `+` (`"cope+rope"`); `whatwhere.list_position_encodings()` lists
-            them.
-        position_encoding_parameters: the encoding's parameters; for a combination, nested by name
+            them. Or a list of names, one for each layer, repeated if it is shorter: `["rope", "rope", "rope", "none"]`.
+        position_encoding_parameters: the encoding's parameters; for a combination or a list, nested by name
             (`{"cope": {"num_positions": 64}}`). None takes the defaults. Resolved defaults are written back, so that a
             saved checkpoint keeps them.
+        output_gate: multiply the output of the heads with sigmoid(W_g x), before the output projection. This and the
+            next three are the "Pro" block of FoX (2503.02130), for any encoding.
+        output_norm: RMSNorm of the output of each head, before the gate.
+        qk_norm: RMSNorm of queries and keys of each head, before a rotation.
+        key_value_shift: mix keys and values with those of the token before, by a gate for each key head. Not with an
+            encoding that changes keys before they are cached ("rope", "pope").
         attention_weights: "softmax"; or hard attention, all weight on the key with the largest logit (CoPE, Table 7):
             "hard" gives the choice no gradient, "straight_through" that of the softmax. Served by `eager` attention.
 
@@ -138,16 +150,20 @@ class WhatWhereConfig(PreTrainedConfig):
     """
 
     # What saved weights mean; in files as "_weights_version", which version 1 did not write. 2: PoPE's delta is folded,
-    # no longer clamped.
-    weights_version: ClassVar[int] = 2
+    # no longer clamped. 3: the parts of FoX's Pro block are fields of the configuration; other names of modules.
+    weights_version: ClassVar[int] = 3
     # Model types of stock checkpoints whose configuration this class can read.
     stock_model_type: ClassVar[str] = ""
     # Fields of the stock configuration that configure heads this package does not have; dropped when a file has them.
     stock_fields_without_effect: ClassVar[tuple[str, ...]] = ()
 
-    position_encoding: str = "rope"
+    position_encoding: str | list[str] = "rope"
     position_encoding_parameters: dict | None = None
     attention_weights: Literal["softmax", "hard", "straight_through"] = "softmax"
+    output_gate: bool = False
+    output_norm: bool = False
+    qk_norm: bool = False
+    key_value_shift: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown_fields(kwargs)
@@ -275,7 +291,21 @@ class WhatWhereConfig(PreTrainedConfig):
     @property
     def rotates(self) -> bool:
         """True if the encoding uses Transformers' `rope_parameters`."""
-        return "rope" in str(self.position_encoding).split("+")
+        return "rope" in _names(self.position_encoding)
+
+    @property
+    def layer_pattern(self) -> list[str]:
+        """The values of `position_encoding`, one for each layer, repeated if there are more layers."""
+        return self.position_encoding if isinstance(self.position_encoding, list) else [self.position_encoding]
+
+    @property
+    def has_attention_options(self) -> bool:
+        """True if a field of `attention_options` is set."""
+        return self.output_gate or self.output_norm or self.qk_norm or self.key_value_shift
+
+    def layer_encodings(self, layer_idx: int) -> list[str]:
+        """Returns the names of the encodings that `position_encoding` gives a layer."""
+        return self.layer_pattern[layer_idx % len(self.layer_pattern)].split("+")
 
     def resolve_position_encoding(self) -> None:
         """Checks the encoding and its parameters against this configuration, and writes resolved defaults back.
@@ -340,11 +370,28 @@ class WhatWhereConfig(PreTrainedConfig):
             if key not in cls.stock_fields_without_effect:
                 logger.warning(f"{cls.__name__} has no field {key!r}: dropped the value {value!r} of the checkpoint.")
         cls._drop_what_has_no_effect(config_dict, stock=model_type != cls.model_type)
+        if model_type == cls.model_type and config_dict.get("_weights_version", 1) < 3:
+            cls._move_pro_block(config_dict)
         if model_type != cls.model_type:
             for key in ("architectures", "auto_map"):
                 config_dict.pop(key, None)
             config_dict["model_type"] = cls.model_type
         return config_dict
+
+    @staticmethod
+    def _move_pro_block(config_dict: dict[str, Any]) -> None:
+        """Moves the parts of FoX's Pro block, which were parameters of the encoding, to their fields."""
+        name, saved = config_dict.get("position_encoding"), config_dict.get("position_encoding_parameters") or {}
+        if "fox" not in _names(name):
+            return
+        parameters = dict(saved if name == "fox" else saved.get("fox", {}))
+        if "pro" not in parameters:
+            return
+        pro = parameters.pop("pro")
+        for field in ("output_gate", "output_norm", "qk_norm", "key_value_shift"):
+            given = parameters.pop(field, None)
+            config_dict[field] = pro if given is None else given
+        config_dict["position_encoding_parameters"] = parameters if name == "fox" else {**saved, "fox": parameters}
 
     @classmethod
     def _drop_what_has_no_effect(cls, config_dict: dict[str, Any], *, stock: bool) -> None:
@@ -388,8 +435,8 @@ class WhatWhereConfig(PreTrainedConfig):
         if "position_encoding" in kwargs:
             old = config_dict.get("position_encoding", cls.position_encoding)
             saved = config_dict.pop("position_encoding_parameters", None)
-            config_dict["position_encoding_parameters"] = _kept(str(old), saved, str(kwargs["position_encoding"]))
-            if "rope" not in str(kwargs["position_encoding"]).split("+"):
+            config_dict["position_encoding_parameters"] = _kept(old, saved, kwargs["position_encoding"])
+            if "rope" not in _names(kwargs["position_encoding"]):
                 for key in _ROPE_KEYS:
                     config_dict.pop(key, None)
         for key in kwargs:

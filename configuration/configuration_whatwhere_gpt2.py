@@ -49,7 +49,7 @@ class WhatWhereGPT2Config(WhatWhereConfig):
         "ln_f": (["hidden_states"], ["hidden_states"]),
     }
 
-    position_encoding: str = "absolute"
+    position_encoding: str | list[str] = "absolute"
     vocab_size: int = 50257
     n_positions: int = 1024
     n_embd: int = 768

@@ -36,7 +36,7 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
-    position_encoding: str = "rope"
+    position_encoding: str | list[str] = "rope"
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008

@@ -30,7 +30,7 @@ from .modeling_whatwhere_llama import (
     WhatWhereLlamaModel,
     WhatWhereLlamaPreTrainedModel,
 )
-from .position_encodings import list_position_encodings
+from .position_registry import list_position_encodings
 
 for _config, _classes in (
     (

@@ -1,8 +1,9 @@
 """Softmax attention in blocks of query rows, with position terms in the logits: memory O(T * block), plain PyTorch.
 
 Computes `softmax(scaling * q.k + terms) v` for a block of query rows at a time, keeps only the output and the
-log-sum-exp of each row, and recomputes the block in the backward pass. What an encoding adds to the logits is a
-`Term`: the file of the encoding defines it, with its gradient written by hand, and registers it in `TERMS`.
+log-sum-exp of each row, and recomputes the block in the backward pass. What an encoding adds to the logits is a `Term`,
+with its gradient written by hand, in the file of the encoding. Any other bias goes through
+`blockwise_attention_by_autograd`.
 
 Supports: causal attention with rows aligned to the end (query row i has key slot K - Q + i), grouped heads (query
 head h uses key head h // (H // G)), padding, packed documents, arbitrary 4D masks, dropout, key width different from
@@ -16,17 +17,19 @@ Inside, the key axis is reversed: column 0 of a block is the newest key any of i
 query" are then ordinary cumulative sums, and what lies far in the past is at the end of a row.
 """
 
-import ast
 import dataclasses
+import functools
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from .position_encoding import BlockTerm
+from .attention_mask import causal_mask, dense_mask, is_ranges
+from .position_base import PositionContext
 
 # Far below every logit, and far from overflow when terms are added to it. -inf would give NaN in rows that see nothing.
 MASKED = -1e30
@@ -77,37 +80,47 @@ class Block:
     additive: torch.Tensor | None
 
 
+# Subclasses of `Term`, by name: an operator takes no classes.
+TERMS: dict[str, type["Term"]] = {}
+
+
 class Term:
-    """What an encoding adds to the logits. One instance serves one forward or one backward pass.
+    """A bias with its gradient. One instance serves one forward or one backward pass.
 
     Attributes of the class:
+        name: unique.
         reads_content: True if `add` reads the content logits. Such a term comes first, because the logits are changed
             in place.
         fades: True if it makes the logits of most keys so low that their weights are negligible.
         differentiable: for each tensor of the term, whether it gets a gradient; optional tensors come last.
     """
 
+    name: ClassVar[str] = ""
     reads_content: ClassVar[bool] = False
     fades: ClassVar[bool] = False
     differentiable: ClassVar[tuple[bool, ...]] = ()
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        TERMS[cls.name] = cls
+
     @staticmethod
     def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
         """Returns the whole contribution, broadcastable to (B, H, Q, K): the differentiable specification.
 
         Args:
             content: (B, H, Q, K) scaled content logits in the compute type, very negative where masked.
             query: (B, H, Q, D).
-            tensors: the tensors of the `BlockTerm`.
-            parameters: the parameters of the `BlockTerm`.
+            tensors: the tensors of the `Bias`.
+            settings: its settings.
         """
         raise NotImplementedError
 
-    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: "_Attention") -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: "_Attention") -> None:
         self.tensors = tensors
-        self.parameters = parameters
+        self.settings = settings
         # The attention owns its terms. With a cycle, its copies of keys and its buffers would stay until Python happens
         # to collect garbage: gigabytes, in training.
         self.attention = weakref.proxy(attention)
@@ -129,21 +142,37 @@ class Term:
         return []
 
 
-TERMS: dict[str, type[Term]] = {}
+class Bias(NamedTuple):
+    """One encoding's contribution to the attention logits.
+
+    Attributes:
+        term: the class that computes it.
+        tensors: the tensors it needs (tables, slopes, positions); gradients are returned for those that require them.
+        settings: numbers.
+    """
+
+    term: type[Term]
+    tensors: tuple[torch.Tensor, ...]
+    settings: tuple[float, ...] = ()
 
 
-def _describe(terms: Sequence[BlockTerm]) -> str:
-    """Writes what an operator must know of the terms besides their tensors, by operations that torch.compile traces."""
-    parts = []
-    for term in terms:
-        parameters = ", ".join([f"{key!r}: {value!r}" for key, value in term.parameters.items()])
-        parts.append(f"({term.name!r}, {len(term.tensors)}, {{{parameters}}})")
-    return f"[{', '.join(parts)}]"
+def _unpack(
+    terms: str, counts: Sequence[int], tensors: Sequence[Any], settings: Sequence[float]
+) -> list[tuple[type[Term], Sequence[Any], Sequence[float]]]:
+    """Returns the class, tensors and settings of each bias, from the flat arguments of an operator.
 
-
-def _parse(spec: str) -> list[tuple[str, int, dict[str, Any]]]:
-    """Reads `_describe`: name, number of tensors, parameters of each term."""
-    return ast.literal_eval(spec)
+    Args:
+        terms: the names of the terms, joined by "+".
+        counts: for each term, how many tensors and how many settings it has.
+        tensors: the tensors of all terms, or anything that belongs to them.
+        settings: the settings of all terms.
+    """
+    found = []
+    for index, name in enumerate(terms.split("+") if terms else ()):
+        tensor_count, setting_count = counts[2 * index : 2 * index + 2]
+        found.append((TERMS[name], tensors[:tensor_count], settings[:setting_count]))
+        tensors, settings = tensors[tensor_count:], settings[setting_count:]
+    return found
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -177,9 +206,8 @@ class _Attention:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        tensors: Sequence[torch.Tensor],
+        biases: Sequence[tuple[type[Term], Sequence[torch.Tensor], Sequence[float]]],
         seed: torch.Tensor | None,
-        spec: str,
         scaling: float,
         dropout: float,
         block_size: int,
@@ -205,31 +233,33 @@ class _Attention:
         # To add is faster than to fill.
         self.future_logits = self.future.to(self.dtype) * MASKED
         self._prepare_mask(mask)
-        self.terms: list[Term] = []
-        first = 0
-        for name, count, parameters in _parse(spec):
-            self.terms.append(TERMS[name](tensors[first : first + count], parameters, self))
-            first += count
+        self.terms = [term(tensors, settings, self) for term, tensors, settings in biases]
         self.fades = any(term.fades for term in self.terms)
         size = self.chunk * self.n * self.block_size * self.K
         self.buffers = [torch.empty(size, dtype=self.dtype, device=self.device)]
 
     def _prepare_mask(self, mask: torch.Tensor | None) -> None:
-        self.segments = self.first_visible = self.mask = None
+        self.mask = self.low = None
         if mask is None:
             return
-        if mask.dim() == 4:
+        if not is_ranges(mask):
             self.mask = mask.flip(3)
             return
-        if bool(((mask == mask[:, :1]) & (mask >= 0)).all()):
-            return
-        self.segments = mask.flip(1)
-        # The first slot of each key's own segment: keys further left are not touched by a block.
-        _, segment = torch.unique(mask, return_inverse=True)
-        slots = torch.arange(self.K, device=self.device).expand(self.B, -1)
-        first = torch.full((self.B, int(segment.max()) + 1), self.K, device=self.device)
-        first = first.scatter_reduce(1, segment, slots, "amin").gather(1, segment)
-        self.first_visible = torch.where(mask >= 0, first, self.K)
+        low, high = mask[:, 0, : self.Q].long().unbind(-1)
+        self.valid = mask[:, 0, self.Q :, 0] != 0
+        sees = low < high
+        # Rows are consecutive slots; a static cache may have empty ones behind them.
+        slots = high - 1 - torch.arange(self.Q, device=self.device)
+        if bool(sees.any()):
+            self.offset = int(torch.where(sees, slots, 0).max())
+        # What sees nothing is in no block's range.
+        self.low, self.high = torch.where(sees, low, self.K), torch.where(sees, high, 0)
+        visible = F.pad(self.valid.cumsum(-1), (1, 0))
+        count = visible.gather(1, high) - visible.gather(1, low)
+        # True for rows that see all keys from `low` to their own slot.
+        self.plain_rows = (slots == self.offset) & (count == high - low) & sees
+        if bool((self.plain_rows & (low == 0)).all()) and self.offset == self.K - self.Q:
+            self.low = None
 
     def buffer(self, index: int, *shape: int) -> torch.Tensor:
         """Returns reused memory for a block's logits."""
@@ -266,22 +296,19 @@ class _Attention:
                 mask = mask[torch.arange(batch.shape[0], device=self.device)[:, None], heads]
             visible, additive = (mask, None) if mask.dtype == torch.bool else (None, mask)
             return Block(query, chunk, batch, group, rows, slice(0, self.K), False, visible, additive)
-        end = self.offset + rows.stop
+        end = min(self.offset + rows.stop, self.K)
         columns = slice(self.K - end, self.K)
-        if self.segments is None or self.first_visible is None:
+        if self.low is None:
             return Block(query, chunk, batch, group, rows, columns, True, None, None)
-        first = int(self.first_visible[batches, end - R : end].min())
+        low, high = self.low[batches, rows], self.high[batches, rows]
+        first = int(low.min())
         if first >= end:
             return None
         columns = slice(self.K - end, self.K - first)
-        segments = self.segments[batches, columns]
-        # Rows before the first column are padding and see nothing.
-        if first <= end - R and bool(((segments == segments[:, :1]) & (segments >= 0)).all()):
+        if first <= end - R and bool((self.plain_rows[batches, rows] & (low == first)).all()):
             return Block(query, chunk, batch, group, rows, columns, True, None, None)
-        own = self.segments[batches, self.K - end : self.K - end + R].flip(1)
-        visible = (own[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, None, :]
-        width = min(R, visible.shape[2])
-        visible[:, :, :width] &= ~self._future(self.future, R, width)
+        slots = torch.arange(end - 1, first - 1, -1, device=self.device)
+        visible = (slots >= low[:, :, None]) & (slots < high[:, :, None]) & self.valid[batches, None, slots]
         visible = visible[batch - batches.start][:, None]
         return Block(query, chunk, batch, group, rows, columns, False, visible, None)
 
@@ -350,13 +377,16 @@ def _forward(
     mask: torch.Tensor | None,
     tensors: Sequence[torch.Tensor],
     seed: torch.Tensor | None,
-    spec: str,
+    terms: str,
+    counts: Sequence[int],
+    settings: Sequence[float],
     scaling: float,
     dropout: float,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad(), _without_autocast(query.device):
-        attention = _Attention(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size)
+        biases = _unpack(terms, counts, tensors, settings)
+        attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
         B, H, Q, V = attention.B, attention.H, attention.Q, attention.V
         out = query.new_zeros(B, H, Q, V)
         # exp(logit - lse) must be 0 in rows that see nothing.
@@ -383,7 +413,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size):
+def _(query, key, value, mask, tensors, seed, terms, counts, settings, scaling, dropout, block_size):
     out = query.new_empty(query.shape[0], query.shape[1], query.shape[2], value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
 
@@ -399,13 +429,16 @@ def _backward(
     seed: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    spec: str,
+    terms: str,
+    counts: Sequence[int],
+    settings: Sequence[float],
     scaling: float,
     dropout: float,
     block_size: int,
 ) -> list[torch.Tensor]:
     with torch.no_grad(), _without_autocast(query.device):
-        attention = _Attention(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size)
+        biases = _unpack(terms, counts, tensors, settings)
+        attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
         N, n, Q, K, D, V = attention.N, attention.n, attention.Q, attention.K, attention.D, attention.V
         dtype = attention.dtype
         grad_query = torch.zeros(N, n, Q, D, dtype=dtype, device=query.device)
@@ -451,13 +484,15 @@ def _backward(
         return results
 
 
-def _differentiable(spec: str) -> list[bool]:
-    return [wanted for name, count, _ in _parse(spec) for wanted in TERMS[name].differentiable[:count]]
+def _differentiable(terms: str, counts: Sequence[int], tensors: Sequence[Any]) -> list[bool]:
+    """Returns for each tensor whether it gets a gradient."""
+    biases = _unpack(terms, counts, tensors, ())
+    return [wanted for term, own, _ in biases for wanted in term.differentiable[: len(own)]]
 
 
 @_backward.register_fake
-def _(grad, query, key, value, mask, tensors, seed, out, lse, spec, scaling, dropout, block_size):
-    tables = [tensor for tensor, wanted in zip(tensors, _differentiable(spec)) if wanted]
+def _(grad, query, key, value, mask, tensors, seed, out, lse, terms, counts, settings, scaling, dropout, block_size):
+    tables = [tensor for tensor, wanted in zip(tensors, _differentiable(terms, counts, tensors)) if wanted]
     return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, *tables)]
 
 
@@ -471,13 +506,14 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple:
     query, key, value, mask, seed, out, lse, *tensors = ctx.saved_tensors
-    nothing = [None] * len(tensors)
+    # An empty list is one of tensors to an operator.
+    rest = (None, None, *(None if numbers else [] for numbers in ctx.settings[1:3]), None, None, None)
     if grad is None:
-        return (None, None, None, None, nothing, None, None, None, None, None)
+        return (None, None, None, None, [None] * len(tensors), *rest)
     results = _backward(grad, query, key, value, mask, tensors, seed, out, lse, *ctx.settings)
     tables = iter(results[3:])
-    of_tensors = [next(tables) if wanted else None for wanted in _differentiable(ctx.settings[0])]
-    return (*results[:3], None, of_tensors, None, None, None, None, None)
+    wanted = _differentiable(*ctx.settings[:2], tensors)
+    return (*results[:3], None, [next(tables) if one else None for one in wanted], *rest)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -490,41 +526,40 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_refuse)
 
 
+def _hide(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Masks logits (B, H, Q, K) in place of `blockwise_attention`; returns them, and which rows see something.
+
+    The second is bool (B, 1 or H, Q, 1), or None for all rows.
+    """
+    Q, K = logits.shape[2:]
+    if mask is None:
+        return (logits if Q == 1 else logits.masked_fill(~causal_mask(Q, K, logits.device), MASKED)), None
+    if is_ranges(mask):
+        mask = dense_mask(mask, Q)
+    if mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, MASKED)
+    else:
+        logits = (logits + mask.to(logits.dtype)).clamp(min=MASKED)
+    return logits, logits.amax(-1, keepdim=True) > MASKED / 2
+
+
 def _direct(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    terms: Sequence[BlockTerm],
+    bias: Callable[[torch.Tensor], Any],
     dropout: float,
 ) -> torch.Tensor:
-    """All logits at once, with ordinary differentiable operations: for a few query rows."""
+    """All logits at once, by differentiable operations; `bias` is a function of the masked content logits."""
     B, H, Q, D = query.shape
     G, K, V = key.shape[1], key.shape[2], value.shape[3]
     dtype = compute_dtype(query.dtype)
     with _without_autocast(query.device):
         logits = query.reshape(B, G, H // G * Q, D) @ key.transpose(2, 3)
-        logits = (logits.to(dtype) * scaling).view(B, H, Q, K)
-        seen = None
-        if mask is not None and mask.dim() == 4:
-            if mask.dtype == torch.bool:
-                logits = logits.masked_fill(~mask, MASKED)
-            else:
-                logits = (logits + mask.to(dtype)).clamp(min=MASKED)
-            seen = logits.amax(-1, keepdim=True) > MASKED / 2
-        elif mask is not None or Q > 1:
-            slots = torch.arange(K, device=query.device)
-            visible = (slots <= slots[K - Q :, None])[None]
-            if mask is not None:
-                own = mask[:, K - Q :, None]
-                visible = visible & (own == mask[:, None, :]) & (own >= 0)
-                seen = (own >= 0)[:, None]
-            logits = logits.masked_fill(~visible[:, None], MASKED)
-        total = logits
-        for term in terms:
-            total = total + TERMS[term.name].bias(logits, query, term.tensors, term.parameters)
-        weights = torch.softmax(total, -1)
+        logits, seen = _hide((logits.to(dtype) * scaling).view(B, H, Q, K), mask)
+        weights = torch.softmax(logits + bias(logits), -1)
         if seen is not None:
             weights = weights * seen
         if dropout > 0:
@@ -543,12 +578,12 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
         )
     if mask is None:
         return
-    segments = mask.dtype == torch.int32 and mask.shape == (B, K)
+    ranges = mask.dtype == torch.int32 and mask.shape == (B, 1, Q + K, 2)
     full = mask.dim() == 4 and mask.shape[0] in (1, B) and mask.shape[1] in (1, H) and mask.shape[2:] == (Q, K)
-    if not segments and not (full and (mask.dtype == torch.bool or mask.is_floating_point())):
+    if not ranges and not (full and (mask.dtype == torch.bool or mask.is_floating_point())):
         raise ValueError(
-            f"mask={tuple(mask.shape)!r} of type {mask.dtype!r} is not valid: it must be None, int32 segments "
-            f"{(B, K)!r}, or bool or floating {(B, '1 or ' + str(H), Q, K)!r}."
+            f"mask={tuple(mask.shape)!r} of type {mask.dtype!r} is not valid: it must be None, int32 ranges "
+            f"{(B, 1, Q + K, 2)!r}, or bool or floating {(B, '1 or ' + str(H), Q, K)!r}."
         )
     if mask.requires_grad:
         raise ValueError(
@@ -564,7 +599,7 @@ def blockwise_attention(
     *,
     mask: torch.Tensor | None = None,
     scaling: float,
-    terms: Sequence[BlockTerm] = (),
+    biases: Sequence[Bias] = (),
     dropout: float = 0.0,
     block_size: int = 64,
     direct: bool | None = None,
@@ -575,12 +610,11 @@ def blockwise_attention(
         query: (B, H, Q, D), float16, bfloat16, float32 or float64.
         key: (B, G, K, D), H a multiple of G, K at least Q. Query row i has key slot K - Q + i.
         value: (B, G, K, V).
-        mask: None: causal. int32 (B, K), "segments": key j is visible to query row i exactly if it is not newer, and
-            both have the same segment, and that is not -1 (padding). bool (B, 1 or H, Q, K): True where visible, and
-            nothing else decides (not causality). Floating (B, 1 or H, Q, K): added to the content logits, and nothing
-            else decides. Rows that see nothing give 0.
+        mask: None: causal. int32 (B, 1, Q + K, 2): ranges, see `attention_mask`. bool (B, 1 or H, Q, K): True where
+            visible, and nothing else decides (not causality). Floating (B, 1 or H, Q, K): added to the content logits,
+            and nothing else decides. Rows that see nothing give 0.
         scaling: the factor on q.k.
-        terms: what is added to the logits; a term that reads the content logits comes first.
+        biases: what is added to the logits; one that reads the content logits comes first.
         dropout: probability of dropping an attention weight.
         block_size: query rows per block.
         direct: True: all logits at once. None: so if there are at most 4 query rows.
@@ -589,19 +623,101 @@ def blockwise_attention(
         (B, H, Q, V) in the type of the query.
     """
     _check(query, key, value, mask)
-    for position, term in enumerate(terms):
-        if TERMS[term.name].reads_content and position > 0:
+    for position, (term, *_) in enumerate(biases):
+        if term.reads_content and position > 0:
             raise ValueError(
-                f"terms={[term.name for term in terms]!r} is not valid: {term.name!r} reads the content logits, so it "
-                "must come first."
+                f"biases={[bias.term.name for bias in biases]!r} is not valid: {term.name!r} reads the content logits, "
+                "so it must come first."
             )
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = _autocast(query, key, value)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
-        return _direct(query, key, value, mask, scaling, terms, dropout)
-    spec = _describe(terms)
-    tensors = [tensor for term in terms for tensor in term.tensors]
+        added = functools.partial(_sum, query=query, biases=biases)
+        return _direct(query, key, value, mask, scaling, added, dropout)
+    tensors = [tensor for bias in biases for tensor in bias.tensors]
+    counts = [count for bias in biases for count in (len(bias.tensors), len(bias.settings))]
+    settings = [float(number) for bias in biases for number in bias.settings]
+    names = "+".join([bias.term.name for bias in biases])
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
-    out, _ = _forward(query, key, value, mask, tensors, seed, spec, scaling, dropout, block_size)
+    arguments = (mask, tensors, seed, names, counts, settings, scaling, dropout, block_size)
+    out, _ = _forward(query, key, value, *arguments)
     return out
+
+
+def _autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    device = states[0].device.type
+    if not torch.is_autocast_enabled(device) or states[0].dtype == torch.float64:
+        return states
+    return tuple(state.to(torch.get_autocast_dtype(device)) for state in states)
+
+
+def _sum(logits: torch.Tensor, query: torch.Tensor, biases: Sequence[Bias]) -> Any:
+    return sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
+
+
+def blockwise_attention_by_autograd(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    scaling: float,
+    bias: Callable[[torch.Tensor, torch.Tensor, PositionContext, float], torch.Tensor],
+    context: PositionContext,
+    dropout: float = 0.0,
+    block_size: int = 64,
+) -> torch.Tensor:
+    """Softmax attention with any bias: each block is recomputed in the backward pass, and differentiated by autograd.
+
+    What is compiled or exported is one block: its memory is that of all logits.
+
+    Args:
+        bias: `PositionEncoding.bias`; called for some rows, with the context of these rows.
+        context: the context of the layer.
+        query, key, value, mask, scaling, dropout, block_size: see `blockwise_attention`.
+
+    Returns:
+        (B, H, Q, V) in the type of the query.
+    """
+    _check(query, key, value, mask)
+    query, key, value = _autocast(query, key, value)
+    Q, K = query.shape[2], key.shape[2]
+
+    def attend(rows: slice, keys: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        part = None if mask is None or is_ranges(mask) else mask[:, :, rows]
+        if mask is not None and is_ranges(mask):
+            part = torch.cat((mask[:, :, rows], mask[:, :, Q:]), dim=2)
+        added = functools.partial(bias, query=query, context=context.rows(rows, keys), scaling=scaling)
+        return _direct(query, key, value, part, scaling, added, dropout)
+
+    if torch.compiler.is_compiling() or block_size >= Q:
+        return attend(slice(0, Q), K, query, key, value)
+    blocks = []
+    for start in range(0, Q, block_size):
+        rows = slice(start, min(start + block_size, Q))
+        keys = K - Q + rows.stop if mask is None else K
+        arguments = (rows, keys, query[:, :, rows], key[:, :, :keys], value[:, :, :keys])
+        blocks.append(checkpoint(attend, *arguments, use_reentrant=False))
+    return torch.cat(blocks, dim=2)
+
+
+def blockwise_path(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    context: PositionContext,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The implementation `blockwise`, for queries and keys after `after_cache`; see `attention`."""
+    parts = module.encodings.hooks["bias"]
+    if all(part.term is not None for part in parts):
+        biases = [Bias(part.term, *part.term_inputs(context, scaling)) for part in parts]
+        output = blockwise_attention(query, key, value, mask=mask, scaling=scaling, biases=biases, dropout=dropout)
+    else:
+        output = blockwise_attention_by_autograd(
+            query, key, value, mask=mask, scaling=scaling, bias=module.encodings.bias, context=context, dropout=dropout
+        )
+    return output.transpose(1, 2).contiguous(), None

@@ -38,7 +38,8 @@ def weights_fingerprint(folder: str | pathlib.Path) -> str:
 
 def card_tags(config: Any) -> list[str]:
     """Returns the tags of a model's card."""
-    return ["whatwhere", str(config.model_type), "position-encoding", *str(config.position_encoding).split("+")]
+    parts = dict.fromkeys(part for name in config.layer_pattern for part in name.split("+"))
+    return ["whatwhere", str(config.model_type), "position-encoding", *parts]
 
 
 def card_head(config: Any) -> tuple[str, str | None]:

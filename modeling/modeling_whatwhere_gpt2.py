@@ -28,10 +28,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
-from .model import WhatWhereGenerationMixin, WhatWherePreTrainedModel, attend, causal_lm_output, prepare_forward
-from .position_encoding import PositionContext
-from .position_encodings import PositionEncodings, SharedPositionEncodings, embedding
+from .position_base import PositionContext
+from .position_registry import SharedPositionEncodings, embedding
+from .pretrained_model import WhatWhereGenerationMixin, WhatWherePreTrainedModel, causal_lm_output, prepare_forward
 
 
 def _norm(config: WhatWhereGPT2Config) -> nn.Module:
@@ -40,26 +41,20 @@ def _norm(config: WhatWhereGPT2Config) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
 
-class WhatWhereGPT2Attention(nn.Module):
-    """Self-attention with one fused projection; everything about positions is in `position_encoding`."""
+class WhatWhereGPT2Attention(AttentionBlock):
+    """Self-attention with one fused projection; everything about positions is in `encodings`."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+        super().__init__(config, layer_idx)
         self.head_dim = config.n_embd // config.n_head
-        self.num_heads = config.n_head
-        self.num_key_value_groups = config.n_head // config.num_key_value_heads
         self.split_sizes = [config.n_embd, *[config.num_key_value_heads * self.head_dim] * 2]
         self.scaling = self.head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scaling /= layer_idx + 1
-        self.is_causal = True
         self.c_attn = Conv1D(sum(self.split_sizes), config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.attn_dropout = nn.Dropout(config.attn_pdrop)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
-        self.position_encoding = PositionEncodings(config, layer_idx)
 
     def forward(
         self,
@@ -76,19 +71,23 @@ class WhatWhereGPT2Attention(nn.Module):
         if self.config.reorder_and_upcast_attn:
             query, key = query.float(), key.float()
             value = value.float()
-        output, weights = attend(
+        context = self.layer_context(position_context, value)
+        query, key = self.before_cache(query, key, context)
+        key, value = self.update_cache(hidden_states, key, context, past_key_values)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attention(
             self,
-            ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
-            hidden_states,
             query,
             key,
             value,
             attention_mask,
-            past_key_values,
-            position_context,
             dropout=self.attn_dropout.p if self.training else 0.0,
+            scaling=self.scaling,
+            context=context,
             **kwargs,
         )
+        self.check_weights(weights, kwargs.get("output_attentions"))
+        output = self.merge_heads(output, hidden_states, context)
         return self.resid_dropout(self.c_proj(output.to(hidden_states.dtype))), weights
 
 
@@ -149,7 +148,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([WhatWhereGPT2Block(config, i) for i in range(config.n_layer)])
         self.ln_f = _norm(config) if config.norm_position == "pre" else nn.Identity()
-        self.position_encoding = SharedPositionEncodings(config)
+        self.shared_encodings = SharedPositionEncodings(config)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -24,38 +24,32 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
-from .model import (
+from .position_base import PositionContext
+from .position_registry import SharedPositionEncodings, embedding
+from .pretrained_model import (
     WhatWhereGenerationMixin,
     WhatWherePreTrainedModel,
-    attend,
     causal_lm_output,
     first_own_layer,
     prepare_forward,
 )
-from .position_encoding import PositionContext
-from .position_encodings import PositionEncodings, SharedPositionEncodings, embedding
 
 
-class WhatWhereLlamaAttention(nn.Module):
-    """Grouped-head self-attention; everything about positions is in `position_encoding`."""
+class WhatWhereLlamaAttention(AttentionBlock):
+    """Grouped-head self-attention; everything about positions is in `encodings`."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
+        super().__init__(config, layer_idx)
         self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        self.is_causal = True
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=bias)
-        self.position_encoding = PositionEncodings(config, layer_idx)
 
     def forward(
         self,
@@ -69,19 +63,23 @@ class WhatWhereLlamaAttention(nn.Module):
         query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
         key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
         value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        output, weights = attend(
+        context = self.layer_context(position_context, value)
+        query, key = self.before_cache(query, key, context)
+        key, value = self.update_cache(hidden_states, key, context, past_key_values)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attention(
             self,
-            ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
-            hidden_states,
             query,
             key,
             value,
             attention_mask,
-            past_key_values,
-            position_context,
             dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            context=context,
             **kwargs,
         )
+        self.check_weights(weights, kwargs.get("output_attentions"))
+        output = self.merge_heads(output, hidden_states, context)
         return self.o_proj(output), weights
 
 
@@ -121,7 +119,7 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
         self.embed_positions = embedding(config)
         self.layers = nn.ModuleList([WhatWhereLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.position_encoding = SharedPositionEncodings(config)
+        self.shared_encodings = SharedPositionEncodings(config)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -1,11 +1,12 @@
 """Learned absolute positions: one embedding per position, added to the token embeddings (GPT-2)."""
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
-from .position_encoding import PositionEncoding
+from .position_base import Parameters, PositionEncoding
 
 
 class AbsoluteEmbedding(nn.Embedding):
@@ -26,18 +27,22 @@ class AbsoluteEmbedding(nn.Embedding):
         return hidden + super().forward(position_ids).to(hidden.device)
 
 
+@dataclasses.dataclass(frozen=True)
+class AbsoluteParameters(Parameters):
+    """`absolute` has no parameters."""
+
+    def max_length(self, config: Any) -> int:
+        return config.max_position_embeddings
+
+
 class AbsolutePositionEncoding(PositionEncoding):
-    """Learned absolute position embedding (Gehring et al. 2017; GPT-2). Reaches `max_position_embeddings` tokens."""
+    """Learned absolute position embedding (Gehring et al. 2017; GPT-2). Supports `max_position_embeddings` tokens."""
 
     name = "absolute"
     paper = "Radford et al. 2019 (GPT-2)"
     summary = "one learned vector per position, added to the embeddings"
-    stock_implementations = ("sdpa", "flex_attention", "flash_attention")
+    parameters_class = AbsoluteParameters
 
     @classmethod
     def embedding(cls, config: Any, parameters: Any) -> nn.Module:
         return AbsoluteEmbedding(config.max_position_embeddings, config.hidden_size)
-
-    @classmethod
-    def reach(cls, config: Any, parameters: Any) -> int:
-        return config.max_position_embeddings

@@ -6,13 +6,13 @@ share a key head, R rows, W columns (newest key first, see `attention_blockwise`
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .attention_blockwise import TERMS, Block, Term, compute_dtype
-from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding
+from .attention_blockwise import Block, Term, compute_dtype
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +31,11 @@ class ALiBiParameters(Parameters):
         # 44 * (15 / 44) is 14.999999999999998.
         return int(config.num_attention_heads * self.head_fraction + 1e-6)
 
-    def validate(self, config: Any) -> None:
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         if not 0 < self.head_fraction <= 1 or self.heads(config) < 1:
-            raise ValueError(
-                f"position_encoding_parameters['alibi']['head_fraction']={self.head_fraction!r} is not valid: it must "
-                f"be in (0, 1], and leave at least one of {config.num_attention_heads} heads."
+            yield (
+                "head_fraction",
+                (f"it must be in (0, 1], and leave at least one of {config.num_attention_heads} heads"),
             )
 
 
@@ -53,12 +53,13 @@ def alibi_slopes(num_heads: int) -> list[float]:
 class ALiBiTerm(Term):
     """The term of ALiBi: the slopes (at least H), the query positions, the key positions; all constant."""
 
+    name = "alibi"
     fades = True
     differentiable = (False, False, False)
 
     @staticmethod
     def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
         slopes, query_positions, key_positions = tensors
         # Negative distances are masked.
@@ -66,8 +67,8 @@ class ALiBiTerm(Term):
         dtype = compute_dtype(query.dtype)
         return -slopes[: query.shape[1], None, None].to(dtype) * distance.to(dtype)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
-        super().__init__(tensors, parameters, attention)
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
+        super().__init__(tensors, settings, attention)
         self.slopes = attention.of_heads(tensors[0])
         self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
 
@@ -83,31 +84,23 @@ class ALiBiTerm(Term):
         return None
 
 
-TERMS["alibi"] = ALiBiTerm
-
-
 class ALiBi(PositionEncoding):
     """ALiBi: logit = q_i . k_j / sqrt(d) - m_h * (i - j), with fixed slopes m_h; in all heads or in some.
 
     The distance is that of the positions of the two tokens, so left padding and packed documents need no care. Under
-    tensor parallelism a rank has only some heads; the context tells the first one as "head_offset".
+    tensor parallelism a rank has only some heads, from `context.head_offset` on.
     """
 
     name = "alibi"
     paper = "Press et al. 2022 (2108.12409)"
     summary = "fixed linear penalty of the distance, another slope for each head"
     parameters_class = ALiBiParameters
-    default_implementation = "blockwise"
-    has_bias = True
-    needs_key_positions = True
+    bias_reads = "nothing"
+    term = ALiBiTerm
 
-    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
-        term = self.block_term(context, scaling)
-        return ALiBiTerm.bias(logits, query, term.tensors, term.parameters)
-
-    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
+    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
         heads, sloped = self.config.num_attention_heads, self.parameters_.heads(self.config)
-        slopes = [*alibi_slopes(sloped), *[0.0] * (heads - sloped)][context.get("head_offset", 0) :]
-        positions = context["query_positions"], context["key_positions"]
-        return BlockTerm("alibi", (torch.tensor(slopes, device=positions[0].device), *positions), {})
+        slopes = [*alibi_slopes(sloped), *[0.0] * (heads - sloped)][context.head_offset :]
+        positions = context.query_positions, context.key_positions
+        return (torch.tensor(slopes, device=positions[0].device), *positions), ()

@@ -6,15 +6,15 @@ see `attention_blockwise`), S pieces of a function of the position.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_blockwise import MASKED, TERMS, Block, Term
-from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+from .attention_blockwise import MASKED, Block, Term
+from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 from .position_rope import rotated
 
 # A content logit below this is masked: half precision's masks begin at -65504.
@@ -43,23 +43,22 @@ class CoPEParameters(Parameters):
     share_across_layers: bool = False
     every_n_layers: int = 1
 
-    def validate(self, config: Any) -> None:
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         if self.num_positions < 2:
-            raise ValueError(
-                f"position_encoding_parameters['cope']['num_positions']={self.num_positions!r} is not valid: "
-                "it must be at least 2."
-            )
+            yield "num_positions", "it must be at least 2"
         if self.every_n_layers < 1:
-            raise ValueError(
-                f"position_encoding_parameters['cope']['every_n_layers']={self.every_n_layers!r} is not valid: "
-                "it must be at least 1."
+            yield "every_n_layers", "it must be at least 1"
+        if self.gates == "value" and any({"cope", "rope"} <= set(name.split("+")) for name in config.layer_pattern):
+            yield (
+                "gates",
+                (
+                    "in 'cope+rope' it must be 'key' or 'separate_key': queries are rotated and values are not, so the "
+                    "gates would depend on absolute positions"
+                ),
             )
-        if self.gates == "value" and "rope" in config.position_encoding.split("+"):
-            raise ValueError(
-                f"position_encoding_parameters['cope']['gates']={self.gates!r} is not valid for "
-                f"position_encoding={config.position_encoding!r}: queries are rotated and values are not, so that the "
-                "gates would depend on absolute positions. Allowed: 'key', 'separate_key'."
-            )
+
+    def in_layer(self, layer_idx: int) -> bool:
+        return layer_idx % self.every_n_layers == 0
 
 
 class CoPETable(nn.Module):
@@ -92,30 +91,35 @@ class CoPETerm(Term):
     In the window the term is linear in pieces: `values` of the piece that p is in, plus `slopes` of the piece times an
     offset. A subclass may have other pieces, or other gates.
 
-    Tensors: the table (D, P). With the parameter "rotated" the last tensor is the query before rotation, (B, H, Q, D),
-    which is then multiplied with the table.
+    Tensors: the table (D, P), and where queries are rotated the query before that, (B, H, Q, D), which is then
+    multiplied with the table. Setting: the factor on q.e.
+
+    Attributes of the class:
+        required: the number of tensors without that query.
     """
 
+    name = "cope"
     reads_content = True
     differentiable: ClassVar[tuple[bool, ...]] = (True, True)
+    required: ClassVar[int] = 1
 
     @staticmethod
     def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
-        query = tensors[-1] if parameters.get("rotated") else query
-        return _interpolated(torch.sigmoid(content), query, tensors[0], parameters["scale"])
+        query = tensors[1] if len(tensors) > 1 else query
+        return _interpolated(torch.sigmoid(content), query, tensors[0], settings[0])
 
-    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
-        super().__init__(tensors, parameters, attention)
-        self.scale = parameters["scale"]
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
+        super().__init__(tensors, settings, attention)
+        self.scale = settings[0]
         values, slopes = self.pieces()
         # One product gives both: side by side to gather from; interleaved, a pair is one complex number to scatter to.
         self.beside = torch.cat([values, slopes], 1)
         self.interleaved = torch.stack([values, slopes], -1).flatten(1)
         self.grad_interleaved = torch.zeros_like(self.interleaved)
         self.position_query = self.grad_position_query = None
-        if parameters.get("rotated"):
+        if len(tensors) > self.required:
             shape = (attention.N, attention.n, attention.Q, attention.D)
             self.position_query = tensors[-1].to(attention.dtype).reshape(shape)
             self.grad_position_query = torch.zeros_like(self.position_query)
@@ -226,35 +230,38 @@ class CoPETerm(Term):
 
 
 class GatedCoPETerm(CoPETerm):
-    """The term of CoPE with other gates: tensors are the table (D, P) and what opens the gates, (B, G, K, D).
+    """The term of CoPE with other gates.
 
-    With the parameter "rotated" a third one, see `CoPETerm`.
+    Tensors: the table (D, P), what opens the gates (B, G, K, D), and the query as in `CoPETerm`. Settings: the
+    factor on q.e, and the factor on the gates.
     """
 
+    name = "cope_gates"
     differentiable = (True, True, True)
+    required = 2
 
     @staticmethod
     def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
         table, gate_key, *_ = tensors
         B, H, Q, D = query.shape
         G = gate_key.shape[1]
         rows = query.to(content.dtype).reshape(B, G, H // G * Q, D)
-        opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * parameters["gate_scale"]
+        opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
         opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
-        query = tensors[-1] if parameters.get("rotated") else query
-        return _interpolated(torch.sigmoid(opening), query, table, parameters["scale"])
+        query = tensors[2] if len(tensors) > 2 else query
+        return _interpolated(torch.sigmoid(opening), query, table, settings[0])
 
-    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
-        super().__init__(tensors, parameters, attention)
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
+        super().__init__(tensors, settings, attention)
         self.gate_key = tensors[1].to(attention.dtype).flip(2).reshape(attention.N, attention.K, attention.D)
         self.grad_gate_key = torch.zeros_like(self.gate_key)
 
     def _factors(self, block: Block, width: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
         """Returns the scaled rows (C, n * R, D), the gate keys (C, width, D), and where these are."""
         columns = slice(block.columns.start, block.columns.start + width)
-        query = block.query.to(self.gate_key.dtype) * self.parameters["gate_scale"]
+        query = block.query.to(self.gate_key.dtype) * self.settings[1]
         return query.reshape(query.shape[0], -1, query.shape[-1]), self.gate_key[block.chunk, columns], columns
 
     def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
@@ -269,7 +276,7 @@ class GatedCoPETerm(CoPETerm):
         rows, keys, columns = self._factors(block, negative.shape[-1])
         grad = negative.neg_().reshape(rows.shape[0], rows.shape[1], -1)
         self.grad_gate_key[block.chunk, columns].baddbmm_(grad.transpose(1, 2), rows)
-        return torch.bmm(grad, keys).mul_(self.parameters["gate_scale"]).view(block.query.shape)
+        return torch.bmm(grad, keys).mul_(self.settings[1]).view(block.query.shape)
 
     def gradients(self) -> list[torch.Tensor]:
         grad_table, *grad_position_query = super().gradients()
@@ -289,24 +296,15 @@ def _interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor,
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 
-TERMS["cope"] = CoPETerm
-TERMS["cope_gates"] = GatedCoPETerm
-
-
-class SharedCoPE(SharedPositionEncoding):
+class SharedCoPE(nn.Module):
     """The table of all layers, if they share it."""
 
-    def __init__(self, config: Any, parameters: CoPEParameters) -> None:
-        super().__init__(config, parameters)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.table = CoPETable(head_dim, parameters.num_positions) if parameters.share_across_layers else None
+    def __init__(self, head_dim: int, num_positions: int) -> None:
+        super().__init__()
+        self.table = CoPETable(head_dim, num_positions)
 
-    def reset(self) -> None:
-        if self.table is not None:
-            self.table.reset()
-
-    def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, ...]:
-        return () if self.table is None else (self.table(),)
+    def forward(self, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
+        return self.table()
 
 
 class CoPE(PositionEncoding):
@@ -332,83 +330,57 @@ class CoPE(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719)"
     summary = "counts the keys whose content opens a gate; learned embedding of the (fractional) count"
     parameters_class = CoPEParameters
-    shared_class = SharedCoPE
-    stock_implementations: ClassVar[tuple[str, ...]] = ()
-    default_implementation = "blockwise"
-    has_kernel = True
-    has_bias = True
-    biases_from_content = True
+    term = CoPETerm
 
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
-        self.rotated = {self.name, "rope"} <= set(config.position_encoding.split("+"))
+        self.rotated = "rope" in config.layer_encodings(layer_idx)
         self.table = None if parameters.share_across_layers else CoPETable(self.head_dim, parameters.num_positions)
         self.gate_key = None
         if parameters.gates == "separate_key":
             self.gate_key = GateKey(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+        if parameters.gates != "key":
+            self.term = GatedCoPETerm
 
     @classmethod
-    def serves_layer(cls, parameters: CoPEParameters, layer_idx: int) -> bool:
-        return layer_idx % parameters.every_n_layers == 0
+    def shared(cls, config: Any, parameters: CoPEParameters) -> SharedCoPE | None:
+        return SharedCoPE(head_dim(config), parameters.num_positions) if parameters.share_across_layers else None
 
-    def defines(self, hook: str) -> bool:
-        optional = {"carry": self.gate_key is not None, "rotate": self.rotated}
-        return optional[hook] if hook in optional else super().defines(hook)
-
-    def reset(self) -> None:
-        if self.table is not None:
-            self.table.reset()
+    def uses(self, hook: str) -> bool:
+        return self.gate_key is not None if hook == "cached_state" else super().uses(hook)
 
     def _table(self, context: PositionContext) -> torch.Tensor:
-        return context["cope"][0] if self.table is None else self.table()
+        return context.shared[self.name] if self.table is None else self.table()
 
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates nothing: keeps the query for the table of this layer, before RoPE rotates it."""
-        context["cope, query"] = query
-        return query, key
-
-    def carry(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
+    def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the gate keys of the new tokens, W_g h: (B, G, Q, D), rotated if the keys are."""
-        assert self.gate_key is not None, "only separate gate keys are carried"
+        assert self.gate_key is not None, "only separate gate keys are cached"
         states = self.gate_key(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if "rope" in context:
-            states = rotated(states, *context["rope"])
+        if self.rotated:
+            states = rotated(states, *context.shared["rope"])
         return states.to(key.dtype)
 
     def _gate_key(self, context: PositionContext, value: torch.Tensor | None) -> torch.Tensor | None:
         """Returns what opens the gates, (B, G, K, D), or None for the keys."""
         if self.parameters_.gates == "value":
             return value
-        return None if self.gate_key is None else context["carried"]["cope"]
+        return None if self.gate_key is None else context.states[self.name]
 
-    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
-        term = self.block_term(context, scaling)
-        return TERMS[term.name].bias(logits, query, term.tensors, term.parameters)
+    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        gate_key = self._gate_key(context, context.value)
+        tensors = self._table(context), gate_key, context.query if self.rotated else None
+        scale = scaling if self.parameters_.scale_positions else 1.0
+        settings = (scale,) if gate_key is None else (scale, scaling)
+        return tuple(one for one in tensors if one is not None), settings
 
-    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
-        name, tensors = "cope", [self._table(context)]
-        parameters: dict[str, bool | int | float | str] = {}
-        parameters["scale"] = scaling if self.parameters_.scale_positions else 1.0
-        gate_key = self._gate_key(context, context.get("value"))
-        if gate_key is not None:
-            name = "cope_gates"
-            tensors.append(gate_key)
-            parameters["gate_scale"] = scaling
-        if self.rotated:
-            tensors.append(context["cope, query"])
-            parameters["rotated"] = True
-        return BlockTerm(name, tuple(tensors), parameters)
-
-    def kernel_attention(
+    def kernel(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         context: PositionContext,
         *,
-        limits: torch.Tensor | None,
+        ranges: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
@@ -421,8 +393,8 @@ class CoPE(PositionEncoding):
             value,
             self._table(context),
             gate_key=None if gate_key is None else gate_key.to(key.dtype),
-            position_query=context["cope, query"].to(query.dtype) if self.rotated else None,
-            limits=limits,
+            position_query=context.query.to(query.dtype) if self.rotated else None,
+            limits=ranges,
             scaling=scaling,
             position_scale=scale,
         )

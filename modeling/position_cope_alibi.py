@@ -5,17 +5,16 @@ share a key head, R rows, W columns (newest key first, see `attention_blockwise`
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_blockwise import TERMS, Block, Term
+from .attention_blockwise import Block, Term
 from .position_alibi import alibi_slopes
-from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 # Times any contextual position the bias stays finite in float32.
 MAX_SLOPE = 1e6
@@ -35,33 +34,31 @@ class CoPEALiBiParameters(Parameters):
     slopes: Literal["fixed", "alibi", "learned"] = "fixed"
     first_slope: float = 1.0
 
-    def validate(self, config: Any) -> None:
-        field = f"position_encoding_parameters['cope_alibi']['first_slope']={self.first_slope!r} is not valid"
-        if not math.isfinite(self.first_slope) or self.first_slope == 0:
-            raise ValueError(f"{field}: it must be finite, and not 0.")
-        if abs(self.first_slope) > MAX_SLOPE:
-            raise ValueError(f"{field}: it must be in [-{MAX_SLOPE:.0e}, {MAX_SLOPE:.0e}].")
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
+        if self.first_slope == 0 or abs(self.first_slope) > MAX_SLOPE:
+            yield "first_slope", f"it must be in [-{MAX_SLOPE:.0e}, {MAX_SLOPE:.0e}], and not 0"
         if self.slopes != "fixed" and self.first_slope != 1:
-            raise ValueError(f"{field}: with slopes={self.slopes!r} it is not used; allowed: 1.0, or slopes='fixed'.")
+            yield "first_slope", f"with slopes={self.slopes!r} it is unused; allowed: 1.0, or slopes='fixed'"
 
 
 class CoPEALiBiTerm(Term):
     """The term of CoPE_ALiBi: its tensor is the slopes (at least H)."""
 
+    name = "cope_alibi"
     reads_content = True
     fades = True
     differentiable: ClassVar[tuple[bool, ...]] = (True,)
 
     @staticmethod
     def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
         gates = torch.sigmoid(content)
         positions = gates.flip(-1).cumsum(-1).flip(-1)
         return tensors[0][: query.shape[1], None, None].to(content.dtype) * positions
 
-    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
-        super().__init__(tensors, parameters, attention)
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
+        super().__init__(tensors, settings, attention)
         self.slopes = attention.of_heads(tensors[0])
         self.grad_slopes = torch.zeros_like(self.slopes)
         self.state: tuple[torch.Tensor, ...] = ()
@@ -89,9 +86,6 @@ class CoPEALiBiTerm(Term):
         return [grad]
 
 
-TERMS["cope_alibi"] = CoPEALiBiTerm
-
-
 class Slopes(nn.Module):
     """The learned slopes, (H,). A module of its own, so that PEFT can target it."""
 
@@ -114,18 +108,15 @@ class CoPEALiBi(PositionEncoding):
         logit = s_ij + m_h p_ij (Eq. 10)
 
     The sign is that of Eq. 10 as printed: see `CoPEALiBiParameters.first_slope`. Needs no positions from outside:
-    padding and other documents have closed gates. Under tensor parallelism a rank has only some heads; the context
-    tells the first one as "head_offset".
+    padding and other documents have closed gates. Under tensor parallelism a rank has only some heads, from
+    `context.head_offset` on.
     """
 
     name = "cope_alibi"
     paper = "Golovneva et al. 2024 (2405.18719), Eq. 10"
     summary = "CoPE's count as a bias, fixed or learned slope for each head (CoPE_ALiBi)"
     parameters_class = CoPEALiBiParameters
-    stock_implementations: ClassVar[tuple[str, ...]] = ()
-    default_implementation = "blockwise"
-    has_bias = True
-    biases_from_content = True
+    term = CoPEALiBiTerm
 
     def __init__(self, config: Any, parameters: CoPEALiBiParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -133,18 +124,14 @@ class CoPEALiBi(PositionEncoding):
 
     def _slopes(self, context: PositionContext) -> torch.Tensor:
         """Returns the slopes of the local heads and of those after them."""
-        first = context.get("head_offset", 0)
+        first = context.head_offset
         if self.slopes is not None:
             return self.slopes()[first:]
         # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
         heads = self.config.num_attention_heads
         alibi = self.parameters_.slopes == "alibi"
         slopes = alibi_slopes(heads) if alibi else [self.parameters_.first_slope * 0.5**head for head in range(heads)]
-        return torch.tensor(slopes[first:], dtype=torch.float32, device=context["query_positions"].device)
+        return torch.tensor(slopes[first:], dtype=torch.float32, device=context.query_positions.device)
 
-    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
-        term = self.block_term(context, scaling)
-        return CoPEALiBiTerm.bias(logits, query, term.tensors, term.parameters)
-
-    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
-        return BlockTerm("cope_alibi", (self._slopes(context),), {})
+    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        return (self._slopes(context),), ()

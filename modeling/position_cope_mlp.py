@@ -5,16 +5,15 @@ of the position.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_blockwise import TERMS
+from .position_base import Parameters, PositionContext, PositionEncoding
 from .position_cope import CoPETerm
-from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +30,13 @@ class CoPEMLPParameters(Parameters):
     num_positions: int = 64
     layers: Literal["all", "first"] = "all"
 
-    def validate(self, config: Any) -> None:
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         for name, least in (("hidden_units", 1), ("num_positions", 2)):
             if getattr(self, name) < least:
-                raise ValueError(
-                    f"position_encoding_parameters['cope_mlp'][{name!r}]={getattr(self, name)!r} is not valid: it must "
-                    f"be at least {least}."
-                )
+                yield name, f"it must be at least {least}"
+
+    def in_layer(self, layer_idx: int) -> bool:
+        return self.layers == "all" or layer_idx == 0
 
 
 class PositionMLP(nn.Module):
@@ -91,17 +90,22 @@ def _activity(weight: torch.Tensor, bias: torch.Tensor, last: int) -> tuple[torc
 class CoPEMLPTerm(CoPETerm):
     """The term of CoPE_MLP: tensors are weight (N,), bias (N,) and output (D, N) of `PositionMLP`.
 
+    Settings: the factor on q.e, and the largest position.
+
+
     As a function of p the network is linear between its knots, which all rows share: so what a row needs is a table of
     S values and S slopes, as in CoPE, and no hidden unit is evaluated anywhere.
     """
 
+    name = "cope_mlp"
     differentiable = (True, True, True)
+    required = 3
 
     @staticmethod
     def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
-        last = parameters["last"]
+        scale, last = settings
         weight, bias, output = (tensor.to(content.dtype) for tensor in tensors)
         weight = weight / last
         with torch.no_grad():
@@ -113,12 +117,12 @@ class CoPEMLPTerm(CoPETerm):
         piece = torch.bucketize(positions.detach(), knots)
         # The sum of the two cancels: products in half precision would not do.
         with torch.autocast(content.device.type, enabled=False):
-            units = query.to(content.dtype) @ output * parameters["scale"]
+            units = query.to(content.dtype) @ output * scale
             return (units @ values).gather(-1, piece) + positions * (units @ slopes).gather(-1, piece)
 
     def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
         weight, bias, self.output = (tensor.to(self.attention.dtype) for tensor in self.tensors)
-        self.last = self.parameters["last"]
+        self.last = int(self.settings[1])
         weight = weight / self.last
         self.knots, self.active = _activity(weight, bias, self.last)
         self.slopes = weight[:, None] * self.active
@@ -145,9 +149,6 @@ class CoPEMLPTerm(CoPETerm):
         return [grad_weight / self.last, grad_bias, grad_output]
 
 
-TERMS["cope_mlp"] = CoPEMLPTerm
-
-
 class CoPEMLP(PositionEncoding):
     """CoPE_MLP: contextual positions, embedded by a network with one hidden layer instead of by interpolation.
 
@@ -163,23 +164,11 @@ class CoPEMLP(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719), Appendix C"
     summary = "CoPE with a small network of the count in place of the table (CoPE_MLP); in all layers or the first"
     parameters_class = CoPEMLPParameters
-    stock_implementations: ClassVar[tuple[str, ...]] = ()
-    default_implementation = "blockwise"
-    has_bias = True
-    biases_from_content = True
+    term = CoPEMLPTerm
 
     def __init__(self, config: Any, parameters: CoPEMLPParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
         self.network = PositionMLP(self.head_dim, parameters.hidden_units)
 
-    @classmethod
-    def serves_layer(cls, parameters: CoPEMLPParameters, layer_idx: int) -> bool:
-        return parameters.layers == "all" or layer_idx == 0
-
-    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
-        term = self.block_term(context, scaling)
-        return CoPEMLPTerm.bias(logits, query, term.tensors, term.parameters)
-
-    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
-        parameters = {"scale": scaling, "last": self.parameters_.num_positions - 1}
-        return BlockTerm("cope_mlp", self.network(), parameters)
+    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        return self.network(), (scaling, self.parameters_.num_positions - 1)

@@ -1,6 +1,6 @@
 """No position encoding (NoPE): a causal decoder that learns order from the mask alone."""
 
-from .position_encoding import PositionEncoding
+from .position_base import PositionEncoding
 
 
 class NoPositionEncoding(PositionEncoding):
@@ -9,4 +9,3 @@ class NoPositionEncoding(PositionEncoding):
     name = "none"
     paper = "Haviv et al. 2022 (2203.16634)"
     summary = "no position encoding (NoPE)"
-    stock_implementations = ("sdpa", "flex_attention", "flash_attention")

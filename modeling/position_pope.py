@@ -6,6 +6,7 @@ channels.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils import logging
 
-from .position_encoding import Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+from .attention_mask import dense_mask, is_ranges
+from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 
 logger = logging.get_logger(__name__)
 
@@ -39,18 +41,13 @@ class PoPEParameters(Parameters):
     partial_rotary_factor: float = 1.0
     scale: Literal["1/sqrt(d)", "1/sqrt(2d)"] = "1/sqrt(d)"
 
-    def validate(self, config: Any) -> None:
-        if not 1 < self.theta < math.inf:
-            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be finite, greater than 1.")
-        if not 0 < self.partial_rotary_factor <= 1:
-            raise ValueError(
-                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} must be in "
-                "(0, 1]."
-            )
-        if rotated_channels(config, self) < 1:
-            raise ValueError(
-                f"position_encoding_parameters['partial_rotary_factor']={self.partial_rotary_factor!r} leaves no "
-                "rotated channel in a head."
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
+        if self.theta <= 1:
+            yield "theta", "it must be greater than 1"
+        if not 0 < self.partial_rotary_factor <= 1 or rotated_channels(config, self) < 1:
+            yield (
+                "partial_rotary_factor",
+                (f"it must be in (0, 1], and leave at least one of {head_dim(config)} channels of a head"),
             )
 
 
@@ -63,8 +60,7 @@ CHUNK_NUMBERS = 1 << 18
 
 def rotated_channels(config: Any, parameters: PoPEParameters) -> int:
     """Returns R, the number of polar channels of a head."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(head_dim * parameters.partial_rotary_factor)
+    return int(head_dim(config) * parameters.partial_rotary_factor)
 
 
 def pope_frequencies(channels: int, theta: float, device: torch.device | None = None) -> torch.Tensor:
@@ -173,15 +169,15 @@ class PhaseShift(nn.Module):
         return fold(self.weight.float())
 
 
-class PolarTables(SharedPositionEncoding):
+class PolarTables(nn.Module):
     """Cosines and sines of all query and key positions, once per forward pass.
 
     On a CPU, those of the positions 0, 1, 2, ... are kept: in a decoding step they would cost as much as a layer.
     """
 
-    def __init__(self, config: Any, parameters: PoPEParameters) -> None:
-        super().__init__(config, parameters)
-        self.rotated = rotated_channels(config, parameters)
+    def __init__(self, channels: int, theta: float) -> None:
+        super().__init__()
+        self.channels, self.theta = channels, theta
         # cos and sin, float32 (positions, R); depends on nothing but theta and R, which do not change.
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -200,19 +196,19 @@ class PolarTables(SharedPositionEncoding):
         if first >= 0 and torch.equal(positions, torch.arange(first, first + positions.shape[1])[None]):
             consecutive = slice(first, first + positions.shape[1])
             return self.kept[0][None, None, consecutive], self.kept[1][None, None, consecutive]
-        # Slots that are masked may have a negative position, of which nothing depends.
+        # Masked slots may have a negative position, which is unused.
         rows = positions.clamp(min=0)[:, None]
         return self.kept[0][rows], self.kept[1][rows]
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(positions.device.type, enabled=False):
-            frequencies = pope_frequencies(self.rotated, self.parameters_.theta, positions.device)
+            frequencies = pope_frequencies(self.channels, self.theta, positions.device)
             phases = positions[..., None].float() * frequencies
             return phases.cos(), phases.sin()
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, ...]:
         """Returns cos and sin of the queries, then of the keys: float32 (1 or B, 1, Q or K, R)."""
-        query_positions, key_positions = context["query_positions"], context["key_positions"]
+        query_positions, key_positions = context.query_positions, context.key_positions
         key_tables = self._of(key_positions)
         query_tables = key_tables if query_positions is key_positions else self._of(query_positions)
         return *query_tables, *key_tables
@@ -237,9 +233,6 @@ class PoPE(PositionEncoding):
     paper = "Gopalakrishnan et al. 2025 (2509.10534)"
     summary = "content sets magnitudes, position sets phases"
     parameters_class = PoPEParameters
-    shared_class = PolarTables
-    needs_key_positions = True
-    has_kernel = True
 
     def __init__(self, config: Any, parameters: PoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -250,7 +243,11 @@ class PoPE(PositionEncoding):
             else None
         )
 
-    def rotate(
+    @classmethod
+    def shared(cls, config: Any, parameters: PoPEParameters) -> PolarTables:
+        return PolarTables(rotated_channels(config, parameters), parameters.theta)
+
+    def before_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replaces the first R channels by their magnitudes (Eq. 3)."""
@@ -265,74 +262,94 @@ class PoPE(PositionEncoding):
         polar = torch.relu(polar) if kind == "relu" else _Softplus.apply(polar.float()).to(features.dtype)
         return torch.cat((polar, plain), dim=-1) if plain.shape[-1] else polar
 
-    def rotate_cached(
+    def after_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns queries (B, H, Q, D + R) and keys (B, G, K, D + R): real parts, imaginary parts, plain channels."""
-        query_cos, query_sin, key_cos, key_sin = context[self.name]
+        *_, key_cos, key_sin = context.shared[self.name]
+        query_tables = self._query_tables(query, context)
+        key_tables = key_cos.to(key.dtype), key_sin.to(key.dtype)
+        return _Turn.apply(query, *query_tables), _Turn.apply(key, *key_tables)
+
+    def _query_tables(self, query: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cos and sin of the queries' phases, delta included: (1 or B, 1 or H, Q, R), in their type."""
+        query_cos, query_sin, *_ = context.shared[self.name]
         if self.delta is not None:
             # The key's phase is s theta + delta (Eq. 7); on the query that is t theta - delta.
-            head = context.get("head_offset", 0)
-            delta = self.delta()[head : head + query.shape[1], None]
+            first = context.head_offset
+            delta = self.delta()[first : first + query.shape[1], None]
             delta_cos, delta_sin = delta.cos(), delta.sin()
             query_cos, query_sin = (
                 torch.addcmul(query_cos * delta_cos, query_sin, delta_sin),
                 torch.addcmul(query_sin * delta_cos, query_cos, delta_sin, value=-1),
             )
-        query_tables = query_cos.to(query.dtype), query_sin.to(query.dtype)
-        if self._decodes(query):
-            return _decoding_logits(query, key, query_tables, (key_cos, key_sin))
-        key_tables = key_cos.to(key.dtype), key_sin.to(key.dtype)
-        return _Turn.apply(query, *query_tables), _Turn.apply(key, *key_tables)
+        return query_cos.to(query.dtype), query_sin.to(query.dtype)
 
-    def _decodes(self, query: torch.Tensor) -> bool:
-        """True for one new token on a CPU, where to write all keys turned would take longer than the attention."""
-        return (
-            query.shape[2] == 1
-            and query.device.type == "cpu"
-            and self.config._attn_implementation in ("auto", "sdpa", "blockwise")
-            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
-        )
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        context: PositionContext,
+        *,
+        scaling: float,
+        dropout: float,
+        implementation: str,
+    ) -> tuple[torch.Tensor, None] | None:
+        """Decodes one new token on a CPU, where writing all rotated keys takes longer than the attention."""
+        fast = query.shape[2] == 1 and query.device.type == "cpu" and implementation in ("sdpa", "blockwise")
+        if not fast or dropout > 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        *_, key_cos, key_sin = context.shared[self.name]
+        query_tables = self._query_tables(query, context)
+        return decode_on_cpu(query, key, value, mask, query_tables, (key_cos, key_sin), scaling), None
 
-    def kernel_attention(
+    def kernel(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         context: PositionContext,
         *,
-        limits: torch.Tensor | None,
+        ranges: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
         from .kernel_pope import pope_attention
 
-        head = context.get("head_offset", 0)
-        shift = None if self.delta is None else self.delta()[head : head + query.shape[1]]
-        tables = context[self.name]
+        first = context.head_offset
+        shift = None if self.delta is None else self.delta()[first : first + query.shape[1]]
+        tables = context.shared[self.name]
         if query.dtype != torch.float32:
-            # The kernel reads halves beside features that are no finer: converted once for all layers.
-            if "pope, halves" not in context:
-                context["pope, halves"] = tuple(table.half() for table in tables)
-            tables = context["pope, halves"]
+            # The kernel reads halves beside features that are no finer.
+            tables = context.once("pope, half", lambda: [table.half() for table in context.shared[self.name]])
         phases = [table.squeeze(1) for table in tables]
-        return pope_attention(query, key, value, (*phases, shift), limits=limits, scaling=scaling)
+        return pope_attention(query, key, value, (*phases, shift), limits=ranges, scaling=scaling)
 
 
-def _decoding_logits(
+def decode_on_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
     query_tables: tuple[torch.Tensor, torch.Tensor],
     key_tables: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiplies one query (B, H, 1, D) with all keys (B, G, K, D), some at a time, and never writes keys turned.
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of one query (B, H, 1, D) to all keys (B, G, K, D), some keys at a time; rotated keys are not written.
 
-    The tables are cos and sin, as in `_Turn`.
+    Args:
+        query, key, value: magnitudes, and the values (B, G, K, V).
+        mask: None for all keys; ranges; bool, or additive, (B, 1 or H, 1, K).
+        query_tables, key_tables: cos and sin, as in `_Turn`.
+        scaling: the factor on the logits.
 
-    Returns the products in place of keys, (B, G, K, n), n = H / G, and in place of queries, (B, H, 1, n), unit vectors:
-    the i-th query of a group takes the i-th product. To the attention function they are queries and keys.
+    Returns:
+        (B, H, 1, V), in the type of the query.
     """
-    B, G, _, D = key.shape
-    R, n = query_tables[0].shape[-1], query.shape[1] // G
+    B, G, K, D = key.shape
+    H, R = query.shape[1], query_tables[0].shape[-1]
+    n = H // G
     dtype = torch.promote_types(query.dtype, torch.float32)
     real, imaginary = ((query[..., :R] * table).to(dtype).reshape(B, G, n, R) for table in query_tables)
     plain = query[..., R:].to(dtype).reshape(B, G, n, D - R)
@@ -342,12 +359,17 @@ def _decoding_logits(
         for part, cos, sin in zip(*(tensor.tensor_split(chunks, dim=2) for tensor in (key, *key_tables))):
             polar = part[..., :R]
             if n == 1:
-                # With one query to a key, to turn the query back by each key's phase takes fewer passes.
+                # With one query to a key, rotating the query back by each key's phase takes fewer passes.
                 product = (cos * real).addcmul_(sin, imaginary).mul_(polar).sum(-1, keepdim=True)
             else:
                 product = (polar * cos) @ real.transpose(2, 3) + (polar * sin) @ imaginary.transpose(2, 3)
             if R < D:
                 product += part[..., R:].to(dtype) @ plain.transpose(2, 3)
-            products.append(product.to(key.dtype))
-    units = torch.eye(n, dtype=query.dtype).expand(B, G, n, n).reshape(B, G * n, 1, n)
-    return units, torch.cat(products, dim=2)
+            products.append(product)
+        logits = torch.cat(products, dim=2).transpose(2, 3).reshape(B, H, 1, K) * scaling
+        if mask is not None:
+            mask = dense_mask(mask, 1) if is_ranges(mask) else mask
+            lowest = torch.finfo(dtype).min
+            logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
+        weights = torch.softmax(logits, dim=-1).to(value.dtype)
+        return (weights.view(B, G, n, K) @ value).view(B, H, 1, -1).to(query.dtype)

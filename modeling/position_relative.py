@@ -5,15 +5,15 @@ of (batch, key head), n heads that share a key head, R rows, W columns (newest k
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_blockwise import TERMS, Block, Term, compute_dtype
-from .position_encoding import BlockTerm, Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+from .attention_blockwise import Block, Term, compute_dtype
+from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +29,12 @@ class RelativeParameters(Parameters):
     num_positions: int | None = None
     beyond: Literal["error", "none", "last"] = "error"
 
-    def validate(self, config: Any) -> None:
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         if self.num_positions is not None and self.num_positions < 1:
-            raise ValueError(
-                f"position_encoding_parameters['relative']['num_positions']={self.num_positions!r} is not valid: "
-                "it must be at least 1, or None for max_position_embeddings."
-            )
+            yield "num_positions", "it must be at least 1, or None for max_position_embeddings"
+
+    def max_length(self, config: Any) -> int | None:
+        return self.num_positions if self.beyond == "error" else None
 
     def resolve(self, config: Any) -> "RelativeParameters":
         if self.num_positions is not None:
@@ -43,29 +43,34 @@ class RelativeParameters(Parameters):
 
 
 class RelativeTerm(Term):
-    """The term of relative positions: tensors are the table (P, D), the query positions and the key positions."""
+    """The term of relative positions: tensors are the table (P, D), the query positions and the key positions.
 
+    Settings: the factor on q.e, and 1 if larger distances get the last entry, 0 if they get none.
+    """
+
+    name = "relative"
     differentiable = (True, False, False)
 
     @staticmethod
     def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], parameters: dict[str, Any]
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
         table, query_positions, key_positions = tensors
+        scale, capped = settings
         P = table.shape[0]
         # Negative distances are masked.
         distance = (query_positions[:, :, None] - key_positions[:, None, :]).clamp(min=0)[:, None]
         dtype = compute_dtype(query.dtype)
-        z = query.to(dtype) @ table.T.to(dtype) * parameters["scale"]
+        z = query.to(dtype) @ table.T.to(dtype) * scale
         shape = (*z.shape[:-1], key_positions.shape[-1])
         bias = z.gather(-1, distance.clamp(max=P - 1).expand(shape))
-        return bias if parameters["beyond"] == "last" else bias.masked_fill(distance >= P, 0.0)
+        return bias if capped else bias.masked_fill(distance >= P, 0.0)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], parameters: dict[str, Any], attention: Any) -> None:
-        super().__init__(tensors, parameters, attention)
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
+        super().__init__(tensors, settings, attention)
         self.table = tensors[0].to(attention.dtype)
         self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
-        self.capped = parameters["beyond"] == "last"
+        self.scale, self.capped = settings
         self.grad_table = torch.zeros_like(self.table)
 
     def _distances(self, block: Block) -> tuple[torch.Tensor, bool]:
@@ -86,7 +91,7 @@ class RelativeTerm(Term):
         used = min(W, self.table.shape[0])
         distance, regular = self._distances(block)
         table = self.table[:used] if regular else self.table
-        z = torch.matmul(block.query.to(table.dtype), table.T).mul_(self.parameters["scale"])
+        z = torch.matmul(block.query.to(table.dtype), table.T).mul_(self.scale)
         if regular:
             # Row r of a table that starts R - 1 columns later, read from column r on: z[r, w + r - (R - 1)].
             shifted = z.new_zeros(C, n, R, R - 1 + W)
@@ -121,16 +126,13 @@ class RelativeTerm(Term):
             index = distance.clamp(max=P - 1)[:, None].expand(C, n, R, W)
             part = grad if self.capped else grad.masked_fill((distance >= P)[:, None], 0.0)
             grad_z = grad.new_zeros(C, n, R, P).scatter_add_(-1, index, part)
-        grad_z = grad_z * self.parameters["scale"]
+        grad_z = grad_z * self.scale
         query = block.query.to(table.dtype)
         self.grad_table[: table.shape[0]] += grad_z.reshape(-1, table.shape[0]).T @ query.reshape(-1, D)
         return grad_z @ table
 
     def gradients(self) -> list[torch.Tensor]:
         return [self.grad_table]
-
-
-TERMS["relative"] = RelativeTerm
 
 
 class RelativeTable(nn.Module):
@@ -148,21 +150,15 @@ class RelativeTable(nn.Module):
         return self.weight
 
 
-class SharedRelative(SharedPositionEncoding):
+class SharedRelative(nn.Module):
     """One table for all heads and layers."""
 
-    def __init__(self, config: Any, parameters: RelativeParameters) -> None:
-        super().__init__(config, parameters)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        num_positions = parameters.resolve(config).num_positions
-        assert num_positions is not None, "resolve fills it in"
+    def __init__(self, num_positions: int, head_dim: int) -> None:
+        super().__init__()
         self.table = RelativeTable(num_positions, head_dim)
 
-    def reset(self) -> None:
-        self.table.reset()
-
-    def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, ...]:
-        return (self.table(),)
+    def forward(self, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
+        return self.table()
 
 
 class RelativePosition(PositionEncoding):
@@ -176,20 +172,14 @@ class RelativePosition(PositionEncoding):
     paper = "Shaw et al. 2018 (1803.02155)"
     summary = "learned embedding of the distance i - j on the keys, one table for all heads and layers"
     parameters_class = RelativeParameters
-    shared_class = SharedRelative
-    default_implementation = "blockwise"
-    has_bias = True
-    needs_key_positions = True
+    bias_reads = "nothing"
+    term = RelativeTerm
 
     @classmethod
-    def reach(cls, config: Any, parameters: RelativeParameters) -> int | None:
-        return parameters.resolve(config).num_positions if parameters.beyond == "error" else None
+    def shared(cls, config: Any, parameters: RelativeParameters) -> SharedRelative:
+        assert parameters.num_positions is not None, "resolve fills it in"
+        return SharedRelative(parameters.num_positions, head_dim(config))
 
-    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
-        term = self.block_term(context, scaling)
-        return RelativeTerm.bias(logits, query, term.tensors, term.parameters)
-
-    def block_term(self, context: PositionContext, scaling: float) -> BlockTerm:
-        (table,) = context["relative"]
-        tensors = (table, context["query_positions"], context["key_positions"])
-        return BlockTerm("relative", tensors, {"scale": scaling, "beyond": self.parameters_.beyond})
+    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        tensors = context.shared[self.name], context.query_positions, context.key_positions
+        return tensors, (scaling, self.parameters_.beyond == "last")

@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .position_encoding import Parameters, PositionContext, PositionEncoding, SharedPositionEncoding
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,17 +18,17 @@ class RotaryParameters(Parameters):
     unknown_key_hint = "RoPE is set by the field rope_parameters, for example rope_parameters={'rope_theta': 10000.0}."
 
 
-class RotaryTables(SharedPositionEncoding):
+class RotaryTables(nn.Module):
     """Cosines and sines of the new tokens, once per forward pass."""
 
-    def __init__(self, config: Any, parameters: Any) -> None:
-        super().__init__(config, parameters)
+    def __init__(self, config: Any) -> None:
+        super().__init__()
         # The one that knows partial_rotary_factor; otherwise it is Llama's.
         self.rotary_emb = GPTNeoXRotaryEmbedding(config=config)
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin, each (1 or B, Q, R), dtype of `hidden`; R channels of a head are rotated."""
-        return self.rotary_emb(hidden, position_ids=context["query_positions"])
+        return self.rotary_emb(hidden, position_ids=context.query_positions)
 
 
 class RotaryPositionEncoding(PositionEncoding):
@@ -42,13 +43,15 @@ class RotaryPositionEncoding(PositionEncoding):
     paper = "Su et al. 2021 (2104.09864)"
     summary = "queries and keys rotated by their position; linear, dynamic, YaRN, llama3 scaling; all or some channels"
     parameters_class = RotaryParameters
-    shared_class = RotaryTables
-    stock_implementations = ("sdpa", "flex_attention", "flash_attention")
 
-    def rotate(
+    @classmethod
+    def shared(cls, config: Any, parameters: Any) -> RotaryTables:
+        return RotaryTables(config)
+
+    def before_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = context[self.name]
+        cos, sin = context.shared[self.name]
         return rotated(query, cos, sin), rotated(key, cos, sin)
 
 

@@ -1,13 +1,13 @@
 """Fixed sinusoidal absolute positions, added to the token embeddings (Vaswani et al. 2017, section 3.5)."""
 
 import dataclasses
-import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from .position_encoding import Parameters, PositionEncoding
+from .position_base import Parameters, PositionEncoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class SinusoidalParameters(Parameters):
     def resolve(self, config: Any) -> "SinusoidalParameters":
         return self if self.scale is not None else dataclasses.replace(self, scale=float(config.initializer_range))
 
-    def validate(self, config: Any) -> None:
-        if not 1 < self.theta < math.inf:
-            raise ValueError(f"position_encoding_parameters['theta']={self.theta!r} must be finite, greater than 1.")
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise ValueError(f"position_encoding_parameters['scale']={self.scale!r} must be finite and positive.")
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
+        if self.theta <= 1:
+            yield "theta", "it must be greater than 1"
+        if self.scale is not None and self.scale <= 0:
+            yield "scale", "it must be greater than 0"
         if config.hidden_size % 2:
             raise ValueError(f"hidden_size={config.hidden_size!r} must be even for position_encoding='sinusoidal'.")
 
@@ -67,7 +67,6 @@ class SinusoidalPositionEncoding(PositionEncoding):
     paper = "Vaswani et al. 2017 (1706.03762)"
     summary = "fixed sines and cosines of the position, added to the embeddings"
     parameters_class = SinusoidalParameters
-    stock_implementations = ("sdpa", "flex_attention", "flash_attention")
 
     @classmethod
     def embedding(cls, config: Any, parameters: Any) -> nn.Module:

@@ -7,7 +7,8 @@ see `attention_blockwise`).
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,8 @@ from .attention_blockwise import (
     _without_autocast,
     compute_dtype,
 )
-from .position_encoding import Parameters, PositionContext, PositionEncoding
+from .attention_mask import causal_mask, dense_mask, is_ranges
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 # Above it softplus(x) is taken as x (the paper's stabilised softplus).
 LINEAR = 15.0
@@ -54,13 +56,13 @@ class StickBreakingParameters(Parameters):
     inclusive: bool = False
     remainder: Literal["none", "value", "head_bias"] = "none"
 
-    def validate(self, config: Any) -> None:
-        kind = getattr(config, "attention_weights", "softmax")
-        if kind != "softmax":
+    def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
+        if config.attention_weights != "softmax":
             raise ValueError(
-                f"attention_weights={kind!r} is not valid with position_encoding='stick_breaking', which has weights "
-                "of its own: it must be 'softmax', the default."
+                f"attention_weights={config.attention_weights!r} is not valid with position_encoding='stick_breaking', "
+                "which has weights of its own: it must be 'softmax', the default."
             )
+        return iter(())
 
 
 def break_stick(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,16 +104,10 @@ def _direct(
             logits = (logits + mask.to(dtype)).clamp(min=MASKED)
             logits = logits.masked_fill(mask <= HIDDEN, MASKED)
         else:
-            if mask is None or mask.dim() == 2:
-                slots = torch.arange(K, device=query.device)
-                own = slots[K - Q :, None]
-                visible = (slots < own if strict else slots <= own)[None]
-                if mask is not None:
-                    segment = mask[:, K - Q :, None]
-                    visible = visible & (segment == mask[:, None, :]) & (segment >= 0)
-                visible = visible[:, None]
-            else:
-                visible = mask
+            visible = mask
+            if mask is None or is_ranges(mask):
+                visible = causal_mask(Q, K, query.device)[None, None] if mask is None else dense_mask(mask, Q)
+                visible = _without_own(visible) if strict else visible
             logits = logits.masked_fill(~visible, MASKED)
         weights, remainder = break_stick(logits)
         weights = F.dropout(weights, dropout).to(query.dtype)
@@ -159,10 +155,9 @@ class _Window:
             torch.ops.aten.softplus.out(logits, 1.0, LINEAR, out=spent)
             spent.cumsum_(-1)
             done = spent[..., -1] >= self.limit
-            if attention.first_visible is not None:
+            if attention.low is not None:
                 # The rest of the columns is hidden from a row whose document begins in the window.
-                rows = slice(attention.offset + block.rows.start, attention.offset + block.rows.stop)
-                first = attention.first_visible[block.batch, rows]
+                first = attention.low[block.batch, block.rows]
                 done |= (first >= attention.K - part.columns.stop)[:, None]
             if width == all_columns or bool(done.all()):
                 break
@@ -195,7 +190,7 @@ def _forward(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad(), _without_autocast(query.device):
-        attention = _Attention(query, key, value, mask, (), seed, "[]", scaling, dropout, block_size)
+        attention = _Attention(query, key, value, mask, (), seed, scaling, dropout, block_size)
         window = _Window(attention, strict)
         N, n, Q, V = attention.N, attention.n, attention.Q, attention.V
         out = query.new_zeros(*query.shape[:3], V)
@@ -234,7 +229,7 @@ def _backward(
     block_size: int,
 ) -> list[torch.Tensor]:
     with torch.no_grad(), _without_autocast(query.device):
-        attention = _Attention(query, key, value, mask, (), seed, "[]", scaling, dropout, block_size)
+        attention = _Attention(query, key, value, mask, (), seed, scaling, dropout, block_size)
         window = _Window(attention, strict)
         N, n, Q, K, D, V = attention.N, attention.n, attention.Q, attention.K, attention.D, attention.V
         grad_query = torch.zeros(N, n, Q, D, dtype=attention.dtype, device=query.device)
@@ -320,7 +315,7 @@ def stick_breaking_attention(
         query: (B, H, Q, D), float16, bfloat16, float32 or float64.
         key: (B, G, K, D), H a multiple of G, K at least Q. Query row i has key slot K - Q + i without a 4D mask.
         value: (B, G, K, V).
-        mask: None, segments, or a 4D mask, as in `blockwise_attention`. With a 4D mask the newest key that a row sees
+        mask: None, ranges, or a 4D mask, as in `blockwise_attention`. With a 4D mask the newest key that a row sees
             is its own token, as in the masks of static caches and of trees.
         scaling: the factor on q.k.
         inclusive: tokens may attend to themselves.
@@ -337,7 +332,7 @@ def stick_breaking_attention(
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if mask is not None and mask.dim() == 4 and not inclusive:
+    if mask is not None and not is_ranges(mask) and not inclusive:
         mask = _without_own(mask)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
         output, remainder, weights = _direct(query, key, value, mask, scaling, not inclusive, dropout)
@@ -397,8 +392,7 @@ class StickBreaking(PositionEncoding):
     paper = "Tan et al. 2024 (2410.17980)"
     summary = "not softmax: the newest key that matches takes its share of the stick, older ones of what is left"
     parameters_class = StickBreakingParameters
-    stock_implementations: ClassVar[tuple[str, ...]] = ()
-    default_implementation = "blockwise"
+    softmax = False
 
     def __init__(self, config: Any, parameters: StickBreakingParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -417,7 +411,7 @@ class StickBreaking(PositionEncoding):
         *,
         scaling: float,
         dropout: float,
-        blockwise: bool,
+        implementation: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, remainder, weights = stick_breaking_attention(
             query,
@@ -427,7 +421,7 @@ class StickBreaking(PositionEncoding):
             scaling=scaling,
             inclusive=self.parameters_.inclusive,
             dropout=dropout,
-            direct=None if blockwise else True,
+            direct=None if implementation == "blockwise" else True,
         )
         if self.parameters_.remainder == "none":
             return output, weights
@@ -435,10 +429,9 @@ class StickBreaking(PositionEncoding):
         dtype = output.dtype
         output = output.to(remainder.dtype)
         if self.head_bias is not None and self.norm is not None:
-            # Here, not in `finish`: under tensor parallelism the context tells which heads these are.
-            first = context.get("head_offset", 0)
+            first = context.head_offset
             output = self.norm(output + remainder[..., None] * self.head_bias(first, heads), first)
         else:
-            own = context["new_value"]
+            own = context.new_value
             output = output + remainder[..., None] * own.repeat_interleave(heads // own.shape[1], dim=1)
         return output.to(dtype), weights

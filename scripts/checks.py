@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 C = TypeVar("C", bound="Checked")
 

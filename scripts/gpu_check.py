@@ -318,7 +318,7 @@ def check_model(group: Group, device: torch.device) -> tuple[int, float]:
     model = WhatWhereLlamaForCausalLM._from_config(config).to(device, dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "position_encoding" in name:
+            if "encodings." in name:
                 parameter.uniform_(-1.0, 0.0)
     length = group.cases[0].queries
     tokens = torch.randint(3, 64, (2, length), device=device)

@@ -179,7 +179,7 @@ def test_the_sonnets():
 
 def test_deltas_are_what_the_model_uses():
     model = model_of("gpt2", "pope", {"partial_rotary_factor": 0.5})
-    weights = [layer.position_encoding["pope"].delta.weight for layer in common.attention_layers(model)]
+    weights = [layer.encodings["pope"].delta.weight for layer in common.attention_layers(model)]
     with torch.no_grad():
         for weight in weights:
             weight.copy_(torch.linspace(-8, 1, weight.numel()).view_as(weight))
@@ -209,7 +209,7 @@ def gate_logits(model, ids, layer, encoding, parameters):
     query, key, value, hidden, attention = projections(model, ids, layer)
     scale = attention.head_dim**-0.5
     groups = query.shape[0] // key.shape[0]
-    part = attention.position_encoding
+    part = attention.encodings
     gate = None
     if parameters.get("gates") == "separate_key":
         gate = torch.nn.functional.linear(hidden, part["cope"].gate_key.weight.double())
@@ -268,7 +268,7 @@ def test_maps_equal_loops_over_tokens(tokenizer, encoding, parameters):
         for head in range(4):
             gates, positions = found.gates[row, head].double(), found.positions[row, head].double()
             if encoding.startswith("token_gated"):
-                gate = attention.position_encoding["token_gated_cope"].gate
+                gate = attention.encodings["token_gated_cope"].gate
                 states = projections(model, ids, layer)[3]
                 opened = torch.sigmoid(states @ gate.weight[head].double() + gate.bias[head].double())
                 for i in range(LENGTH):
@@ -289,8 +289,8 @@ def test_maps_equal_loops_over_tokens(tokenizer, encoding, parameters):
             torch.testing.assert_close(found.position_attention[row, head].double(), alone, rtol=1e-3, atol=1e-4)
             if encoding == "cope":
                 # The positions that are shown are those that the module looks up.
-                part = attention.position_encoding["cope"]
-                table = (model.base_model.position_encoding["cope"] if part.table is None else part).table.weight
+                part = attention.encodings["cope"]
+                table = (model.base_model.shared_encodings["cope"] if part.table is None else part).table.weight
                 z = query[head] @ table.double() * (attention.scaling if own.get("scale_positions", False) else 1)
                 floor = positions.long()
                 ceil = (floor + 1).clamp(max=table.shape[1] - 1)
@@ -300,7 +300,7 @@ def test_maps_equal_loops_over_tokens(tokenizer, encoding, parameters):
     for kind in maps.KINDS:
         assert not getattr(found, kind)[..., hidden].any()
     torch.testing.assert_close(found.attention, torch.stack([attentions[layer][0] for layer in found.layers]))
-    assert not any("bias" in vars(layer.position_encoding) for layer in common.attention_layers(model))
+    assert not any("bias" in vars(layer.encodings) for layer in common.attention_layers(model))
 
 
 def test_layers_and_heads_are_chosen(tokenizer):

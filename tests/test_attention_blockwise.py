@@ -14,13 +14,13 @@ import whatwhere.attention_blockwise as blockwise
 import whatwhere.position_alibi
 import whatwhere.position_cope
 import whatwhere.position_relative  # noqa: F401
-from whatwhere.attention_blockwise import MASKED, TERMS, blockwise_attention
-from whatwhere.position_encoding import BlockTerm
+from tiny import ranges_of
+from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
 
 ENCODINGS = ["none", "cope", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
 
 
-def reference(query, key, value, *, visible, scaling, terms, keep=None, additive=None):
+def reference(query, key, value, *, visible, scaling, biases, keep=None, additive=None):
     """Attention with the full matrix of logits; `visible` is bool (B, 1 or H, Q, K)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -29,8 +29,8 @@ def reference(query, key, value, *, visible, scaling, terms, keep=None, additive
         content = content + additive
     content = content.masked_fill(~visible, MASKED)
     logits = content
-    for term in terms:
-        logits = logits + TERMS[term.name].bias(content, query, term.tensors, term.parameters)
+    for term, tensors, settings in biases:
+        logits = logits + term.bias(content, query, tensors, settings)
     weights = torch.softmax(logits, -1) * visible.any(-1, keepdim=True)
     if keep is not None:
         weights = weights * keep
@@ -57,7 +57,7 @@ def positions_of(segments, Q, K):
 
 
 class Case:
-    """Random inputs, and the terms of an encoding."""
+    """Random inputs, and the biases of an encoding."""
 
     def __init__(
         self, encoding, Q, K, *, B=2, H=4, G=2, D=8, V=8, P=6, segments=None, logit=0.0, spread=1.0, dtype=torch.float64
@@ -72,33 +72,32 @@ class Case:
                 # One direction that all queries and keys share moves all gates.
                 self.query[..., 0], self.key[..., 0] = abs(logit), math.copysign(1.0, logit) * math.sqrt(D)
         self.scaling = D**-0.5
-        self.segments = segments
+        self.segments, self.mask = segments, ranges_of(segments, Q)
         self.grad = torch.randn(B, H, Q, V, dtype=torch.float64).to(dtype)
         query_positions, key_positions = positions_of(segments, Q, K)
         self.tables = []
-        self.terms = []
+        self.biases = []
         for name in encoding.split("+"):
             if name == "cope":
                 self.tables.append(tensor(D, P))
-                self.terms.append(BlockTerm("cope", (self.tables[-1],), {"scale": 0.7}))
+                self.biases.append(Bias(TERMS["cope"], (self.tables[-1],), (0.7,)))
             elif name in ("relative", "relative-last"):
                 self.tables.append(tensor(max(2, K // 2), D))
-                beyond = "last" if name == "relative-last" else "none"
                 tensors = (self.tables[-1], query_positions, key_positions)
-                self.terms.append(BlockTerm("relative", tensors, {"scale": 0.7, "beyond": beyond}))
+                self.biases.append(Bias(TERMS["relative"], tensors, (0.7, name == "relative-last")))
             elif name == "alibi":
                 slopes = torch.rand(H, dtype=torch.float64)
-                self.terms.append(BlockTerm("alibi", (slopes, query_positions, key_positions), {}))
+                self.biases.append(Bias(TERMS["alibi"], (slopes, query_positions, key_positions)))
         self.inputs = [self.query, self.key, self.value, *self.tables]
 
     def blockwise(self, **settings):
-        settings = {"mask": self.segments, "block_size": 64, "direct": False, **settings}
-        return blockwise_attention(self.query, self.key, self.value, scaling=self.scaling, terms=self.terms, **settings)
+        settings = {"mask": self.mask, "block_size": 64, "direct": False, "biases": self.biases, **settings}
+        return blockwise_attention(self.query, self.key, self.value, scaling=self.scaling, **settings)
 
     def reference(self, **settings):
         if "visible" not in settings:
             settings["visible"] = visible_by_segments(self.query.shape[2], self.key.shape[2], self.segments)
-        return reference(self.query, self.key, self.value, scaling=self.scaling, terms=self.terms, **settings)
+        return reference(self.query, self.key, self.value, scaling=self.scaling, biases=self.biases, **settings)
 
     def gradients(self, out):
         return torch.autograd.grad(out, self.inputs, self.grad)
@@ -243,9 +242,8 @@ def test_low_precision(encoding, dtype):
         tensor.detach().double().requires_grad_() for tensor in low.inputs
     )
     high.inputs = [high.query, high.key, high.value, *high.tables]
-    high.terms = [
-        BlockTerm(term.name, (high.tables[0], *term.tensors[1:]) if high.tables else term.tensors, term.parameters)
-        for term in low.terms
+    high.biases = [
+        bias._replace(tensors=(high.tables[0], *bias.tensors[1:])) if high.tables else bias for bias in low.biases
     ]
     high.grad = low.grad.double()
     exact = high.reference()
@@ -254,7 +252,7 @@ def test_low_precision(encoding, dtype):
     key, value = low.key.repeat_interleave(groups, 1), low.value.repeat_interleave(groups, 1)
     content = (low.query @ key.transpose(2, 3)).float() * low.scaling
     content = content.masked_fill(~visible_by_segments(200, 200, None), MASKED)
-    logits = content + sum(TERMS[t.name].bias(content, low.query, t.tensors, t.parameters) for t in low.terms)
+    logits = content + sum(term.bias(content, low.query, tensors, settings) for term, tensors, settings in low.biases)
     plain = torch.softmax(logits, -1).to(dtype) @ value
     out = low.blockwise()
     assert out.dtype == dtype
@@ -279,7 +277,7 @@ def test_dropout_is_the_same_in_both_passes():
     with torch.no_grad():
         units = torch.eye(K, dtype=torch.float64).expand(2, 2, K, K)
         plain = blockwise_attention(
-            case.query, case.key, units, scaling=case.scaling, terms=case.terms, direct=False, block_size=64
+            case.query, case.key, units, scaling=case.scaling, biases=case.biases, direct=False, block_size=64
         )
         torch.manual_seed(7)
         dropped = blockwise_attention(
@@ -287,7 +285,7 @@ def test_dropout_is_the_same_in_both_passes():
             case.key,
             units,
             scaling=case.scaling,
-            terms=case.terms,
+            biases=case.biases,
             dropout=0.3,
             direct=False,
             block_size=64,
@@ -325,11 +323,11 @@ def test_gradcheck(encoding):
 
     def function(query, key, value, *tables):
         tables = iter(tables)
-        terms = [
-            BlockTerm(t.name, (next(tables), *t.tensors[1:]) if t.name != "alibi" else t.tensors, t.parameters)
-            for t in case.terms
+        biases = [
+            bias if bias.term.name == "alibi" else bias._replace(tensors=(next(tables), *bias.tensors[1:]))
+            for bias in case.biases
         ]
-        return blockwise_attention(query, key, value, scaling=case.scaling, terms=terms, direct=False, block_size=2)
+        return blockwise_attention(query, key, value, scaling=case.scaling, biases=biases, direct=False, block_size=2)
 
     torch.autograd.gradcheck(function, tuple(case.inputs))
 
@@ -338,13 +336,12 @@ def test_gradcheck(encoding):
 def test_opcheck(mask):
     case = Case("cope+relative", 20, 30, dtype=torch.float32)
     masks = {None: None, "bool": torch.rand(2, 1, 20, 30) < 0.5}
-    mask = masks[mask] if mask in masks else segments_of(mask, 2, 30)
-    tensors = [tensor for term in case.terms for tensor in term.tensors]
-    spec = blockwise._describe(case.terms)
+    mask = masks[mask] if mask in masks else ranges_of(segments_of(mask, 2, 30), 20)
+    tensors = [tensor for bias in case.biases for tensor in bias.tensors]
+    counts, settings = [1, 1, 3, 2], [0.7, 0.7, 0.0]
     seed = torch.tensor([5])
-    torch.library.opcheck(
-        blockwise._forward, (case.query, case.key, case.value, mask, tensors, seed, spec, 0.3, 0.1, 8)
-    )
+    arguments = (case.query, case.key, case.value, mask, tensors, seed, "cope+relative", counts, settings, 0.3, 0.1, 8)
+    torch.library.opcheck(blockwise._forward, arguments)
 
 
 @pytest.mark.parametrize("encoding", ["cope", "relative", "alibi"])
@@ -365,7 +362,7 @@ def test_autocast_uses_low_precision_products_only():
     assert out.dtype == torch.bfloat16
     low = [tensor.detach().bfloat16() for tensor in (case.query, case.key, case.value)]
     # The table stays in float32, and so does z.
-    expected = blockwise_attention(*low, scaling=case.scaling, terms=case.terms, direct=False, block_size=64)
+    expected = blockwise_attention(*low, scaling=case.scaling, biases=case.biases, direct=False, block_size=64)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
 
@@ -425,18 +422,18 @@ def test_inference_keeps_nothing():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mask": torch.zeros(2, 5, dtype=torch.int32)}, "mask=.*segments"),
-        ({"mask": torch.zeros(2, 20, dtype=torch.int64)}, "mask=.*segments"),
-        ({"mask": torch.zeros(2, 1, 20, 20, requires_grad=True)}, "mask.requires_grad"),
-        ({"terms": "reversed"}, "must come first"),
+        ({"mask": torch.zeros(2, 1, 39, 2, dtype=torch.int32)}, r"mask=\(2, 1, 39, 2\)"),
+        ({"mask": torch.zeros(2, 20, dtype=torch.int64)}, r"mask=\(2, 20\)"),
+        ({"mask": torch.zeros(2, 1, 20, 20, requires_grad=True)}, "mask.requires_grad=True"),
+        ({"biases": "reversed"}, r"biases=\['relative', 'cope'\]"),
         ({"key": torch.zeros(2, 3, 20, 8)}, "do not fit"),
     ],
     ids=["mask-shape", "mask-type", "mask-gradient", "order", "heads"],
 )
 def test_refusals(change, message):
     case = Case("cope+relative", 20, 20, dtype=torch.float32)
-    settings = {"mask": None, "key": case.key, "terms": case.terms, **change}
-    if settings["terms"] == "reversed":
-        settings["terms"] = case.terms[::-1]
+    settings = {"mask": None, "key": case.key, "biases": case.biases, **change}
+    if settings["biases"] == "reversed":
+        settings["biases"] = case.biases[::-1]
     with pytest.raises(ValueError, match=message):
         blockwise_attention(case.query, value=case.value, scaling=1.0, **settings)

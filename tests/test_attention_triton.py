@@ -13,11 +13,11 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask
 import whatwhere
 import whatwhere.attention as attention
 import whatwhere.attention_triton as attention_triton
-from tiny import FAMILIES, slow_but, tiny_config, tiny_model, tokens
-from whatwhere.attention import auto_mask, blockwise_mask, pytorch_mask
-from whatwhere.attention_triton import dense_mask, limits_mask, segments, valid_slots
+from tiny import FAMILIES, position_context, slow_but, tiny_config, tiny_model, tokens
+from whatwhere.attention_mask import dense_mask, is_ranges, ranges_mask
+from whatwhere.position_base import PositionContext
 from whatwhere.position_cope import CoPE
-from whatwhere.position_encodings import key_positions, supported_implementations
+from whatwhere.position_registry import supported_implementations
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -40,6 +40,7 @@ GATES = {
     "value": ("cope", {"num_positions": 6, "gates": "value"}),
     "every2": ("cope", {"num_positions": 6, "every_n_layers": 2, "share_across_layers": True}),
     "rotated": ("cope+rope", {"cope": {"num_positions": 6, "gates": "separate_key", "every_n_layers": 2}}),
+    "plan": (["cope", "pope"], {"cope": {"num_positions": 6, "gates": "separate_key"}}),
 }
 
 
@@ -50,7 +51,7 @@ def build(encoding, implementation="triton", family="llama", **fields):
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "num_hidden_layers": 2 if encoding in ("cope:shared", "every2", "rotated") else 1,
+        "num_hidden_layers": 2 if encoding in ("cope:shared", "every2", "rotated", "plan") else 1,
         "position_encoding_parameters": parameters,
     }
     return tiny_model(family, name, implementation, **{**own, **fields})
@@ -121,50 +122,44 @@ GEOMETRIES = {
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_limits_are_the_mask_of_transformers(geometry):
+def test_ranges_are_the_mask_of_transformers(geometry):
     """Row by row what `sdpa_mask` shows, but for padding, which sees nothing here."""
     rows, slots = geometry["q_length"], geometry["kv_length"]
-    limits = limits_mask(batch_size=2, **geometry)
+    ranges = ranges_mask(batch_size=2, **geometry)
     expected = sdpa_mask(batch_size=2, allow_is_causal_skip=False, **geometry)
-    if limits is None:
+    if ranges is None:
         assert torch.equal(expected, torch.ones(rows, slots, dtype=torch.bool).tril(slots - rows).expand_as(expected))
         return
-    assert limits.dtype == torch.int32
-    assert limits.shape == (2, 1, rows + slots, 2)
-    assert limits.is_contiguous()
+    assert is_ranges(ranges)
+    assert ranges.shape == (2, 1, rows + slots, 2)
+    assert ranges.is_contiguous()
     first = int(geometry.get("q_offset", 0)) - geometry.get("kv_offset", 0)
     if "attention_mask" in geometry:
         own = torch.nn.functional.pad(geometry["attention_mask"], (0, slots))[:, first : first + rows]
         expected = expected & own[:, None, :, None]
-    assert torch.equal(dense_mask(limits, rows), expected)
+    assert torch.equal(dense_mask(ranges, rows), expected)
     # No tile is visited for nothing: the first slot and the last are seen, unless nothing is.
-    low, high = limits[:, 0, :rows].unbind(-1)
+    low, high = ranges[:, 0, :rows].unbind(-1)
     seen = expected[:, 0].any(-1)
     assert torch.equal(low[seen].long(), expected[:, 0].int().argmax(-1)[seen])
     assert torch.equal(high[seen].long(), slots - expected[:, 0].flip(-1).int().argmax(-1)[seen])
     assert torch.equal(low[~seen], high[~seen])
-    if rows == slots and isinstance(geometry.get("q_offset", 0), int):
-        same = segments(limits, rows)
-        assert same.dtype == torch.int32
-        theirs = blockwise_mask(batch_size=2, **geometry)
-        assert torch.equal(same == -1, theirs == -1)
-        assert torch.equal(same[:, None] == same[:, :, None], theirs[:, None] == theirs[:, :, None])
 
 
 def test_plain_causal_attention_needs_no_mask():
-    assert limits_mask(2, 7, 7) is None
-    assert limits_mask(2, 3, 7, q_offset=4) is None
-    assert limits_mask(2, 3, 7, q_offset=0) is not None
+    assert ranges_mask(2, 7, 7) is None
+    assert ranges_mask(2, 3, 7, q_offset=4) is None
+    assert ranges_mask(2, 3, 7, q_offset=0) is not None
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_limits_do_not_wait_for_the_device(geometry):
+def test_ranges_do_not_wait_for_the_device(geometry):
     # Nothing can be read from tensors on the meta device: what has to be would be an error.
     moved = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in geometry.items()}
     if "mask_function" in moved:
         moved["mask_function"] = lambda batch, head, row, slot: (batch == row) | (row >= slot)
-    limits = limits_mask(batch_size=2, device="meta", **moved)
-    assert limits is None or limits.shape == (2, 1, geometry["q_length"] + geometry["kv_length"], 2)
+    ranges = ranges_mask(batch_size=2, device="meta", **moved)
+    assert ranges is None or ranges.shape == (2, 1, geometry["q_length"] + geometry["kv_length"], 2)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -188,27 +183,25 @@ def test_masks_through_transformers_and_a_cache(static):
             )
             for layer in range(2):
                 cache.update(*torch.zeros(2, 2, 2, end - start, 8), layer)
-    for limits, expected, rows, past in zip(masks["triton"], masks["sdpa"], (8, 3, 1), (0, 8, 11)):
+    for ranges, expected, rows, past in zip(masks["triton"], masks["sdpa"], (8, 3, 1), (0, 8, 11)):
         own = mask[:, past : past + rows].bool()[:, None, :, None]
-        assert torch.equal(dense_mask(limits, rows), expected & own)
+        assert torch.equal(dense_mask(ranges, rows), expected & own)
         positions = (mask.cumsum(-1) - 1)[:, past : past + rows]
-        found = key_positions(positions, limits, torch.tensor(past), expected.shape[-1])
-        theirs = key_positions(positions, mask[:, : past + rows], torch.tensor(past), expected.shape[-1])
-        assert torch.equal(found, theirs)
-        assert torch.equal(valid_slots(limits, rows)[:, : past + rows], mask[:, : past + rows].bool())
+        contexts = [
+            PositionContext(positions, given, torch.tensor(past), expected.shape[-1])
+            for given in (ranges, mask[:, : past + rows])
+        ]
+        assert torch.equal(*(context.key_positions for context in contexts))
+        assert torch.equal(*(context.key_mask for context in contexts))
+        assert torch.equal(contexts[0].key_mask[:, : past + rows], mask[:, : past + rows].bool())
 
 
-def test_mask_functions_of_the_user_are_refused_or_go_to_pytorch(monkeypatch):
-    with pytest.raises(ValueError, match="does not serve or_mask_function"):
-        limits_mask(1, 3, 3, use_vmap=True)
-    monkeypatch.setattr(attention, "runs_by_default", lambda device: True)
-    mask = auto_mask(
-        config=tiny_config("llama", "pope"),
+def test_mask_functions_of_the_user_make_a_4d_mask():
+    mask = ranges_mask(
         batch_size=1,
         q_length=3,
         kv_length=3,
         mask_function=lambda batch, head, row, slot: row >= slot - 1,
-        allow_is_causal_skip=False,
         use_vmap=True,
     )
     assert mask.dtype == torch.bool
@@ -222,12 +215,32 @@ def test_names_of_the_implementations():
         assert (supported[0] == "auto") == (encoding in WITH_KERNELS)
         if encoding not in WITH_KERNELS:
             for name in ("triton", "auto"):
-                with pytest.raises(ValueError, match=rf'attn_implementation="{name}".* does not serve.*Allowed: '):
+                with pytest.raises(ValueError, match=rf'attn_implementation="{name}".*Allowed: '):
                     tiny_model("llama", encoding, name)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "names"),
+    [
+        (["cope", "pope"], ["auto", "triton", "blockwise", "eager"]),
+        (["cope", "rope"], ["auto", "triton", "blockwise", "eager"]),
+        (["pope", "none"], ["auto", "triton", "sdpa", "flex_attention", "blockwise", "eager"]),
+        (["pope", "alibi"], ["auto", "sdpa", "flex_attention", "blockwise", "eager"]),
+        (["cope+rope", "fox"], ["auto", "blockwise", "eager"]),
+        (["alibi", "rope"], ["auto", "sdpa", "flex_attention", "blockwise", "eager"]),
+        (["rope", "none"], ["sdpa", "flex_attention", "flash_attention", "eager"]),
+        (["cope", "cope"], ["auto", "triton", "blockwise", "eager"]),
+    ],
+    ids=str,
+)
+def test_names_of_the_implementations_of_plans(encoding, names):
+    """The kernels need one for every layer, `auto` for one; what another layer cannot use is out."""
+    assert supported_implementations(tiny_config("llama", encoding)) == names
+    assert tiny_model("llama", encoding).config._attn_implementation == names[0]
+
+
 def test_refused_when_the_model_is_built(monkeypatch):
-    with pytest.raises(ValueError, match=r'attn_implementation="triton" does not serve head_dim=288; allowed: at most'):
+    with pytest.raises(ValueError, match=r'attn_implementation="triton".*head_dim=288; allowed: at most 256'):
         build("pope", hidden_size=288 * 2)
     assert build("pope", "auto", hidden_size=288 * 2).config._attn_implementation == "auto"
     model = build("cope", None)
@@ -250,25 +263,25 @@ def test_refused_when_the_model_is_built(monkeypatch):
 def test_refused_when_the_model_is_called(family, monkeypatch):
     model = build("cope", family=family)
     ids = tokens(1, 6)
-    with pytest.raises(ValueError, match=r"'triton' does not serve dtype=torch.float64; allowed: torch.float32"):
+    with pytest.raises(ValueError, match=r"'triton'.*dtype=torch.float64; allowed: torch.float32"):
         build("cope", family=family).double()(ids)
     for mask in (torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), torch.zeros(1, 2, 6, 6)):
-        with pytest.raises(ValueError, match=r"does not serve attention_mask of your own.*\(1, [12], 6, 6\).*allowed"):
+        with pytest.raises(ValueError, match=r"'triton'.*attention_mask.*\(1, [12], 6, 6\).*allowed"):
             model(ids, attention_mask=mask)
-    with pytest.raises(ValueError, match=r"does not serve output_attentions=True; allowed: False.*eager"):
+    with pytest.raises(ValueError, match=r"'triton'.*output_attentions=True; allowed: False.*eager"):
         model(ids, output_attentions=True)
     field = "attention_dropout" if family == "llama" else "attn_pdrop"
     dropping = build("cope", family=family, **{field: 0.1})
     dropping(ids)
-    with pytest.raises(ValueError, match=rf"does not serve {field} in training=0.1; allowed: 0.0"):
+    with pytest.raises(ValueError, match=rf"'triton'.*{field}=0.1 in training; allowed: 0.0"):
         dropping.train()(ids)
     monkeypatch.setattr(attention_triton, "runs_on", lambda device: False)
-    with pytest.raises(ValueError, match=r"does not serve device='cpu'; allowed: a GPU.*TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=r"'triton'.*device='cpu'; allowed: a GPU.*TRITON_INTERPRET=1"):
         model(ids)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 11, 2), (2, 1, 12, 2), (1, 1, 12, 3), (1, 2, 12, 2)])
-def test_limits_of_the_wrong_shape(shape):
+def test_ranges_of_the_wrong_shape(shape):
     with pytest.raises(ValueError, match="attention_mask has the shape"):
         build("cope")(tokens(1, 6), attention_mask=torch.ones(shape, dtype=torch.int32))
     with pytest.raises(ValueError, match="attention_mask has the shape"):
@@ -278,20 +291,20 @@ def test_limits_of_the_wrong_shape(shape):
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The CPU in the role of a GPU; returns the list of kernel calls."""
-    calls = []
+    calls, kernel_attention = [], attention_triton.kernel_attention
 
     def counted(*arguments):
         calls.append(arguments)
-        return attention_triton.kernel_attention_forward(*arguments)
+        return kernel_attention(*arguments)
 
-    monkeypatch.setattr(attention, "runs_by_default", attention_triton.runs_on)
-    monkeypatch.setattr(attention, "kernel_attention_forward", counted)
+    monkeypatch.setattr(attention_triton, "runs_by_default", attention_triton.runs_on)
+    monkeypatch.setattr(attention_triton, "kernel_attention", counted)
     return calls
 
 
 @every_encoding
 def test_auto_without_a_gpu_is_the_pytorch_path(encoding, monkeypatch):
-    monkeypatch.setattr(attention, "kernel_attention_forward", None)
+    monkeypatch.setattr(attention_triton, "kernel_attention", None)
     ids = tokens(2, 21)
     model = build(encoding, None)
     # PyTorch's attention takes quadratic memory for a mask.
@@ -301,15 +314,6 @@ def test_auto_without_a_gpu_is_the_pytorch_path(encoding, monkeypatch):
         model.set_attn_implementation(name)
         for one, other in zip(found, results(model, mask, input_ids=ids)):
             assert torch.equal(one, other)
-    # The very mask of that path.
-    for geometry in GEOMETRIES.values():
-        arguments = {"batch_size": 2, "dtype": torch.float32, "allow_is_causal_skip": True, **geometry}
-        made = auto_mask(config=model.config, device=torch.device("cpu"), **arguments)
-        expected = (blockwise_mask if name == "blockwise" else sdpa_mask)(**arguments)
-        if name == "sdpa" and made is not None and made.ndim == 2:
-            expected = blockwise_mask(**arguments)
-            expected = torch.zeros_like(made) if expected is None else expected
-        assert made is expected is None or torch.equal(made, expected)
 
 
 @pytest.mark.parametrize("encoding", slow_but(["pope"], WITH_KERNELS))
@@ -365,10 +369,11 @@ def test_auto_on_a_gpu_goes_to_pytorch_where_kernels_can_not(family, encoding, o
 
 def test_auto_warns_of_dropout_once(on_gpu, monkeypatch):
     said = []
-    monkeypatch.setattr(attention.logger, "warning_once", said.append)
+    monkeypatch.setattr(attention_triton.logger, "warning_once", said.append)
     model = build("pope", None, attention_dropout=0.1).train()
     model(tokens(1, 5))
-    assert "'auto' takes 'sdpa': the kernels do not serve attention_dropout in training=0.1" in said[0]
+    assert "'sdpa'" in said[0]
+    assert "attention_dropout=0.1 in training" in said[0]
     assert len(set(said)) == 1
     said.clear()
     model.eval()(tokens(1, 5))
@@ -383,12 +388,44 @@ def test_auto_is_never_the_interpreter(monkeypatch):
         assert attention_triton.runs_by_default(torch.device("cuda")) is not interpreted
 
 
-def test_masks_for_pytorch():
-    query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 5, 4)
-    assert pytorch_mask(None, query, key, "blockwise") is None
-    assert pytorch_mask(None, query, key, "sdpa").tolist() == [[[[j <= i + 2 for j in range(5)] for i in range(3)]]]
-    assert pytorch_mask(None, query[:, :, :1], key, "sdpa") is None
-    assert pytorch_mask(None, query, key[:, :, :3], "sdpa") is None
+@pytest.mark.parametrize("encoding", ["pope", "cope", ["pope", "none"]], ids=str)
+def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
+    """What `auto` hands on: the fewest rows and hidden keys with PyTorch's attention, no quadratic mask for others."""
+    model, seen = tiny_model("llama", encoding, "auto", num_key_value_heads=4), []
+    functions = attention.ALL_ATTENTION_FUNCTIONS
+    for name in ("sdpa", "blockwise"):
+
+        def watched(module, query, key, value, mask, *rest, name=name, function=functions[name], **options):
+            seen.append((name, query.shape[2], key.shape[2], mask))
+            return function(module, query, key, value, mask, *rest, **options)
+
+        monkeypatch.setitem(functions._local_mapping, name, watched)
+    ids, mask = tokens(2, 21), padding("left")
+    fast = "blockwise" if encoding == "cope" else "sdpa"
+    cases = (
+        # rows, past, mask; the implementation, and the mask's type.
+        (21, 0, None, fast, None),
+        (1, 20, None, fast, None),
+        (3, 18, None, fast, torch.bool),
+        (9, 12, None, "blockwise", None),
+        (21, 0, mask, "blockwise", torch.int32),
+        (3, 18, mask, fast, torch.bool),
+        (1, 20, mask, fast, torch.bool),
+    )
+    with torch.no_grad():
+        for rows, past, given, name, dtype in cases:
+            cache = DynamicCache(config=model.config)
+            if past:
+                model(ids[:, :past], attention_mask=None if given is None else given[:, :past], past_key_values=cache)
+            seen.clear()
+            model(ids[:, past:], attention_mask=given, past_key_values=cache)
+            assert len(seen) == 2
+            for found, *shape, made in seen:
+                assert (found, shape) == (name, [rows, past + rows])
+                if fast == "sdpa":
+                    assert (None if made is None else made.dtype) == dtype
+                elif made is not None:
+                    assert is_ranges(made)
 
 
 # Every kind of mask with one encoding; the other pairs are slow.
@@ -416,13 +453,14 @@ def test_equals_eager(encoding, kind):
 @pytest.mark.parametrize(
     ("encoding", "family", "kind"),
     slow_but(
-        [("value", "llama", "packed"), ("rotated", "llama", "packed")],
+        [("value", "llama", "packed"), ("rotated", "llama", "packed"), ("plan", "gpt2", "padding")],
         [
             ("separate", "gpt2", "padding"),
             ("value", "llama", "packed"),
             ("every2", "gpt2", "hole"),
             ("every2", "llama", "causal"),
             ("rotated", "llama", "packed"),
+            ("plan", "gpt2", "padding"),
         ],
     ),
 )
@@ -474,11 +512,11 @@ def test_other_gates_when_decoding(encoding):
 def test_layers_without_the_encoding_have_kernels(on_gpu, monkeypatch):
     calls = []
     monkeypatch.setattr(kernel_plain, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
-    monkeypatch.setattr(CoPE, "kernel_attention", lambda *a, **k: calls.append("cope") or a[1])
+    monkeypatch.setattr(CoPE, "kernel", lambda *a, **k: calls.append("cope") or a[1])
     for implementation in ("auto", "triton"):
         build("every2", implementation)(tokens(1, 5))
     assert calls == ["cope", "plain"] * 2
-    assert len(on_gpu) == 2
+    assert len(on_gpu) == 4
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -488,7 +526,7 @@ def test_plain_attention(limited):
     key, value = (torch.randn(2, 1, 21, 16, requires_grad=True) for _ in range(2))
     inputs, limits, mask = (query, key, value), None, torch.ones(17, 21, dtype=torch.bool).tril(4)
     if limited:
-        limits = limits_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
+        limits = ranges_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
         mask = dense_mask(limits, 17)
     truth = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
@@ -521,7 +559,7 @@ def test_plain_attention_refuses():
 
 @pytest.mark.parametrize(
     ("encoding", "family"),
-    slow_but([("cope+rope", "gpt2")], [("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama")]),
+    slow_but([("cope+rope", "gpt2")], [("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama"), ("plan", "llama")]),
 )
 def test_cached_decoding(encoding, family):
     model = build(encoding, family=family)
@@ -651,14 +689,12 @@ def test_heads_of_another_rank():
     model = build("pope", hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
     layer = model.model.layers[0].self_attn
     query, key, value = torch.rand(1, 4, 7, 8), torch.rand(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
-    encoding = layer.position_encoding
-    positions = torch.arange(7)[None]
-    context = {"query_positions": positions, "key_positions": positions}
-    context["pope"] = model.model.position_encoding["pope"](None, context)
-    whole = encoding.kernel_attention(query, key, value, context, limits=None, scaling=0.3)
-    part = encoding.kernel_attention(
-        query[:, 2:], key[:, 1:], value[:, 1:], {**context, "head_offset": 2}, limits=None, scaling=0.3
-    )
+    found = []
+    for first in (0, 2):
+        context = model.model.shared_encodings(query, position_context(torch.arange(7)[None], head_offset=first))
+        states = query[:, first:], key[:, first // 2 :], value[:, first // 2 :]
+        found.append(layer.encodings["pope"].kernel(*states, context, ranges=None, scaling=0.3))
+    whole, part = found
     close(part, whole[:, 2:], 1e-6)
 
 
@@ -676,7 +712,7 @@ def test_the_name_is_not_saved(tmp_path):
 def test_gradients_of_gradients_are_refused_by_name():
     model = build("cope")
     ids = tokens(1, 8)
-    parameters = [p for name, p in model.named_parameters() if "position" in name]
+    parameters = [p for name, p in model.named_parameters() if "encodings" in name]
     gradients = torch.autograd.grad(model(ids, labels=ids).loss, parameters, create_graph=True)
     with pytest.raises(NotImplementedError, match="eager"):
         sum(gradient.square().sum() for gradient in gradients).backward()

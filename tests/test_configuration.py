@@ -19,7 +19,7 @@ from transformers.utils import TransformersKwargs, logging
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
-from whatwhere.position_encodings import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
 SHARED = {
     "misspelt field": ({"positon_encoding": "cope"}, "no field 'positon_encoding'.*Did you mean 'position_encoding'"),
@@ -56,20 +56,59 @@ SHARED = {
     ),
     "theta too small": (
         {"position_encoding": "pope", "position_encoding_parameters": {"theta": 0.5}},
-        r"\['theta'\]=0.5 must be finite, greater than 1",
+        r"\['theta'\]=0.5 is not valid: it must be greater than 1",
     ),
     "no rotated channel": (
         {"position_encoding": "pope", "position_encoding_parameters": {"partial_rotary_factor": 0.01}},
-        "0.01 leaves no rotated channel",
+        r"\['partial_rotary_factor'\]=0.01 is not valid: .* leave at least one of 8 channels",
     ),
     "factor above one": (
         {"position_encoding": "pope", "position_encoding_parameters": {"partial_rotary_factor": 1.5}},
-        r"1.5 must be in \(0, 1\]",
+        r"\['partial_rotary_factor'\]=1.5 is not valid: it must be in \(0, 1\]",
     ),
     "parameters not nested": (
         {"position_encoding": "cope+rope", "position_encoding_parameters": {"num_positions": 8}},
-        "unknown key 'num_positions'; for 'cope[+]rope' it is nested by name",
+        "unknown key 'num_positions'; for position_encoding='cope[+]rope' it is nested by name",
     ),
+    "nested parameters are a number": (
+        {"position_encoding": "cope+rope", "position_encoding_parameters": {"cope": 8}},
+        r"position_encoding_parameters\['cope'\]=8 is not valid: it must be a dictionary",
+    ),
+    "nested parameter out of range": (
+        {"position_encoding": "cope+rope", "position_encoding_parameters": {"cope": {"num_positions": 1}}},
+        r"position_encoding_parameters\['cope'\]\['num_positions'\]=1 is not valid",
+    ),
+    "empty plan": ({"position_encoding": []}, r"position_encoding=\[\] is not valid"),
+    "plan that does not divide the layers": (
+        {"position_encoding": ["rope", "none", "none"]},
+        r"position_encoding=\['rope', 'none', 'none'\] is not valid: .* 3 names.*(num_hidden_layers|n_layer)=2",
+    ),
+    "unknown name in a plan": ({"position_encoding": ["rope", "pop"]}, "position_encoding='pop'.*Did you mean 'pope'"),
+    "number in a plan": ({"position_encoding": ["rope", 3]}, "(?s)position_encoding.*3"),
+    "plan in a plan": ({"position_encoding": ["rope", ["none"]]}, r"(?s)position_encoding.*\['none'\]"),
+    "embedding in a plan": ({"position_encoding": ["absolute", "rope"]}, r"\['absolute', 'rope'\].*'absolute'"),
+    "sinusoids in a plan": ({"position_encoding": ["rope", "sinusoidal"]}, r"\['rope', 'sinusoidal'\].*'sinusoidal'"),
+    "parameters of a plan not nested": (
+        {"position_encoding": ["cope", "cope"], "position_encoding_parameters": {"num_positions": 8}},
+        r"unknown key 'num_positions'; for position_encoding=\['cope', 'cope'\] it is nested by name",
+    ),
+    "parameters of what is not in the plan": (
+        {"position_encoding": ["cope", "rope"], "position_encoding_parameters": {"pope": {}}},
+        r"unknown key 'pope'.*\['cope', 'rope'\]",
+    ),
+    "parameter out of range in a plan": (
+        {"position_encoding": ["cope", "rope"], "position_encoding_parameters": {"cope": {"num_positions": 1}}},
+        r"position_encoding_parameters\['cope'\]\['num_positions'\]=1 is not valid",
+    ),
+    "rotated layers without the shift": (
+        {"position_encoding": ["fox", "rope"], "key_value_shift": True},
+        r"key_value_shift=True is not valid for position_encoding=\['fox', 'rope'\]: 'rope'",
+    ),
+    "rope parameters for a plan without rope": (
+        {"position_encoding": ["cope", "none"], "rope_parameters": {"rope_theta": 100.0}},
+        r"rope_parameters=.*has no effect with position_encoding=\['cope', 'none'\]",
+    ),
+    "wrong type of an option": ({"qk_norm": 1}, "(?s)qk_norm.*expected bool, got int"),
     "parameters not a dict": (
         {"position_encoding": "cope", "position_encoding_parameters": [64]},
         "position_encoding_parameters.*expected|position_encoding_parameters=.*dictionary",
@@ -200,7 +239,7 @@ SHARED = {
     "labels": ({"id2label": {"a": "b"}}, "id2label=.* is not valid: its keys must be integers"),
     "infinite theta": (
         {"position_encoding": "pope", "position_encoding_parameters": {"theta": float("inf")}},
-        "theta'.=inf must be finite",
+        "theta'.=inf is not valid: it must be finite",
     ),
     "no key heads": ({"num_key_value_heads": 0}, "must be a multiple of num_key_value_heads=0"),
     "no layers": ({"num_hidden_layers": 0}, "(num_hidden_layers|n_layer)=0 is not valid: it must be greater than 0"),
@@ -313,13 +352,17 @@ ROPE_KEYS = (
 )
 
 
+PLANS = (["rope", "none"], ["cope", "rope"], ["pope", "alibi"], ["cope+rope", "fox"], ["cope"])
+
+
 def random_fields(family, generator):
     """Fields for `tiny_config`: a random encoding, and up to three random fields with odd values."""
 
     def value():
         return generator.choice(ODD_VALUES)
 
-    encoding = generator.choice(whatwhere.list_position_encodings())
+    encoding = generator.choice([*whatwhere.list_position_encodings(), *PLANS])
+    parts = [part for name in ([encoding] if isinstance(encoding, str) else encoding) for part in name.split("+")]
     names = {field.name for field in dataclasses.fields(type(tiny_config(family, "none")))} | {
         *("num_labels", "rope_theta", "rope_scaling", "torch_dtype", "attn_implementation", "output_attentions")
     }
@@ -327,12 +370,12 @@ def random_fields(family, generator):
     fields = {name: value() for name in generator.sample(names, generator.randint(0, 3))}
     if generator.random() < 0.5:
         parameters = {}
-        for part in encoding.split("+"):
+        for part in dict.fromkeys(parts):
             known = [field.name for field in dataclasses.fields(POSITION_ENCODINGS[part].parameters_class)]
             chosen = generator.sample(known, generator.randint(0, min(2, len(known))))
             parameters[part] = {name: value() for name in chosen}
-        fields["position_encoding_parameters"] = parameters if "+" in encoding else parameters[encoding]
-    if "rope" in encoding.split("+") and generator.random() < 0.8:
+        fields["position_encoding_parameters"] = parameters if encoding != parts[0] else parameters[encoding]
+    if "rope" in parts and generator.random() < 0.8:
         rope = {key: value() for key in generator.sample(ROPE_KEYS, generator.randint(0, 3))}
         if generator.random() < 0.7:
             rope["rope_type"] = generator.choice(("default", "linear", "dynamic", "yarn", "llama3", "longrope"))
@@ -367,7 +410,7 @@ def test_bad_fields_of_one_family():
         ({"norm_type": "batchnorm"}, "norm_type.*'layernorm', 'rmsnorm'"),
         (
             {"position_encoding": "sinusoidal", "position_encoding_parameters": {"scale": 0.0}},
-            "scale'.=0.0 must be finite",
+            "scale'.=0.0 is not valid",
         ),
         ({"attn_pdrop": 2.0}, "attn_pdrop=2.0 is not valid: it must be in .0, 1"),
         ({"activation_function": "nope"}, "activation_function='nope' is not valid: it must be one of .*'gelu_new'"),
@@ -397,21 +440,24 @@ def test_a_field_assigned_later_is_checked_by_the_model(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
+@pytest.mark.parametrize("encoding", [*whatwhere.list_position_encodings(), *PLANS], ids=str)
 def test_resolved_defaults_are_written_back_and_saved(family, encoding, tmp_path):
     config = tiny_config(family, encoding)
     resolved = config.position_encoding_parameters
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["position_encoding_parameters"] == resolved
-    assert ("rope_parameters" in saved) == ("rope" in encoding.split("+"))
+    assert saved["position_encoding"] == encoding
+    parts = [part for name in ([encoding] if isinstance(encoding, str) else encoding) for part in name.split("+")]
+    assert ("rope_parameters" in saved) == ("rope" in parts)
     again = type(config).from_pretrained(tmp_path)
     assert again.to_dict() == config.to_dict()
-    parts = encoding.split("+")
+    nested = {encoding: resolved} if encoding == parts[0] else resolved
+    assert set(nested) == set(parts)
     for part in parts:
         fields = {field.name for field in dataclasses.fields(POSITION_ENCODINGS[part].parameters_class)}
-        assert set(resolved if len(parts) == 1 else resolved[part]) == fields
-    assert None not in (resolved if len(parts) == 1 else {}).values()
+        assert set(nested[part]) == fields
+        assert None not in nested[part].values()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -472,6 +518,11 @@ def test_settings_of_an_encoding_that_stays_are_kept(family, tmp_path):
     summed.save_pretrained(tmp_path)
     alone = config_class.from_pretrained(tmp_path, position_encoding="cope")
     assert alone.position_encoding_parameters.items() >= parameters.items()
+    plan = config_class.from_pretrained(tmp_path, position_encoding=["cope", "rope"])
+    assert plan.position_encoding_parameters["cope"].items() >= parameters.items()
+    plan.save_pretrained(tmp_path)
+    again = config_class.from_pretrained(tmp_path, position_encoding="cope")
+    assert again.position_encoding_parameters.items() >= parameters.items()
     assert config_class.from_pretrained(tmp_path, position_encoding="none").position_encoding_parameters == {}
 
 
@@ -502,18 +553,21 @@ def test_the_list_names_every_encoding_once():
 def test_unsupported_attention_is_refused_by_name(encoding):
     config = tiny_config("llama", encoding)
     supported = supported_implementations(config)
-    assert {"eager", "blockwise"} <= set(supported)
-    for name in {"sdpa", "flex_attention", "flash_attention_2"} - set(supported):
+    assert "eager" in supported
+    # What PyTorch's own attention does alone needs no blocks.
+    assert ("blockwise" in supported) == (encoding not in ("none", "absolute", "sinusoidal", "rope"))
+    named = re.escape(repr(encoding))
+    for name in {"sdpa", "flex_attention", "flash_attention_2", "blockwise"} - set(supported):
         if name == "flash_attention_2" and "flash_attention" in supported:
             continue
-        with pytest.raises(ValueError, match=f'attn_implementation="{name}".* does not serve position_encoding'):
+        with pytest.raises(ValueError, match=f'attn_implementation="{name}".* position_encoding={named}'):
             causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation=name)
-    with pytest.raises(ValueError, match=r'attn_implementation="fast".* does not serve.*Allowed: '):
+    with pytest.raises(ValueError, match=r'attn_implementation="fast".*Allowed: .*eager'):
         causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation="fast")
     model = causal_lm_class("llama")(config)
     assert model.config._attn_implementation == supported[0]
     if "sdpa" not in supported:
-        with pytest.raises(ValueError, match="does not serve"):
+        with pytest.raises(ValueError, match='attn_implementation="sdpa"'):
             model.set_attn_implementation("sdpa")
 
 
@@ -568,7 +622,7 @@ def test_inputs_given_twice_or_not_at_all():
                 model(**inputs)
 
 
-@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
+@pytest.mark.parametrize("encoding", [*whatwhere.list_position_encodings(), ["rope", "none"]], ids=str)
 def test_continuous_batching_is_right_or_refused(encoding):
     model = tiny_model("llama", encoding)
     if "flash_attention" in supported_implementations(model.config):
@@ -583,5 +637,7 @@ def test_continuous_batching_is_right_or_refused(encoding):
             assert output.generated_tokens == alone[0, prompt.shape[1] :].tolist()
         return
     for call in (model.generate_batch, model.init_continuous_batching):
-        with pytest.raises(ValueError, match="Continuous batching does not serve position_encoding"):
+        with pytest.raises(
+            ValueError, match=f"Continuous batching.*position_encoding={encoding!r}".replace("+", "[+]")
+        ):
             call([[3, 4, 5]])

@@ -111,10 +111,10 @@ def logits(model):
         pytest.param(
             "gpt2",
             "cope",
-            {f"transformer.h.{i}.attn.position_encoding.cope.table.weight" for i in range(2)},
+            {f"transformer.h.{i}.attn.encodings.cope.table.weight" for i in range(2)},
             marks=pytest.mark.slow,
         ),
-        ("llama", "pope", {f"model.layers.{i}.self_attn.position_encoding.pope.delta.weight" for i in range(2)}),
+        ("llama", "pope", {f"model.layers.{i}.self_attn.encodings.pope.delta.weight" for i in range(2)}),
     ],
 )
 def test_full(run, stock, data_dir, family, encoding, fresh):
@@ -146,7 +146,7 @@ def test_lora_with_a_new_encoding(run, stock, family, encoding):
     output, _ = run(stock[family], "--position-encoding", encoding, "--lora", "--lora-rank", "2", "--merge")
     adapter = load_file(output / "adapter" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in adapter)
-    position = {name: tensor for name, tensor in adapter.items() if "position_encoding" in name and "lora" not in name}
+    position = {name: tensor for name, tensor in adapter.items() if "encodings." in name and "lora" not in name}
     assert len(position) == 2, "the new parameters of both layers belong to the adapter"
     before, _ = script.load_model(stock[family], encoding)
     initial = dict(before.named_parameters())

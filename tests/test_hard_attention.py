@@ -30,7 +30,7 @@ def test_model_attends_to_one_key(family, encoding):
     outputs.loss.backward()
     # The choice has no gradient; values and everything else have one.
     for name, parameter in model.named_parameters():
-        if name.endswith(("q_proj.weight", "k_proj.weight")) or "position_encoding" in name:
+        if name.endswith(("q_proj.weight", "k_proj.weight")) or "encodings" in name:
             assert not parameter.grad.any(), name
         else:
             assert parameter.grad.any(), name

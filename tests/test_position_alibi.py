@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import oracles
+from tiny import bias_of, position_context, ranges_of
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 
@@ -34,7 +35,7 @@ def test_slopes(num_heads, slopes):
 def test_share_of_heads(num_heads, fraction, expected):
     """Whole heads, also where the product of the two numbers is rounded below one."""
     parameters = ALiBiParameters(fraction)
-    parameters.validate(config(num_heads))
+    assert not list(parameters.invalid(config(num_heads)))
     assert parameters.heads(config(num_heads)) == expected
 
 
@@ -54,7 +55,7 @@ def test_equals_loops(num_heads, segments, key_positions):
     Q, K, H, scaling = 7, 9, num_heads, 0.5
     layer = ALiBi(config(H), ALiBiParameters(), 0)
     key_positions = torch.tensor([key_positions])
-    context = {"query_positions": key_positions[:, K - Q :], "key_positions": key_positions}
+    context = position_context(key_positions[:, K - Q :], key_positions)
     shapes = [(2, H, Q, 4), (2, H, K, 4), (2, H, K, 3)]
     states = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     visible = oracles.visible_oracle(Q, K, segments)
@@ -65,7 +66,7 @@ def test_equals_loops(num_heads, segments, key_positions):
                     oracles.alibi_oracle(
                         *(x[b, h] for x in states),
                         alibi_slopes(H)[h],
-                        context["query_positions"][0],
+                        context.query_positions[0],
                         key_positions[0],
                         visible,
                         scaling,
@@ -81,11 +82,11 @@ def test_equals_loops(num_heads, segments, key_positions):
     query, key, value = states
     logits = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
     weights = torch.softmax(logits + layer.bias(logits, query, context, scaling), -1)
-    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
-    terms = [layer.block_term(context, scaling)]
+    mask = ranges_of(segments and [segments, segments], Q)
+    biases = [bias_of(layer, context, scaling)]
     outs = (
         weights * visible.any(-1, keepdim=True) @ value,
-        blockwise_attention(*states, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False),
+        blockwise_attention(*states, mask=mask, scaling=scaling, biases=biases, block_size=4, direct=False),
     )
     for out in outs:
         # Slopes are float32 numbers.
@@ -100,8 +101,8 @@ def test_tensor_parallel_ranks_get_their_heads(Q):
     K = 8
     layer = ALiBi(config(6), ALiBiParameters(), 0)
     positions = torch.arange(K)[None]
-    whole = {"query_positions": positions[:, K - Q :], "key_positions": positions}
-    rank = {**whole, "head_offset": 2}
+    whole = position_context(positions[:, K - Q :], positions)
+    rank = position_context(positions[:, K - Q :], positions, head_offset=2)
     query, key, value = torch.randn(1, 6, Q, 4), torch.randn(1, 6, K, 4), torch.randn(1, 6, K, 4)
     logits = query @ key.transpose(2, 3)
     part = slice(2, 4)
@@ -110,9 +111,9 @@ def test_tensor_parallel_ranks_get_their_heads(Q):
     )
     torch.testing.assert_close(
         blockwise_attention(
-            query[:, part], key[:, part], value[:, part], scaling=0.5, terms=[layer.block_term(rank, 0.5)]
+            query[:, part], key[:, part], value[:, part], scaling=0.5, biases=[bias_of(layer, rank, 0.5)]
         ),
-        blockwise_attention(query, key, value, scaling=0.5, terms=[layer.block_term(whole, 0.5)])[:, part],
+        blockwise_attention(query, key, value, scaling=0.5, biases=[bias_of(layer, whole, 0.5)])[:, part],
     )
 
 
@@ -121,4 +122,4 @@ def test_has_no_state():
     layer = ALiBi(config(4), ALiBiParameters(), 0)
     assert not list(layer.parameters())
     assert not list(layer.buffers())
-    assert ALiBi.shared_class is None
+    assert ALiBi.shared(config(4), ALiBiParameters()) is None

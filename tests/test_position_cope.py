@@ -1,5 +1,6 @@
 """CoPE: the shipped specification and the blockwise path against the paper's equations; parameters."""
 
+import dataclasses
 import math
 import types
 
@@ -8,15 +9,19 @@ import torch
 
 import oracles
 import whatwhere.attention_blockwise as attention_blockwise
-from tiny import tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, TERMS, blockwise_attention
+from tiny import bias_of, position_context, ranges_of, tiny_config, tiny_model, tokens
+from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
-from whatwhere.position_cope import CoPE, CoPEParameters, SharedCoPE
-from whatwhere.position_encoding import BlockTerm
-from whatwhere.position_encodings import PositionEncodings
+from whatwhere.position_cope import CoPE, CoPEParameters, GatedCoPETerm, SharedCoPE
+from whatwhere.position_registry import PositionEncodings, supported_implementations
 
 CONFIG = types.SimpleNamespace(
-    hidden_size=8, num_attention_heads=2, num_key_value_heads=2, head_dim=4, position_encoding="cope"
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=4,
+    layer_pattern=["cope"],
+    layer_encodings=lambda layer: ["cope"],
 )
 # A document after padding, another one, padding.
 SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
@@ -25,10 +30,14 @@ SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
 def encoding(**parameters):
     """CoPE in double precision with a random table, and its context."""
     parameters = CoPEParameters(**parameters)
-    shared, layer = SharedCoPE(CONFIG, parameters).double(), CoPE(CONFIG, parameters, 0).double()
-    table = (shared if parameters.share_across_layers else layer).table
-    torch.nn.init.normal_(table.weight)
-    return layer, table.weight, {"cope": shared(torch.zeros(1), {})}
+    layer = CoPE(CONFIG, parameters, 0).double()
+    torch.nn.init.normal_(layer.table.weight)
+    return layer, layer.table.weight, context_of()
+
+
+def context_of(**fields):
+    """A context; CoPE does not read positions."""
+    return position_context(torch.zeros(1, 1, dtype=torch.long), **fields)
 
 
 def inputs(Q, K, spread=1.0):
@@ -44,8 +53,8 @@ def eager(layer, query, key, value, visible, context, scaling):
 
 
 def blockwise(layer, query, key, value, mask, context, scaling):
-    terms = [layer.block_term(context, scaling)]
-    return blockwise_attention(query, key, value, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False)
+    options = {"mask": mask, "scaling": scaling, "biases": [bias_of(layer, context, scaling)]}
+    return blockwise_attention(query, key, value, block_size=4, direct=False, **options)
 
 
 @pytest.mark.parametrize("scale_positions", [True, False], ids=["scaled", "unscaled"])
@@ -58,7 +67,7 @@ def test_equals_the_paper(scale_positions, spread, num_positions, segments):
     layer, table, context = encoding(num_positions=num_positions, scale_positions=scale_positions)
     states = inputs(Q, K, spread)
     visible = oracles.visible_oracle(Q, K, segments)
-    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    mask = ranges_of(segments and [segments, segments], Q)
     expected = torch.stack(
         [
             torch.stack(
@@ -87,13 +96,13 @@ def test_equals_the_paper(scale_positions, spread, num_positions, segments):
 def test_other_gates_equal_the_paper(gates, spread, segments):
     """Gates from keys of their own and from values (end of Section 4), two query heads to a key head."""
     Q, K, scaling = 7, 9, 0.5
-    layer, table, context = encoding(num_positions=3, gates=gates)
+    layer, table, _ = encoding(num_positions=3, gates=gates)
     query = (torch.randn(2, 2, Q, 4, dtype=torch.float64) * spread).requires_grad_()
     key, value, own = (torch.randn(2, 1, K, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    context = {**context, "carried": {"cope": own}, "value": value}
+    context = context_of(states={"cope": own}, value=value)
     gate_key = own if gates == "separate_key" else value
     visible = oracles.visible_oracle(Q, K, segments)
-    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    mask = ranges_of(segments and [segments, segments], Q)
     heads = [
         oracles.cope_oracle(query[b, h], key[b, 0], value[b, 0], table, visible, scaling, gate_key=gate_key[b, 0])
         for b in range(2)
@@ -127,21 +136,22 @@ def test_other_gates_in_many_blocks(kind, openness, monkeypatch):
     visible = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
     mask = None
     if kind == "segments":
-        mask = (torch.arange(K, dtype=torch.int32) // torch.tensor([[50], [40]])).to(torch.int32)
-        mask[0, :7] = -1
-        same = (mask[:, K - Q :, None] == mask[:, None]) & (mask[:, None] >= 0)
+        segments = torch.arange(K) // torch.tensor([[50], [40]])
+        segments[0, :7] = -1
+        same = (segments[:, K - Q :, None] == segments[:, None]) & (segments[:, None] >= 0)
         visible = visible & same[:, None]
+        mask = ranges_of(segments, Q)
     elif kind == "additive":
         visible = visible.clone()
         visible[..., 20:31] = False
         mask = torch.where(visible, 0.0, torch.finfo(torch.float16).min)
-    terms = [BlockTerm("cope_gates", (table, gate_key), {"scale": 0.7, "gate_scale": 0.4})]
+    bias = Bias(GatedCoPETerm, (table, gate_key), (0.7, 0.4))
     content = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3).masked_fill(~visible, MASKED)
-    logits = content + TERMS["cope_gates"].bias(content, query, terms[0].tensors, terms[0].parameters)
+    logits = content + GatedCoPETerm.bias(content, query, bias.tensors, bias.settings)
     expected = torch.softmax(logits, -1) * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
     grad = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, inputs, grad)
-    options = {"mask": mask, "scaling": 0.3, "terms": terms}
+    options = {"mask": mask, "scaling": 0.3, "biases": [bias]}
     out = blockwise_attention(query, key, value, block_size=16, direct=False, **options)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
     for one, other in zip(torch.autograd.grad(out, inputs, grad), truth):
@@ -157,15 +167,15 @@ def test_masked_keys_do_not_open_other_gates():
     value = torch.randn(2, 2, 6, 4, dtype=torch.float64)
     content = torch.zeros(2, 2, 6, 6, dtype=torch.float64)
     content[..., 2:4] = -1e4
-    found = layer.bias(content, query, {**context, "value": value}, 0.5)
+    found = layer.bias(content, query, dataclasses.replace(context, value=value), 0.5)
     kept = [0, 1, 4, 5]
-    seen = layer.bias(content[..., kept], query, {**context, "value": value[:, :, kept]}, 0.5)
+    seen = layer.bias(content[..., kept], query, dataclasses.replace(context, value=value[:, :, kept]), 0.5)
     torch.testing.assert_close(found[..., kept], seen)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_separate_gate_keys(family):
-    """One projection without bias in each layer, carried beside the keys; as the other matrices at the start."""
+    """One projection without bias in each layer, cached beside the keys; as the other matrices at the start."""
     config = tiny_config(family, "cope", position_encoding_parameters={"gates": "separate_key"})
     layer = CoPE(config, CoPEParameters(gates="separate_key"), 1)
     assert [(name, tuple(p.shape)) for name, p in layer.named_parameters()] == [
@@ -173,10 +183,10 @@ def test_separate_gate_keys(family):
         ("gate_key.weight", (16, 32)),
     ]
     hidden, key = torch.randn(2, 5, 32), torch.randn(2, 2, 5, 8)
-    carried = layer.carry(hidden, key, {})
+    state = layer.cached_state(hidden, key, context_of())
     for group in range(2):
-        torch.testing.assert_close(carried[:, group], hidden @ layer.gate_key.weight[group * 8 : group * 8 + 8].T)
-    assert layer.carry(hidden, key.bfloat16(), {}).dtype == torch.bfloat16
+        torch.testing.assert_close(state[:, group], hidden @ layer.gate_key.weight[group * 8 : group * 8 + 8].T)
+    assert layer.cached_state(hidden, key.bfloat16(), context_of()).dtype == torch.bfloat16
     model = tiny_model(family, "cope", position_encoding_parameters={"gates": "separate_key"})
     fresh = type(model)._from_config(model.config)
     weights = [p for name, p in fresh.named_parameters() if "gate_key" in name]
@@ -187,9 +197,9 @@ def test_separate_gate_keys(family):
 
 
 @pytest.mark.parametrize(("gates", "names"), [("key", []), ("separate_key", ["cope"]), ("value", [])])
-def test_only_separate_gate_keys_are_carried(gates, names):
+def test_only_separate_gate_keys_are_cached(gates, names):
     config = tiny_config("llama", "cope", position_encoding_parameters={"gates": gates})
-    assert PositionEncodings(config, 0).carriers == names
+    assert [part.name for part in PositionEncodings(config, 0).hooks["cached_state"]] == names
 
 
 def test_separate_gate_keys_are_rotated_as_the_keys():
@@ -200,7 +210,7 @@ def test_separate_gate_keys_are_rotated_as_the_keys():
     with torch.no_grad():
         logits = model(ids).logits
         for layer in model.model.layers:
-            layer.self_attn.position_encoding["cope"].gate_key.weight.copy_(layer.self_attn.k_proj.weight)
+            layer.self_attn.encodings["cope"].gate_key.weight.copy_(layer.self_attn.k_proj.weight)
         other = tiny_model("llama", "cope+rope", position_encoding_parameters={"cope": {"num_positions": 6}})
         other.load_state_dict(model.state_dict(), strict=False)
         torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=1e-5, atol=1e-5)
@@ -212,7 +222,7 @@ def test_separate_gate_keys_are_rotated_as_the_keys():
 def test_sum_with_rope(gates, segments):
     """ "cope+rope": gates and content see rotated queries and keys, the table the query before rotation."""
     Q, K, scaling = 7, 9, 0.5
-    config = types.SimpleNamespace(**{**vars(CONFIG), "position_encoding": "cope+rope"})
+    config = types.SimpleNamespace(**{**vars(CONFIG), "layer_encodings": lambda layer: ["cope", "rope"]})
     layer = CoPE(config, CoPEParameters(num_positions=3, gates=gates), 0).double()
     torch.nn.init.normal_(layer.table.weight)
     table = layer.table.weight
@@ -226,7 +236,7 @@ def test_sum_with_rope(gates, segments):
     turned_query, turned_key, turned_own = turned(query, K - Q), turned(key, 0), turned(own, 0)
     gate_key = turned_own if gates == "separate_key" else turned_key
     visible = oracles.visible_oracle(Q, K, segments)
-    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    mask = ranges_of(segments and [segments, segments], Q)
     heads = [
         oracles.cope_oracle(
             *(turned_query[b, h], turned_key[b, 0], value[b, 0], table, visible, scaling),
@@ -240,11 +250,9 @@ def test_sum_with_rope(gates, segments):
     inputs = [query, key, value, table, *([own] if gates == "separate_key" else [])]
     grad = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, inputs, grad, retain_graph=True)
-    context = {"carried": {"cope": turned_own}}
-    layer.rotate(query, key, context)
+    context = context_of(states={"cope": turned_own}, query=query)
     repeated = [states.expand(-1, 2, -1, -1) for states in (turned_key, value)]
-    terms = [layer.block_term(context, scaling)]
-    options = {"mask": mask, "scaling": scaling, "terms": terms}
+    options = {"mask": mask, "scaling": scaling, "biases": [bias_of(layer, context, scaling)]}
     for out in (
         eager(layer, turned_query, *repeated, visible, context, scaling),
         blockwise_attention(turned_query, turned_key, value, block_size=4, direct=False, **options),
@@ -257,12 +265,14 @@ def test_sum_with_rope(gates, segments):
 
 
 def test_only_rope_needs_a_second_query():
-    parameters = {"cope": {"num_positions": 6}}
-    for encoding in ("cope", "cope+relative", "cope+alibi"):
-        own = parameters if "+" in encoding else parameters["cope"]
-        assert PositionEncodings(tiny_config("llama", encoding, position_encoding_parameters=own), 0).rotations == []
-    parts = PositionEncodings(tiny_config("llama", "cope+rope", position_encoding_parameters=parameters), 0)
-    assert parts.rotations == ["cope", "rope"]
+    context = context_of(query=torch.zeros(1, 4, 5, 8))
+    for encoding in ("cope", "cope+relative", "cope+alibi", "cope+rope", ["cope", "rope"], ["cope+rope", "cope"]):
+        for layer in range(2):
+            parts = PositionEncodings(tiny_config("llama", encoding), layer)
+            if "cope" in parts:
+                tensors, _ = parts["cope"].term_inputs(context, 0.5)
+                assert (tensors[-1] is context.query) == ("rope" in parts)
+                assert len(tensors) == 1 + ("rope" in parts)
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
@@ -270,9 +280,9 @@ def test_every_n_layers(share):
     """Layers 0, 3, ... have CoPE; the others are as without any positions."""
     parameters = {"every_n_layers": 3, "num_positions": 5, "share_across_layers": share, "gates": "separate_key"}
     model = tiny_model("llama", "cope", num_hidden_layers=5, position_encoding_parameters=parameters)
-    parts = [layer.self_attn.position_encoding for layer in model.model.layers]
+    parts = [layer.self_attn.encodings for layer in model.model.layers]
     assert [list(part) for part in parts] == [["cope"], [], [], ["cope"], []]
-    names = [name.split(".", 2)[2] for name, _ in model.named_parameters() if "position_encoding" in name]
+    names = [name for name, _ in model.named_parameters() if "encodings" in name]
     assert len(names) == (3 if share else 4)
     hidden = torch.randn(1, 6, 32)
     positions = torch.arange(6)[None]
@@ -288,10 +298,9 @@ def test_every_n_layers(share):
 def test_sum_with_alibi():
     """ "cope+alibi": the gates see the content only, ALiBi's penalty is added after them."""
     T, scaling = 7, 0.5
-    config = types.SimpleNamespace(**{**vars(CONFIG), "position_encoding": "cope+alibi"})
-    layer, table, context = encoding(num_positions=4)
-    context.update(query_positions=torch.arange(T)[None], key_positions=torch.arange(T)[None])
-    sloped = ALiBi(config, ALiBiParameters(), 0)
+    layer, table, _ = encoding(num_positions=4)
+    context = position_context(torch.arange(T)[None])
+    sloped = ALiBi(CONFIG, ALiBiParameters(), 0)
     states = inputs(T, T, 3.0)
     visible = oracles.visible_oracle(T, T)
     slopes = alibi_slopes(2)
@@ -304,15 +313,14 @@ def test_sum_with_alibi():
     ]
     expected = torch.stack(heads).view(2, 2, T, 3)
     parts = PositionEncodings(tiny_config("llama", "cope+alibi"), 0)
-    assert parts.biases == ["cope", "alibi"]
-    parts._modules.update(cope=layer, alibi=sloped)
+    assert [part.name for part in parts.hooks["bias"]] == ["cope", "alibi"]
+    parts.hooks["bias"] = [layer, sloped]
+    biases = [bias_of(part, context, scaling) for part in parts.hooks["bias"]]
     grad = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, [*states, table], grad)
     for out in (
         eager(parts, *states, visible, context, scaling),
-        blockwise_attention(
-            *states, scaling=scaling, terms=parts.block_terms(context, scaling), block_size=4, direct=False
-        ),
+        blockwise_attention(*states, scaling=scaling, biases=biases, block_size=4, direct=False),
     ):
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
         for one, other in zip(torch.autograd.grad(out, [*states, table], grad), truth):
@@ -353,8 +361,7 @@ def test_equals_the_paper_listing():
     T, D, P = 300, 16, 20
     query, key, value = (torch.randn(1, 1, T, D) for _ in range(3))
     parameters = CoPEParameters(num_positions=P, scale_positions=False)
-    config = types.SimpleNamespace(head_dim=D, hidden_size=D, num_attention_heads=1, position_encoding="cope")
-    layer = CoPE(config, parameters, 0)
+    layer = CoPE(types.SimpleNamespace(**{**vars(CONFIG), "head_dim": D}), parameters, 0)
     torch.nn.init.normal_(layer.table.weight)
     logits = query @ key.transpose(2, 3) / math.sqrt(D)
     logits = logits + torch.ones(T, T).tril().log()
@@ -365,50 +372,49 @@ def test_equals_the_paper_listing():
     fraction = positions - floor
     logits = logits + table.gather(-1, ceil) * fraction + table.gather(-1, floor) * (1 - fraction)
     expected = torch.softmax(logits, -1) @ value
-    out = blockwise(layer, query, key, value, None, {}, D**-0.5)
+    out = blockwise(layer, query, key, value, None, context_of(), D**-0.5)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_tables():
     """Zero at the start; in the layer, or shared; a parameter of a module of its own."""
-    layer, shared = CoPE(CONFIG, CoPEParameters(), 0), SharedCoPE(CONFIG, CoPEParameters())
+    layer = CoPE(CONFIG, CoPEParameters(), 0)
     assert [(name, tuple(p.shape)) for name, p in layer.named_parameters()] == [("table.weight", (4, 64))]
-    assert not list(shared.parameters())
+    assert CoPE.shared(CONFIG, CoPEParameters()) is None
     assert not layer.table.weight.any()
     parameters = CoPEParameters(num_positions=5, share_across_layers=True)
-    layer, shared = CoPE(CONFIG, parameters, 0), SharedCoPE(CONFIG, parameters)
+    layer, shared = CoPE(CONFIG, parameters, 0), CoPE.shared(CONFIG, parameters)
+    assert isinstance(shared, SharedCoPE)
     assert [(name, tuple(p.shape)) for name, p in shared.named_parameters()] == [("table.weight", (4, 5))]
     assert not list(layer.parameters())
-    context = {"cope": shared(torch.zeros(1), {})}
-    assert layer.block_term(context, 1.0).tensors[0] is shared.table.weight
+    context = context_of(shared={"cope": shared(torch.zeros(1), context_of())})
+    assert bias_of(layer, context, 1.0).tensors[0] is shared.table.weight
     torch.nn.init.ones_(shared.table.weight)
-    shared.reset()
+    shared.table.reset()
     assert not shared.table.weight.any()
 
 
 @pytest.mark.parametrize("num_positions", [-1, 0, 1])
 def test_refuses_short_tables(num_positions):
     with pytest.raises(ValueError, match=rf"num_positions'\]={num_positions}.* at least 2"):
-        CoPEParameters(num_positions=num_positions).validate(CONFIG)
-    CoPEParameters(num_positions=2).validate(CONFIG)
+        tiny_config("llama", "cope", position_encoding_parameters={"num_positions": num_positions})
+    assert not list(CoPEParameters(num_positions=2).invalid(CONFIG))
 
 
 @pytest.mark.parametrize("every", [-1, 0])
 def test_refuses_less_than_every_layer(every):
     with pytest.raises(ValueError, match=rf"every_n_layers'\]={every}.* at least 1"):
-        CoPEParameters(every_n_layers=every).validate(CONFIG)
+        tiny_config("llama", "cope", position_encoding_parameters={"every_n_layers": every})
 
 
 def test_refuses_other_gates():
     with pytest.raises(ValueError, match=r"\['gates'\]='query'.*'key', 'separate_key', 'value'"):
         tiny_config("llama", "cope", position_encoding_parameters={"gates": "query"})
-    with pytest.raises(ValueError, match=r"gates'\]='value'.*'cope\+rope'.*values are not.*'key', 'separate_key'"):
+    with pytest.raises(ValueError, match=r"\['cope'\]\['gates'\]='value'.*'key' or 'separate_key'"):
         tiny_config("llama", "cope+rope", position_encoding_parameters={"cope": {"gates": "value"}})
     tiny_config("llama", "cope+relative", position_encoding_parameters={"cope": {"gates": "value"}})
 
 
 def test_claims():
-    assert CoPE.default_implementation == "blockwise"
-    assert CoPE.stock_implementations == ()
-    assert CoPE.biases_from_content
-    assert not CoPE.needs_key_positions
+    assert supported_implementations(tiny_config("llama", "cope")) == ["auto", "triton", "blockwise", "eager"]
+    assert CoPE.bias_reads == "content"

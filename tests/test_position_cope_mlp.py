@@ -6,13 +6,17 @@ import pytest
 import torch
 
 import oracles
-from tiny import tiny_config, tiny_model
+from tiny import bias_of, position_context, ranges_of, tiny_config, tiny_model
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
 from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
-from whatwhere.position_encodings import PositionEncodings
+from whatwhere.position_registry import PositionEncodings
 
-CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4, position_encoding="cope_mlp")
+CONFIG = types.SimpleNamespace(
+    hidden_size=16, num_attention_heads=4, head_dim=4, layer_encodings=lambda layer: ["cope_mlp"]
+)
+# It does not read positions.
+CONTEXT = position_context(torch.zeros(1, 1, dtype=torch.long))
 # A document after padding, another one, padding.
 SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
 
@@ -53,7 +57,7 @@ def test_equals_the_network(units, num_positions, spread, segments):
     query = (torch.randn(1, H, Q, D, dtype=torch.float64) * spread).requires_grad_()
     key, value = (torch.randn(1, G, K, width, dtype=torch.float64, requires_grad=True) for width in (D, 3))
     visible = oracles.visible_oracle(Q, K, segments)
-    mask = None if segments is None else torch.tensor([segments], dtype=torch.int32)
+    mask = ranges_of(segments, Q)
     heads = [
         oracles.cope_mlp_oracle(
             query[0, h], key[0, h // 2], value[0, h // 2], *layer.network(), visible, scaling, num_positions - 1
@@ -62,10 +66,10 @@ def test_equals_the_network(units, num_positions, spread, segments):
     ]
     expected = torch.stack(heads)[None]
     content = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
-    weights = torch.softmax(content + layer.bias(content, query, {}, scaling), -1)
+    weights = torch.softmax(content + layer.bias(content, query, CONTEXT, scaling), -1)
     eager = weights * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
-    terms = [layer.block_term({}, scaling)]
-    blocks = blockwise_attention(query, key, value, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False)
+    options = {"mask": mask, "scaling": scaling, "biases": [bias_of(layer, CONTEXT, scaling)]}
+    blocks = blockwise_attention(query, key, value, block_size=4, direct=False, **options)
     inputs, grad = [query, key, value, *layer.network()], torch.randn_like(expected)
     truth = torch.autograd.grad(expected, inputs, grad, materialize_grads=True)
     for out in (eager, blocks):
@@ -84,7 +88,7 @@ def test_many_blocks():
         tensor.requires_grad_()
     found = []
     for direct in (True, False):
-        options = {"scaling": 0.5, "terms": [layer.block_term({}, 0.5)], "block_size": 16, "direct": direct}
+        options = {"scaling": 0.5, "biases": [bias_of(layer, CONTEXT, 0.5)], "block_size": 16, "direct": direct}
         out = blockwise_attention(query, key, value, **options)
         found.append([out, *torch.autograd.grad(out.sin().sum(), inputs)])
     for one, other in zip(*found):
@@ -101,7 +105,7 @@ def test_can_be_a_table():
         steps = table.table.weight.diff(dim=1) * 8
         layer.network.output.copy_(torch.cat((steps[:, :1], steps.diff(dim=1)), dim=1))
         query, content = torch.randn(1, 4, 9, 4, dtype=torch.float64), torch.randn(1, 4, 9, 30, dtype=torch.float64)
-        difference = layer.bias(content, query, {}, 0.5) - table.bias(content, query, {}, 0.5)
+        difference = layer.bias(content, query, CONTEXT, 0.5) - table.bias(content, query, CONTEXT, 0.5)
     torch.testing.assert_close(difference, difference[..., :1].expand_as(difference))
 
 
@@ -110,7 +114,7 @@ def test_start(family):
     """The output is 0, as CoPE's table; all knots are in [0, 1); also after loading."""
     model = tiny_model(family, "cope_mlp", position_encoding_parameters={"hidden_units": 8})
     fresh = type(model)._from_config(model.config)
-    state = {name: p for name, p in fresh.state_dict().items() if "position_encoding" not in name}
+    state = {name: p for name, p in fresh.state_dict().items() if "encodings" not in name}
     for one in (fresh, type(model).from_pretrained(None, config=model.config, state_dict=state)):
         mlps = [module for name, module in one.named_modules() if name.endswith("cope_mlp.network")]
         assert len(mlps) == 2
@@ -137,7 +141,7 @@ def test_memory_does_not_grow_with_hidden_units():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, saved=saved: saved.__setitem__(x.untyped_storage().data_ptr(), x.nbytes) or x, lambda x: x
         ):
-            layer.bias(content, query, {}, 0.5)
+            layer.bias(content, query, CONTEXT, 0.5)
         kept.append(sum(saved.values()))
     assert kept[1] < 1.5 * kept[0]
 

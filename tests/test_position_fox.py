@@ -1,4 +1,4 @@
-"""FoX: specification and blockwise path against loops, the Pro block, the token before, parameters."""
+"""FoX: specification and blockwise path against loops; the options of its Pro block; the token before; parameters."""
 
 import pytest
 import torch
@@ -7,12 +7,13 @@ from transformers import DynamicCache
 
 import oracles
 import whatwhere.position_fox as module
-from tiny import causal_lm_class, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from tiny import causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
+from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention
+from whatwhere.attention_options import HeadNorm, previous_slots
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
-from whatwhere.position_encoding import BlockTerm, join_digits
-from whatwhere.position_encodings import SharedPositionEncodings, key_mask, key_positions, supported_implementations
-from whatwhere.position_fox import FoX, FoXTerm, HeadNorm, previous_slots
+from whatwhere.position_base import PositionContext, join_digits
+from whatwhere.position_fox import FoXTerm
+from whatwhere.position_registry import SharedPositionEncodings, supported_implementations
 
 PARTS = ["output_gate", "output_norm", "qk_norm", "key_value_shift"]
 # Row i has slot i + 2 of 9. Not a tree: what a row sees is any subset.
@@ -21,7 +22,6 @@ MASKS = {
     "causal": None,
     "left-padded": [-1, -1, -1, 0, 0, 0, 0, 0, 0],
     "packed-with-holes": [0, 0, -1, 0, 1, 1, -1, 1, -1],
-    "segments-in-turn": [0, 1, 0, 1, 0, 1, 0, 1, 0],
     "subsets": SUBSETS,
 }
 
@@ -51,17 +51,17 @@ def test_equals_loops(mask, gate, monkeypatch):
     truth = torch.autograd.grad(expected, states, grad)
     logits = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) * scaling
     logits = logits.masked_fill(~visible, MASKED)
-    weights = torch.softmax(logits + FoXTerm.bias(logits, query, (forget,), {}), -1) * visible.any(-1, keepdim=True)
+    weights = torch.softmax(logits + FoXTerm.bias(logits, query, (forget,), ()), -1) * visible.any(-1, keepdim=True)
     outs = [weights @ value.repeat_interleave(2, dim=1)]
     if subsets:
         forms = [visible.expand(2, 1, Q, K), torch.where(visible, 0.0, -1e4).expand(2, 1, Q, K)]
     else:
-        forms = [None if mask is None else torch.tensor([mask, mask], dtype=torch.int32)]
-    terms = [BlockTerm("fox", (forget,), {})]
+        forms = [ranges_of(mask and [mask, mask], Q)]
+    biases = [Bias(FoXTerm, (forget,))]
     for form in forms:
         for direct in (False, True):
             outs.append(
-                blockwise_attention(*states[:3], mask=form, scaling=scaling, terms=terms, block_size=4, direct=direct)
+                blockwise_attention(*states[:3], mask=form, scaling=scaling, biases=biases, block_size=4, direct=direct)
             )
     for out in outs:
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -79,7 +79,7 @@ def test_long_sequences_keep_their_digits(gate):
     for dtype in (torch.float64, torch.float32):
         leaf = forget.detach().to(dtype).requires_grad_()
         out = blockwise_attention(
-            *(x.to(dtype) for x in states), scaling=0.35, terms=[BlockTerm("fox", (leaf,), {})], block_size=64
+            *(x.to(dtype) for x in states), scaling=0.35, biases=[Bias(FoXTerm, (leaf,))], block_size=64
         )
         out.square().sum().backward()
         outs.append(out.double())
@@ -102,7 +102,7 @@ SEGMENTS = {"plain": [0] * 6, "padded": [-1, 0, 0, -1, 0, 0], "packed": [0, 0, 0
 def test_layer_equals_loops(parts, segments):
     """A whole attention layer, hidden states to output: outputs, and the gradients of all weights and of the input."""
     T, E, H, G, D = 6, 8, 4, 2, 2
-    config = tiny_config("llama", "fox", hidden_size=E, position_encoding_parameters=dict.fromkeys(parts, True))
+    config = tiny_config("llama", "fox", hidden_size=E, **dict.fromkeys(parts, True))
     layer = WhatWhereLlamaAttention(config, 0).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.7)
@@ -112,31 +112,32 @@ def test_layer_equals_loops(parts, segments):
         mask = (torch.tensor([segments]) >= 0).long()
     elif 1 in segments:
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    context = SharedPositionEncodings(config)(hidden, positions, mask, 0, T, consecutive=mask is not None)
+    context = PositionContext(positions, mask, key_length=T, consecutive=mask is not None)
+    context = SharedPositionEncodings(config)(hidden, context)
     visible = oracles.visible_oracle(T, T, segments)
     given = {"eager": visible[None, None], "sdpa": visible[None, None]}
-    given["blockwise"] = torch.tensor([segments], dtype=torch.int32)
+    given["blockwise"] = ranges_of(segments, T)
 
-    fox, x = layer.position_encoding["fox"], hidden[0]
+    fox, options, x = layer.encodings["fox"], layer.options, hidden[0]
     query, key, value = (
         projection(x).view(T, -1, D).transpose(0, 1) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
     gates = torch.log(1 / (1 + torch.exp(-(x @ fox.gate.weight.T + fox.gate.bias)))).T
     if "key_value_shift" in parts:
-        a, b = (1 / (1 + torch.exp(-(x @ shift.weight.T))) for shift in (fox.key_shift, fox.value_shift))
+        a, b = (1 / (1 + torch.exp(-(x @ shift.weight.T))) for shift in (options.key_shift, options.value_shift))
         key = torch.stack([oracles.token_shift_oracle(key[g], a[:, g], segments) for g in range(G)])
         value = torch.stack([oracles.token_shift_oracle(value[g], b[:, g], segments) for g in range(G)])
     norm = oracles.rms_norm_oracle
     if "qk_norm" in parts:
-        query = torch.stack([torch.stack([norm(q, fox.query_norm.weight[h]) for q in query[h]]) for h in range(H)])
-        key = torch.stack([torch.stack([norm(k, fox.key_norm.weight[g]) for k in key[g]]) for g in range(G)])
+        query = torch.stack([torch.stack([norm(q, options.query_norm.weight[h]) for q in query[h]]) for h in range(H)])
+        key = torch.stack([torch.stack([norm(k, options.key_norm.weight[g]) for k in key[g]]) for g in range(G)])
     heads = []
     for h in range(H):
         head = oracles.fox_oracle(query[h], key[h // 2], value[h // 2], gates[h], visible, D**-0.5)
         if "output_norm" in parts:
-            head = torch.stack([norm(row, fox.output_norm.weight[h]) for row in head])
+            head = torch.stack([norm(row, options.output_norm.weight[h]) for row in head])
         if "output_gate" in parts:
-            head = head / (1 + torch.exp(-(x @ fox.output_gate.weight[h * D : (h + 1) * D].T)))
+            head = head / (1 + torch.exp(-(x @ options.output_gate.weight[h * D : (h + 1) * D].T)))
         heads.append(head)
     expected = torch.cat(heads, dim=1) @ layer.o_proj.weight.T
     seen = torch.tensor(segments) >= 0
@@ -160,13 +161,7 @@ def slots_before(positions, mask=None, past=0, consecutive=False):
     if mask is not None:
         mask = torch.as_tensor(mask)
         mask = mask[None] if mask.ndim == 1 else mask[None, None]
-    context = {
-        "query_positions": positions,
-        "key_positions": key_positions(positions, None if consecutive else mask, past, length),
-        "key_mask": None if mask is None else key_mask(mask, positions.shape[1], length),
-        "attention_mask": mask,
-    }
-    previous, found = previous_slots(context)
+    previous, found = previous_slots(PositionContext(positions, mask, past, length, consecutive))
     return torch.where(found, previous, -1)[0].tolist()
 
 
@@ -195,7 +190,7 @@ def test_the_token_before():
 
 @pytest.fixture(scope="module")
 def pro():
-    return tiny_model("llama", "fox", position_encoding_parameters={"pro": True})
+    return tiny_model("llama", "fox", **dict.fromkeys(PARTS, True))
 
 
 def test_exports_for_every_length(pro):
@@ -245,16 +240,24 @@ def test_a_cropped_cache_goes_on(pro):
 
 def test_what_is_cached():
     """Beside a key, for each key head: log f of its query heads, in half precision with 16 digits, and two gates."""
-    config = tiny_config("llama", "fox", position_encoding_parameters={"key_value_shift": True})
-    fox = FoX(config, module.FoXParameters(key_value_shift=True), 0).to(torch.bfloat16)
+    config = tiny_config("llama", "fox", key_value_shift=True)
+    layer = WhatWhereLlamaAttention(config, 0).to(torch.bfloat16)
     hidden = torch.randn(2, 5, 32, dtype=torch.bfloat16)
-    carried = fox.carry(hidden, torch.zeros(2, 2, 5, 8, dtype=torch.bfloat16), {})
-    assert carried.shape == (2, 2, 5, 2 * 2 + 2)
-    assert carried.dtype == torch.bfloat16
-    log_forget = nn.functional.logsigmoid(fox.gate(hidden).float()).unflatten(2, (2, 2)).transpose(1, 2)
-    torch.testing.assert_close(join_digits(carried[..., :4]), log_forget, rtol=2**-16, atol=0)
-    shifts = torch.stack((fox.key_shift(hidden), fox.value_shift(hidden)), dim=-1).transpose(1, 2).sigmoid()
-    torch.testing.assert_close(carried[..., 4:], shifts, rtol=2**-7, atol=0)
+    key, value = torch.randn(2, 2, 2, 5, 8, dtype=torch.bfloat16)
+    context = position_context(torch.arange(5)[None], value=value, new_value=value)
+    cache = DynamicCache(config=config)
+    layer.update_cache(hidden, key, context, cache)
+    cached, state = cache.layers[0].keys.split((8, 2 * 2 + 2), dim=-1)
+    assert state.dtype == torch.bfloat16
+    assert torch.equal(cached, key)
+    assert torch.equal(cache.layers[0].values, value)
+    gates = layer.encodings["fox"].gate(hidden).float()
+    log_forget = nn.functional.logsigmoid(gates).unflatten(2, (2, 2)).transpose(1, 2)
+    torch.testing.assert_close(join_digits(state[..., :4]), log_forget, rtol=2**-16, atol=0)
+    torch.testing.assert_close(context.states["fox"], state[..., :4], rtol=0, atol=0)
+    shifts = [shift(hidden) for shift in (layer.options.key_shift, layer.options.value_shift)]
+    shifts = torch.stack(shifts, dim=-1).transpose(1, 2).sigmoid()
+    torch.testing.assert_close(state[..., 4:], shifts, rtol=2**-7, atol=0)
 
 
 def test_norms_take_the_local_heads():
@@ -266,65 +269,71 @@ def test_norms_take_the_local_heads():
     assert (norm.weight == 1).all()
 
 
-@pytest.mark.parametrize("encoding", ["fox", "fox+rope"])
-def test_parts(encoding):
-    """Each parameter brings its weights and no others; the resolved ones are saved."""
+@pytest.mark.parametrize("encoding", ["none", "fox", "fox+rope", "cope", ["fox", "rope"]], ids=str)
+def test_options(encoding):
+    """Each field brings its weights to every layer, and no others; off is the default."""
     weights = {
-        "output_gate": {"output_gate.weight"},
-        "output_norm": {"output_norm.weight"},
-        "qk_norm": {"query_norm.weight", "key_norm.weight"},
-        "key_value_shift": {"key_shift.weight", "value_shift.weight"},
+        "output_gate": {"options.output_gate.weight"},
+        "output_norm": {"options.output_norm.weight"},
+        "qk_norm": {"options.query_norm.weight", "options.key_norm.weight"},
+        "key_value_shift": {"options.key_shift.weight", "options.value_shift.weight"},
     }
 
-    def built(**parameters):
-        nested = parameters if encoding == "fox" else {"fox": parameters}
-        model = tiny_model("llama", encoding, position_encoding_parameters=nested)
-        resolved = model.config.position_encoding_parameters
-        layer = model.model.layers[0].self_attn.position_encoding["fox"]
-        names = {name for name, _ in layer.named_parameters()} - {"gate.weight", "gate.bias"}
-        return names, resolved if encoding == "fox" else resolved["fox"]
+    def names(**fields):
+        model = tiny_model("llama", encoding, **fields)
+        assert {part: getattr(model.config, part) for part in PARTS} == {**dict.fromkeys(PARTS, False), **fields}
+        return [{name for name, _ in layer.self_attn.named_parameters()} for layer in model.model.layers]
 
-    allowed = PARTS if encoding == "fox" else PARTS[:3]
-    off = dict.fromkeys(PARTS, False)
-    assert built() == (set(), {"gate_bias_init": 0.0, "pro": False, **off})
+    plain = names()
+    rotated = "rope" in str(encoding)
+    allowed = PARTS[:3] if rotated else PARTS
     for part in allowed:
-        assert built(**{part: True}) == (weights[part], {"gate_bias_init": 0.0, "pro": False, **off, part: True})
-        left = [other for other in allowed if other != part]
-        names, resolved = built(pro=True, **{**dict.fromkeys(set(PARTS) - set(allowed), False), part: False})
-        assert names == set().union(*(weights[other] for other in left))
-        assert resolved == {"gate_bias_init": 0.0, "pro": True, **off, **dict.fromkeys(left, True)}
+        assert names(**{part: True}) == [own | weights[part] for own in plain]
+    everything = set().union(*(weights[part] for part in allowed))
+    assert names(**dict.fromkeys(allowed, True)) == [own | everything for own in plain]
 
 
 def test_gates_at_the_start():
     """Projections as the model's own, no bias but that of the forget gates, norms of 1."""
-    config = tiny_config("gpt2", "fox", position_encoding_parameters={"pro": True, "gate_bias_init": 3})
-    fox = causal_lm_class("gpt2")(config).transformer.h[1].attn.position_encoding["fox"]
+    fields = {"position_encoding_parameters": {"gate_bias_init": 3}, **dict.fromkeys(PARTS, True)}
+    layer = causal_lm_class("gpt2")(tiny_config("gpt2", "fox", **fields)).transformer.h[1].attn
+    fox, options = layer.encodings["fox"], layer.options
     assert (fox.gate.bias == 3).all()
-    for projection in (fox.gate, fox.output_gate):
+    for projection in (fox.gate, options.output_gate):
         assert 0.15 < projection.weight.std() < 0.25
-    assert fox.output_gate.bias is None
-    for norm in (fox.query_norm, fox.key_norm, fox.output_norm):
+    for projection in (options.output_gate, options.key_shift, options.value_shift):
+        assert projection.bias is None
+    for norm in (options.query_norm, options.key_norm, options.output_norm):
         assert (norm.weight == 1).all()
 
 
 @pytest.mark.parametrize(
-    ("encoding", "parameters", "message"),
+    ("encoding", "fields", "message"),
     [
-        ("fox", {"gate_bias_init": float("inf")}, r"\['fox'\]\['gate_bias_init'\]=inf is not valid: .* finite"),
-        ("fox", {"gate_bias_init": float("nan")}, r"gate_bias_init'\]=nan"),
-        ("fox", {"gate_bias_init": "0"}, r"gate_bias_init'\]='0' is not valid: it must be of type float"),
-        ("fox", {"pro": 1}, r"pro'\]=1 is not valid: it must be of type bool"),
-        *[("fox", {part: "yes"}, rf"{part}'\]='yes' is not valid: it must be of type bool or None") for part in PARTS],
-        ("fox", {"output_gates": True}, "Did you mean 'output_gate'"),
-        ("fox+rope", {"fox": {"key_value_shift": True}}, r"key_value_shift'\]=True.*'fox\+rope'.*rotated.*False"),
-        ("fox+rope", {"fox": {"pro": True}}, r"key_value_shift'\]=True.*'fox\+rope'.*also with pro=True"),
-        ("fox", {"pro": True, **dict.fromkeys(PARTS, False)}, r"pro'\]=True has no effect.*all False"),
+        *(
+            ("fox", {"position_encoding_parameters": {"gate_bias_init": value}}, rf"gate_bias_init'\]={value!r} is not")
+            for value in (float("inf"), float("nan"), "0")
+        ),
+        # Parameters of earlier versions: the fields are named.
+        *(
+            (
+                "fox",
+                {"position_encoding_parameters": {name: True}},
+                f"unknown key '{name}'.*output_gate.*key_value_shift",
+            )
+            for name in ("pro", *PARTS)
+        ),
+        *(("fox", {part: "yes"}, f"{part}.*bool.*yes") for part in PARTS),
+        ("fox+rope", {"key_value_shift": True}, r"key_value_shift=True.*'fox\+rope'.*'rope'.*False"),
+        ("rope", {"key_value_shift": True}, "key_value_shift=True.*'rope'.*False"),
+        ("pope", {"key_value_shift": True}, "key_value_shift=True.*'pope'.*False"),
+        (["fox", "rope"], {"key_value_shift": True}, "key_value_shift=True.*'rope'.*False"),
         ("rope+fox", {}, r"Did you mean 'fox\+rope'"),
     ],
 )
-def test_refuses(encoding, parameters, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config("llama", encoding, position_encoding_parameters=parameters)
+def test_refuses(encoding, fields, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        tiny_config("llama", encoding, **fields)
 
 
 @pytest.mark.parametrize("encoding", ["fox", "fox+rope"])
@@ -336,14 +345,20 @@ def test_claims(encoding):
 
 
 def test_keys_are_normed_before_they_are_rotated():
-    model = tiny_model("llama", "fox+rope", position_encoding_parameters={"fox": {"qk_norm": True}})
-    encoding = model.model.layers[0].self_attn.position_encoding
-    query, key, positions = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.arange(6)[None]
-    context = model.model.position_encoding(query, positions, None, 0, 6)
-    fox, rope = encoding["fox"], encoding["rope"]
-    expected = rope.rotate(fox.query_norm(query, 0), fox.key_norm(key, 0), context)
-    for one, other in zip(encoding.rotate(query, key, context), expected):
+    model, seen = tiny_model("llama", "fox+rope", "eager", qk_norm=True), []
+    layer = model.model.layers[0].self_attn
+    after_cache = layer.encodings.after_cache
+    layer.encodings.after_cache = lambda *states: seen.extend(states) or after_cache(*states)
+    ids = tokens(1, 6)
+    cache = model(ids, use_cache=True).past_key_values
+    hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(ids))
+    query, key = (part(hidden).view(1, 6, -1, 8).transpose(1, 2) for part in (layer.q_proj, layer.k_proj))
+    context = model.model.shared_encodings(hidden, position_context(torch.arange(6)[None]))
+    rope, options = layer.encodings["rope"], layer.options
+    expected = rope.before_cache(options.query_norm(query, 0), options.key_norm(key, 0), context)
+    for one, other in zip(seen, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+    torch.testing.assert_close(cache.layers[0].keys[..., :8], expected[1], rtol=0, atol=0)
     # A scale of its own for each channel: the other order would be something else.
-    other_order = fox.key_norm(rope.rotate(query, key, context)[1], 0)
+    other_order = options.key_norm(rope.before_cache(query, key, context)[1], 0)
     assert not torch.allclose(other_order, expected[1], atol=1e-2)

@@ -5,15 +5,17 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import whatwhere.position_pope
 from oracles import pope_attention
 from test_attention_blockwise import LargestTensor
-from tiny import causal_lm_class, tiny_config, tiny_model, tokens
+from tiny import causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
 from whatwhere.attention import eager_attention_forward
-from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
-from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, fold, pope_frequencies
+from whatwhere.attention_mask import dense_mask
+from whatwhere.position_pope import PoPE, PoPEParameters, fold, pope_frequencies
+from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
 PARAMETERS = [
     {},
@@ -30,7 +32,8 @@ PARAMETERS = [
 class Layer(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.position_encoding = PositionEncodings(config, 0)
+        self.config = config
+        self.encodings = PositionEncodings(config, 0)
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
@@ -38,7 +41,7 @@ class Layer(torch.nn.Module):
 def test_against_the_paper(parameters, length):
     config = tiny_config("llama", "pope", position_encoding_parameters=parameters)
     layer = Layer(config).double()
-    encoding = layer.position_encoding["pope"]
+    encoding = layer.encodings["pope"]
     head_dim = config.head_dim
     query = torch.randn(1, 4, length, head_dim, dtype=torch.float64, requires_grad=True)
     key = torch.randn(1, 2, length, head_dim, dtype=torch.float64, requires_grad=True)
@@ -47,11 +50,10 @@ def test_against_the_paper(parameters, length):
     if delta is not None:
         torch.nn.init.uniform_(delta, -6, -0.1)
     positions = torch.arange(length)[None] + 3
-    context = SharedPositionEncodings(config)(query, positions, None, 0, length)
+    context = SharedPositionEncodings(config)(query, position_context(positions))
 
-    rotated = layer.position_encoding.rotate(query, key, context)
-    rotated = layer.position_encoding.rotate_cached(*rotated, context)
-    output, _ = eager_attention_forward(layer, *rotated, value, None, scaling=head_dim**-0.5, position_context=context)
+    magnitudes = layer.encodings.before_cache(query, key, context)
+    output, _ = eager_attention_forward(layer, *magnitudes, value, None, scaling=head_dim**-0.5, context=context)
     expected = pope_attention(query, key, value, delta, encoding.parameters_, positions[0])
     # Phases are float32 in the shipped path.
     torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)
@@ -86,7 +88,7 @@ def test_delta_is_folded():
 
 def test_gradients_of_delta_add_up_over_micro_batches():
     model = tiny_model("llama", "pope")
-    weights = [layer.self_attn.position_encoding["pope"].delta.weight for layer in model.model.layers]
+    weights = [layer.self_attn.encodings["pope"].delta.weight for layer in model.model.layers]
     with torch.no_grad():
         for weight in weights:
             weight.copy_(torch.linspace(-9, 3, weight.numel()).view_as(weight))
@@ -115,7 +117,7 @@ def test_delta_returns_after_a_step_too_far():
 @pytest.mark.parametrize("shard_size", ["1GB", "4KB"], ids=["one-file", "shards"])
 def test_delta_of_older_files_is_clamped_when_loaded(tmp_path, shard_size):
     model = tiny_model("gpt2", "pope")
-    name = "transformer.h.1.attn.position_encoding.pope.delta.weight"
+    name = "transformer.h.1.attn.encodings.pope.delta.weight"
     weight = model.get_parameter(name)
     with torch.no_grad():
         weight.copy_(torch.linspace(-9, 3, weight.numel()).view_as(weight))
@@ -131,12 +133,17 @@ def test_delta_of_older_files_is_clamped_when_loaded(tmp_path, shard_size):
 
     # A configuration that is saved by itself is of this version, too.
     model.config.__class__(**{"position_encoding": "pope"}).save_pretrained(tmp_path / "alone")
-    assert json.loads((tmp_path / "alone" / "config.json").read_text())["_weights_version"] == 2
+    assert json.loads((tmp_path / "alone" / "config.json").read_text())["_weights_version"] == 3
 
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    assert config.pop("_weights_version") == 2
+    assert config.pop("_weights_version") == 3
     file.write_text(json.dumps(config))
+    for part in tmp_path.glob("*.safetensors"):
+        weights = {key.replace(".encodings.", ".position_encoding."): one for key, one in load_file(part).items()}
+        save_file(weights, part, metadata={"format": "pt"})
+    for index in tmp_path.glob("*.index.json"):
+        index.write_text(index.read_text().replace(".encodings.", ".position_encoding."))
     # The version is that of the file, whatever configuration is passed.
     passed = type(model).from_pretrained(tmp_path, config=tiny_config("gpt2", "pope"))
     assert torch.equal(passed.get_parameter(name), weight.clamp(-2 * math.pi, 0))
@@ -153,7 +160,7 @@ def test_delta_of_older_files_is_clamped_when_loaded(tmp_path, shard_size):
 @pytest.mark.parametrize(("init", "low", "high"), [("zeros", 0.0, 0.0), ("uniform", -2 * math.pi, 0.0)])
 def test_initial_delta(init, low, high):
     config = tiny_config("gpt2", "pope", position_encoding_parameters={"delta_init": init})
-    delta = causal_lm_class("gpt2")(config).transformer.h[0].attn.position_encoding["pope"].delta.weight
+    delta = causal_lm_class("gpt2")(config).transformer.h[0].attn.encodings["pope"].delta.weight
     assert delta.shape == (4, 8)
     assert delta.min() >= low
     assert delta.max() <= high
@@ -205,6 +212,15 @@ def test_shifting_all_positions_changes_nothing():
     torch.testing.assert_close(shifted, logits, rtol=1e-3, atol=1e-3)
 
 
+def decoding(config, key_positions, dtype):
+    """A layer with random phase shifts, and the context of a row that is the last key."""
+    encoding = PoPE(config, PoPEParameters(**config.position_encoding_parameters), 0).to(dtype)
+    if encoding.delta is not None:
+        torch.nn.init.uniform_(encoding.delta.weight, -6, -0.1)
+    context = position_context(key_positions[:, -1:], key_positions)
+    return encoding, SharedPositionEncodings(config)(torch.zeros(1), context)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=lambda heads: f"H{heads[0]}G{heads[1]}")
 @pytest.mark.parametrize("parameters", [{}, {"use_delta": False}, {"partial_rotary_factor": 0.5}], ids=str)
@@ -213,27 +229,58 @@ def test_decoding_multiplies_as_turned_keys_do(parameters, heads, dtype, monkeyp
     monkeypatch.setattr(whatwhere.position_pope, "CHUNK_NUMBERS", 500)
     fields = {"hidden_size": 8 * heads[0], "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     config = tiny_config("llama", "pope", position_encoding_parameters=parameters, **fields)
-    config._attn_implementation = "sdpa"
-    encoding = PoPE(config, PoPEParameters(**parameters), 0).eval().to(dtype)
-    if encoding.delta is not None:
-        torch.nn.init.uniform_(encoding.delta.weight, -6, -0.1)
     query, key = torch.rand(2, heads[0], 1, 8, dtype=dtype), torch.rand(2, heads[1], 100, 8, dtype=dtype)
+    units = torch.eye(100, dtype=dtype).expand(2, heads[1], 100, 100)
+    # So small that half precision has the digits of all weights.
+    scaling = 0.3
+    settings = {"scaling": scaling, "dropout": 0.0, "implementation": "sdpa"}
     for key_positions in (torch.arange(7, 107)[None], torch.stack((torch.arange(100), torch.arange(-30, 70)))):
-        context = {"query_positions": key_positions[:, -1:], "key_positions": key_positions}
-        context["pope"] = PolarTables(config, encoding.parameters_)(query, context)
+        encoding, context = decoding(config, key_positions, dtype)
         with torch.no_grad():
-            found_query, found_key = encoding.rotate_cached(query, key, context)
-            turned = [part.double() for part in encoding.train().rotate_cached(query, key, context)]
-            encoding.eval()
-        assert found_key.shape == (2, heads[1], 100, heads[0] // heads[1])
-        assert found_query.dtype == found_key.dtype == dtype
-        groups = heads[0] // heads[1]
-        products = [
-            one.double() @ other.double().repeat_interleave(groups, 1).transpose(2, 3)
-            for one, other in ((found_query, found_key), turned)
-        ]
+            weights, none = encoding.attend(query, key, units, None, context, **settings)
+            turned_query, turned_key = (part.double() for part in encoding.after_cache(query, key, context))
+        assert none is None
+        assert weights.dtype == dtype
+        expected = turned_query @ turned_key.repeat_interleave(heads[0] // heads[1], 1).transpose(2, 3)
+        found = weights.double().log() / scaling
         tolerance = 1e-6 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps
-        torch.testing.assert_close(*products, rtol=tolerance, atol=tolerance)
+        # Softmax does not see a constant of the row.
+        found, centred = (logits - logits.mean(-1, keepdim=True) for logits in (found, expected))
+        torch.testing.assert_close(found, centred, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("mask", [None, "ranges", "bool", "heads", "additive"])
+def test_decoding_with_every_mask(mask):
+    config = tiny_config("llama", "pope")
+    query, key, value = torch.rand(2, 4, 1, 8), torch.rand(2, 2, 30, 8), torch.randn(2, 2, 30, 5)
+    encoding, context = decoding(config, torch.arange(30)[None], torch.float32)
+    ranges = ranges_of([[-1] * 7 + [0] * 23, [0] * 10 + [1] * 10 + [-1] * 4 + [1] * 6], 1)
+    visible = {"ranges": dense_mask(ranges, 1), None: torch.ones(1, 1, 1, 30, dtype=torch.bool)}.get(
+        mask, torch.rand(2, 4 if mask == "heads" else 1, 1, 30) < 0.6
+    )
+    given = {None: None, "ranges": ranges, "additive": torch.where(visible, 0.0, torch.finfo(torch.float32).min)}
+    settings = {"scaling": 0.4, "dropout": 0.0}
+    with torch.no_grad():
+        turned_query, turned_key = encoding.after_cache(query, key, context)
+        logits = turned_query @ turned_key.repeat_interleave(2, 1).transpose(2, 3) * 0.4
+        weights = torch.softmax(logits.masked_fill(~visible, float("-inf")), -1)
+        for implementation in ("sdpa", "blockwise"):
+            out, _ = encoding.attend(
+                query, key, value, given.get(mask, visible), context, implementation=implementation, **settings
+            )
+            torch.testing.assert_close(out, weights @ value.repeat_interleave(2, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_only_decoding_without_gradients_has_a_way_of_its_own():
+    encoding, context = decoding(tiny_config("llama", "pope"), torch.arange(9)[None], torch.float32)
+    query, key = torch.rand(1, 4, 1, 8), torch.rand(1, 2, 9, 8)
+    settings = {"scaling": 0.4, "dropout": 0.0, "implementation": "sdpa"}
+    assert encoding.attend(query, key, key, None, context, **settings) is None
+    with torch.no_grad():
+        assert encoding.attend(query, key, key, None, context, **settings) is not None
+        assert encoding.attend(query, key, key, None, context, **{**settings, "dropout": 0.1}) is None
+        assert encoding.attend(query, key, key, None, context, **{**settings, "implementation": "eager"}) is None
+        assert encoding.attend(query.expand(-1, -1, 2, -1), key, key, None, context, **settings) is None
 
 
 def test_decoding_writes_no_turned_keys():
@@ -246,14 +293,10 @@ def test_decoding_writes_no_turned_keys():
                 self.found = max(self.found, out.untyped_storage().nbytes() // out.element_size())
             return out
 
-    config = tiny_config("llama", "pope")
-    config._attn_implementation = "sdpa"
-    encoding = PoPE(config, PoPEParameters(), 0).eval()
-    positions = torch.arange(60000)[None]
-    context = {"query_positions": positions[:, -1:], "key_positions": positions}
-    context["pope"] = PolarTables(config, encoding.parameters_)(positions, context)
-    query, key = torch.rand(1, 4, 1, 8), torch.rand(8, 2, 60000, 8)
+    encoding, context = decoding(tiny_config("llama", "pope"), torch.arange(60000)[None], torch.float32)
+    query, key = torch.rand(8, 4, 1, 8), torch.rand(8, 2, 60000, 8)
+    settings = {"scaling": 0.4, "dropout": 0.0, "implementation": "sdpa"}
     with torch.no_grad(), Largest() as mode:
-        encoding.rotate_cached(query.expand(8, -1, -1, -1), key, context)
+        assert encoding.attend(query, key, key, None, context, **settings) is not None
     # Views of the keys have their storage.
     assert mode.found <= key.numel()

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import oracles
+from tiny import bias_of, position_context, ranges_of, tiny_config
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
-from whatwhere.position_relative import RelativeParameters, RelativePosition, SharedRelative
+from whatwhere.position_registry import supported_implementations
+from whatwhere.position_relative import RelativeParameters, RelativePosition
 
 CONFIG = types.SimpleNamespace(hidden_size=8, num_attention_heads=2, head_dim=4, max_position_embeddings=12)
 
@@ -28,10 +30,10 @@ def test_equals_loops(beyond, num_positions, segments, key_positions):
     """Outputs and every gradient, of the eager and of the blockwise path; positions decide, not slots."""
     Q, K, scaling = 7, 9, 0.5
     parameters = RelativeParameters(num_positions=num_positions, beyond=beyond).resolve(CONFIG)
-    layer, shared = RelativePosition(CONFIG, parameters, 0), SharedRelative(CONFIG, parameters).double()
+    layer, shared = RelativePosition(CONFIG, parameters, 0), RelativePosition.shared(CONFIG, parameters).double()
     key_positions = torch.tensor([key_positions])
-    context = {"query_positions": key_positions[:, K - Q :], "key_positions": key_positions}
-    context["relative"] = shared(torch.zeros(1), context)
+    context = position_context(key_positions[:, K - Q :], key_positions)
+    context.shared["relative"] = shared(torch.zeros(1), context)
     table = shared.table.weight
     shapes = [(2, 2, Q, 4), (2, 2, K, 4), (2, 2, K, 3)]
     states = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -43,7 +45,7 @@ def test_equals_loops(beyond, num_positions, segments, key_positions):
                     oracles.relative_oracle(
                         *(x[b, h] for x in states),
                         table,
-                        context["query_positions"][0],
+                        context.query_positions[0],
                         key_positions[0],
                         visible,
                         scaling,
@@ -60,11 +62,11 @@ def test_equals_loops(beyond, num_positions, segments, key_positions):
     query, key, value = states
     logits = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
     weights = torch.softmax(logits + layer.bias(logits, query, context, scaling), -1)
-    mask = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
-    terms = [layer.block_term(context, scaling)]
+    mask = ranges_of(segments and [segments, segments], Q)
+    biases = [bias_of(layer, context, scaling)]
     outs = (
         weights * visible.any(-1, keepdim=True) @ value,
-        blockwise_attention(*states, mask=mask, scaling=scaling, terms=terms, block_size=4, direct=False),
+        blockwise_attention(*states, mask=mask, scaling=scaling, biases=biases, block_size=4, direct=False),
     )
     for out in outs:
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -75,27 +77,27 @@ def test_equals_loops(beyond, num_positions, segments, key_positions):
 def test_table():
     """One table, in a module of its own, N(0, 1/d), as long as the configuration says."""
     config = types.SimpleNamespace(hidden_size=128, num_attention_heads=2, max_position_embeddings=500)
-    shared = SharedRelative(config, RelativeParameters().resolve(config))
+    shared = RelativePosition.shared(config, RelativeParameters().resolve(config))
     assert [(name, tuple(p.shape)) for name, p in shared.named_parameters()] == [("table.weight", (500, 64))]
     torch.nn.init.zeros_(shared.table.weight)
-    shared.reset()
+    shared.table.reset()
     assert abs(shared.table.weight.std().item() * 8 - 1) < 0.05
 
 
-def test_reach():
+def test_max_length():
     """Longer sequences are refused by default only."""
-    assert RelativePosition.reach(CONFIG, RelativeParameters()) == 12
-    assert RelativePosition.reach(CONFIG, RelativeParameters(num_positions=5)) == 5
-    assert RelativePosition.reach(CONFIG, RelativeParameters(num_positions=5, beyond="none")) is None
-    assert RelativePosition.reach(CONFIG, RelativeParameters(num_positions=5, beyond="last")) is None
+    assert RelativeParameters().resolve(CONFIG).max_length(CONFIG) == 12
+    assert RelativeParameters(num_positions=5).max_length(CONFIG) == 5
+    assert RelativeParameters(num_positions=5, beyond="none").max_length(CONFIG) is None
+    assert RelativeParameters(num_positions=5, beyond="last").max_length(CONFIG) is None
 
 
 def test_refuses_empty_tables():
     with pytest.raises(ValueError, match=r"num_positions'\]=0.* at least 1"):
-        RelativeParameters(num_positions=0).validate(CONFIG)
+        tiny_config("llama", "relative", position_encoding_parameters={"num_positions": 0})
 
 
 def test_claims():
-    assert RelativePosition.default_implementation == "blockwise"
-    assert RelativePosition.needs_key_positions
-    assert "sdpa" in RelativePosition.stock_implementations
+    assert supported_implementations(tiny_config("llama", "relative")) == [
+        *("blockwise", "sdpa", "flex_attention", "eager")
+    ]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from oracles import rope_rotation
-from tiny import FAMILIES, tiny_config
-from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
+from tiny import FAMILIES, position_context, tiny_config
+from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.25])
@@ -16,8 +16,8 @@ def test_against_the_paper(factor):
     query = torch.randn(1, 4, 5, config.head_dim, dtype=torch.float64, requires_grad=True)
     key = torch.randn(1, 2, 5, config.head_dim, dtype=torch.float64, requires_grad=True)
     positions = torch.tensor([[0, 1, 2, 9, 40]])
-    context = SharedPositionEncodings(config)(query, positions, None, 0, 5)
-    actual = PositionEncodings(config, 0).rotate(query, key, context)
+    context = SharedPositionEncodings(config)(query, position_context(positions))
+    actual = PositionEncodings(config, 0).before_cache(query, key, context)
     for states, found in zip((query, key), actual):
         expected = torch.stack(
             [

@@ -10,7 +10,7 @@ import whatwhere
 import whatwhere.attention_blockwise as blockwise
 import whatwhere.position_stick_breaking as module
 from test_attention_blockwise import LargestTensor
-from tiny import tiny_config
+from tiny import position_context, ranges_of, tiny_config
 from whatwhere.position_stick_breaking import HeadNorm, StickBreaking, StickBreakingParameters, stick_breaking_attention
 
 CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4, attention_weights="softmax")
@@ -22,6 +22,11 @@ def inputs(Q, K, *, B=2, H=4, G=2, D=4, logit=0.0, dtype=torch.float64):
     if logit:
         query[..., 0], key[..., 0] = 2.0, logit
     return [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()]
+
+
+def context_of(**fields):
+    """A context; stick-breaking attention does not read positions."""
+    return position_context(torch.zeros(1, 1, dtype=torch.long), **fields)
 
 
 def oracle(query, key, value, visible, own, *, inclusive, rest=None):
@@ -69,7 +74,7 @@ def test_equals_the_paper(inclusive, segments):
     visible = oracles.visible_oracle(Q, K, segments)
     own = [K - Q + i for i in range(Q)]
     out, weights, remainder = oracle(*states, visible, own, inclusive=inclusive)
-    compact = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    compact = ranges_of(segments and [segments, segments], Q)
     additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
     for mask in (compact, visible[None, None], additive[None, None], additive[None, None].half()):
         for settings in ({"direct": True}, {"direct": False, "block_size": 3}):
@@ -103,10 +108,10 @@ def test_own_slot_in_trees_and_static_caches(direct, mask_value):
 def test_windows(heads, logit):
     """Blocks end where sticks are spent, and equal the whole matrix; documents and padding of other lengths too."""
     T = 150
-    segments = torch.zeros(2, T, dtype=torch.int32)
+    segments = torch.zeros(2, T, dtype=torch.long)
     segments[0, 100:] = -1
     segments[1] = torch.arange(T) // 60
-    for mask in (None, segments, torch.rand(2, 1, T, T) < 0.7):
+    for mask in (None, ranges_of(segments, T), torch.rand(2, 1, T, T) < 0.7):
         states = inputs(T, T, H=heads[0], G=heads[1], logit=logit)
         expected = attention(*states, mask=mask, direct=True)[:2]
         assert_same(attention(*states, mask=mask, direct=False, block_size=16)[:2], expected, states, 1e-9)
@@ -126,11 +131,10 @@ def test_spent_sticks_save_work(padded, monkeypatch):
     monkeypatch.setattr(module._Attention, "logits", counting)
     totals = []
     for T in (1024, 2048):
-        segments = torch.zeros(1, T, dtype=torch.int32)
-        segments[0, T // 2 :] = -1
+        mask = ranges_of([0] * (T // 2) + [-1] * (T // 2), T) if padded else None
         counted.clear()
         with torch.no_grad():
-            attention(*inputs(T, T, B=1, H=1, G=1, dtype=torch.float32), mask=segments if padded else None)
+            attention(*inputs(T, T, B=1, H=1, G=1, dtype=torch.float32), mask=mask)
         totals.append(sum(counted))
     # Twice as many are linear, four times as many quadratic.
     assert totals[1] < 3 * totals[0]
@@ -176,7 +180,8 @@ def test_remainders(inclusive, remainder, blocks):
             channels, 4, layer.norm.weight.flatten(), layer.norm.bias.flatten(), eps=1e-5
         )
         expected = channels.view(2, Q, 4, 4).transpose(1, 2)
-    found, returned = layer.attend(*states, None, {"new_value": new_value}, scaling=0.5, dropout=0.0, blockwise=blocks)
+    settings = {"scaling": 0.5, "dropout": 0.0, "implementation": "blockwise" if blocks else "eager"}
+    found, returned = layer.attend(*states, None, context_of(new_value=new_value), **settings)
     assert_same([found], [expected], [*states, *layer.parameters()])
     if blocks:
         assert returned is None
@@ -190,9 +195,9 @@ def test_local_heads_take_their_own_parameters():
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     query, key, value = inputs(6, 6)
-    settings = {"scaling": 0.5, "dropout": 0.0, "blockwise": True}
-    both, _ = layer.attend(query, key, value, None, {}, **settings)
-    second, _ = layer.attend(query[:, 2:], key[:, 1:], value[:, 1:], None, {"head_offset": 2}, **settings)
+    settings = {"scaling": 0.5, "dropout": 0.0, "implementation": "blockwise"}
+    both, _ = layer.attend(query, key, value, None, context_of(), **settings)
+    second, _ = layer.attend(query[:, 2:], key[:, 1:], value[:, 1:], None, context_of(head_offset=2), **settings)
     torch.testing.assert_close(second, both[:, 2:])
 
 
@@ -221,8 +226,8 @@ def test_dropout(monkeypatch):
 def test_gradcheck_and_opcheck():
     states = inputs(5, 7, B=1, H=2, G=1, D=3)
     torch.autograd.gradcheck(lambda *x: attention(*x, direct=False, block_size=2)[:2], states)
-    segments = torch.tensor([[0, 0, 0, 1, 1, 1, -1]], dtype=torch.int32)
-    torch.library.opcheck(module._forward, (*states, segments, torch.tensor([5]), True, 0.5, 0.1, 2))
+    ranges = ranges_of([0, 0, 0, 1, 1, 1, -1], 5)
+    torch.library.opcheck(module._forward, (*states, ranges, torch.tensor([5]), True, 0.5, 0.1, 2))
 
 
 def test_second_derivative_is_refused_in_blocks():

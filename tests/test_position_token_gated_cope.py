@@ -1,4 +1,4 @@
-"""Token-gated CoPE: the specification and the blockwise path against the note's formulas; gates, table, hybrid."""
+"""Token-gated CoPE: the bias, at once and in blocks, against the note's formulas; gates, table, hybrid."""
 
 import types
 
@@ -6,18 +6,12 @@ import pytest
 import torch
 
 import oracles
-import whatwhere.attention_blockwise as blockwise
 from test_attention_blockwise import LargestTensor
-from tiny import tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, blockwise_attention
-from whatwhere.position_encoding import BlockTerm, join_digits
-from whatwhere.position_encodings import PositionEncodings, SharedPositionEncodings
-from whatwhere.position_token_gated_cope import (
-    TokenGatedCoPE,
-    TokenGatedCoPEParameters,
-    TokenGatedCoPETerm,
-    running_sums,
-)
+from tiny import position_context, ranges_of, tiny_config, tiny_model, tokens
+from whatwhere.attention_blockwise import MASKED, blockwise_attention_by_autograd
+from whatwhere.position_base import join_digits, split_digits
+from whatwhere.position_registry import supported_implementations
+from whatwhere.position_token_gated_cope import TokenGatedCoPE, TokenGatedCoPEParameters
 
 CONFIG = types.SimpleNamespace(hidden_size=6, num_attention_heads=4, head_dim=4, max_position_embeddings=48)
 
@@ -27,7 +21,24 @@ def inputs(Q, K, P, *, B=2, H=4, G=2, dtype=torch.float64):
     shapes = [(B, H, Q, 4), (B, G, K, 4), (B, G, K, 3), (B, H, Q, 4), (B, H, K), (P, 4)]
     tensors = [torch.randn(shape, dtype=dtype) for shape in shapes]
     tensors[4] = torch.sigmoid(tensors[4])
-    return [tensor.requires_grad_() for tensor in tensors]
+    return [torch.nn.Parameter(tensor) for tensor in tensors]
+
+
+def layer_of(query, value, position_query, gates, table):
+    """A layer with this table whose W_p is the identity, and a context with these queries of positions and gates."""
+    layer = TokenGatedCoPE(CONFIG, TokenGatedCoPEParameters(len(table)), 0).to(table.dtype)
+    layer.table.weight = table
+    layer.position_query.weight = torch.nn.Parameter(torch.eye(table.shape[1], dtype=table.dtype))
+    Q, K = query.shape[2], value.shape[2]
+    state = split_digits(gates.unflatten(1, (value.shape[1], -1)).transpose(2, 3), gates.dtype)
+    return layer, position_context(
+        torch.arange(K - Q, K)[None],
+        torch.arange(K)[None],
+        query=position_query,
+        value=value,
+        new_value=value[:, :, K - Q :],
+        states={"token_gated_cope": state},
+    )
 
 
 def oracle(query, key, value, position_query, gates, table, visible):
@@ -58,15 +69,15 @@ def eager(query, key, value, position_query, gates, table, visible):
     n = query.shape[1] // key.shape[1]
     logits = query @ key.repeat_interleave(n, 1).transpose(2, 3) * 0.5
     logits = logits.masked_fill(~visible, MASKED)
-    bias = TokenGatedCoPETerm.bias(logits, query, (position_query, gates, table), {"scale": 0.5})
-    weights = torch.softmax(logits + bias, -1) * visible.any(-1, keepdim=True)
+    layer, context = layer_of(query, value, position_query, gates, table)
+    weights = torch.softmax(logits + layer.bias(logits, query, context, 0.5), -1) * visible.any(-1, keepdim=True)
     return weights @ value.repeat_interleave(n, 1)
 
 
-def blocks(query, key, value, position_query, gates, table, mask, **settings):
-    terms = [BlockTerm("token_gated_cope", (position_query, gates, table), {"scale": 0.5})]
-    settings = {"block_size": 3, "direct": False, **settings}
-    return blockwise_attention(query, key, value, mask=mask, scaling=0.5, terms=terms, **settings)
+def blocks(query, key, value, position_query, gates, table, mask, block_size=3):
+    layer, context = layer_of(query, value, position_query, gates, table)
+    settings = {"scaling": 0.5, "bias": layer.bias, "context": context, "block_size": block_size}
+    return blockwise_attention_by_autograd(query, key, value, mask=mask, **settings)
 
 
 def tree(Q, K):
@@ -89,13 +100,13 @@ def test_equals_the_note(num_positions, mask):
     expected = oracle(*states, visible)
     grad = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, states, grad)
-    compact = None if segments is None else torch.tensor([segments, segments], dtype=torch.int32)
+    compact = ranges_of(segments and [segments, segments], Q)
     additive = torch.where(visible, 0.0, torch.finfo(torch.float16).min).half()
     additive[~visible.any(-1)] = float("-inf")
     forms = [visible[None, None], additive[None, None]]
     found = [eager(*states, visible), *(blocks(*states, form) for form in forms)]
     if mask != "tree":
-        found += [blocks(*states, compact), blocks(*states, compact, direct=True)]
+        found += [blocks(*states, compact), blocks(*states, compact, block_size=Q)]
     for out in found:
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
         for one, other in zip(torch.autograd.grad(out, states, grad), truth):
@@ -105,29 +116,16 @@ def test_equals_the_note(num_positions, mask):
 def test_many_blocks_equal_one():
     """Documents and padding that begin and end inside of blocks, counts past the table."""
     T = 100
-    segments = torch.arange(T, dtype=torch.int32).repeat(2, 1) // 40
+    segments = torch.arange(T).repeat(2, 1) // 40
     segments[0, 90:] = -1
     segments[1] = torch.arange(T) // 65
     states = inputs(T, T, 15)
-    expected = blocks(*states, segments, direct=True)
-    found = blocks(*states, segments, block_size=16)
+    expected = blocks(*states, ranges_of(segments, T), block_size=T)
+    found = blocks(*states, ranges_of(segments, T), block_size=16)
     torch.testing.assert_close(found, expected)
     grad = torch.randn_like(expected)
     for one, other in zip(torch.autograd.grad(found, states, grad), torch.autograd.grad(expected, states, grad)):
         torch.testing.assert_close(one, other)
-
-
-def test_running_sums():
-    """Segments need not be contiguous, nor in order."""
-    numbers = torch.rand(2, 3, 8)
-    segments = torch.tensor([[0, 0, 2, 0, 1, 1, -1, 2], [3, 3, 3, 3, -1, -1, 0, 0]], dtype=torch.int32)
-    expected = torch.zeros_like(numbers)
-    for b in range(2):
-        for slot in range(8):
-            same = segments[b, : slot + 1] == segments[b, slot]
-            expected[b, :, slot] = (numbers[b, :, : slot + 1] * same).sum(-1)
-    torch.testing.assert_close(running_sums(numbers, segments), expected)
-    torch.testing.assert_close(running_sums(numbers, None), numbers.cumsum(-1))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "blockwise"])
@@ -145,20 +143,18 @@ def test_layer_equals_the_note(implementation):
     position_query = torch.einsum("de,bhqe->bhqd", layer.position_query.weight, query)
     expected = oracle(query, key, value, position_query, gates, layer.table.weight, visible)
 
-    context = {"query_positions": torch.arange(T)[None]}
-    turned, same = layer.rotate(query, key, context)
-    assert turned is query
-    assert same is key
-    carried = layer.carry(hidden, key, context)
-    assert carried.shape == (B, G, T, 2 * H // G)
-    context = {**context, "carried": {"token_gated_cope": carried}}
+    context = position_context(torch.arange(T)[None], query=query, value=value, new_value=value)
+    state = layer.cached_state(hidden, key, context)
+    assert state.shape == (B, G, T, 2 * H // G)
+    context.states["token_gated_cope"] = state
     if implementation == "eager":
         logits = query @ key.repeat_interleave(H // G, 1).transpose(2, 3) * 0.5
         logits = logits.masked_fill(~visible, torch.finfo(torch.float32).min)
         weights = torch.softmax(logits + layer.bias(logits, query, context, 0.5), -1)
         out = weights @ value.repeat_interleave(H // G, 1)
     else:
-        out = blockwise_attention(query, key, value, scaling=0.5, terms=[layer.block_term(context, 0.5)])
+        settings = {"scaling": 0.5, "bias": layer.bias, "context": context, "block_size": 4}
+        out = blockwise_attention_by_autograd(query, key, value, **settings)
     torch.testing.assert_close(out, expected)
     grad, states = torch.randn_like(expected), [hidden, query, key, value, *layer.parameters()]
     for one, other in zip(torch.autograd.grad(out, states, grad), torch.autograd.grad(expected, states, grad)):
@@ -189,22 +185,28 @@ def test_one_key_head_in_a_batch(encoding, hidden):
 
 def test_hybrid_takes_the_query_before_rotation():
     """W_p q is that of the query as projected; content uses the rotated one, as RoPE alone has it."""
-    config = tiny_config("llama", "token_gated_cope+rope")
-    rope_config = tiny_config("llama", "rope")
-    encoding, rope = PositionEncodings(config, 0), PositionEncodings(rope_config, 0)
-    for parameter in encoding.parameters():
-        torch.nn.init.normal_(parameter)
-    hidden, positions = torch.randn(1, 5, 32), torch.arange(5)[None]
-    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    context = SharedPositionEncodings(config)(hidden, positions, None, 0, 5)
-    turned = encoding.rotate(query, key, context)
-    expected = rope.rotate(query, key, SharedPositionEncodings(rope_config)(hidden, positions, None, 0, 5))
-    for one, other in zip(turned, expected):
-        torch.testing.assert_close(one, other)
-    assert not torch.allclose(turned[0][:, :, 1:], query[:, :, 1:])
-    context["carried"] = encoding.carry(hidden, turned[1], context)
-    (term,) = encoding.block_terms(context, 0.5)
-    torch.testing.assert_close(term.tensors[0], query @ encoding["token_gated_cope"].position_query.weight.T)
+    model, seen = tiny_model("llama", "token_gated_cope+rope", "eager"), []
+    layer = model.model.layers[0].self_attn
+    part, biases = layer.encodings["token_gated_cope"], layer.encodings.bias
+
+    def watched(logits, query, context, scaling):
+        seen.append((query, context, biases(logits, query, context, scaling)))
+        return seen[-1][-1]
+
+    layer.encodings.bias = watched
+    model(tokens(1, 5))
+    hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(tokens(1, 5)))
+    query = layer.q_proj(hidden).view(1, 5, 4, 8).transpose(1, 2)
+    ((turned, context, bias),) = seen
+    rope = [oracles.rope_rotation(query[0, :, t].T, t, 10000.0, 8).T for t in range(5)]
+    torch.testing.assert_close(turned, torch.stack(rope, dim=1)[None])
+    assert not torch.allclose(turned[:, :, 1:], query[:, :, 1:])
+    # Of the oldest key, the count is its gate alone.
+    gate = torch.sigmoid(part.gate(hidden))[:, 0]
+    embedding = (1 - gate)[..., None] * part.table.weight[0] + gate[..., None] * part.table.weight[1]
+    expected = ((query @ part.position_query.weight.T) * embedding[:, :, None]).sum(-1) * 8**-0.5
+    torch.testing.assert_close(context.query, query)
+    torch.testing.assert_close(bias[..., 0], expected)
 
 
 def test_clamped_counts_have_the_last_position_and_no_gradient():
@@ -212,7 +214,8 @@ def test_clamped_counts_have_the_last_position_and_no_gradient():
     query, key, value, position_query, gates, table = inputs(8, 8, 4)
     gates = torch.ones_like(gates).requires_grad_()
     logits = torch.zeros(2, 4, 8, 8, dtype=torch.float64).masked_fill(~oracles.visible_oracle(8, 8), MASKED)
-    bias = TokenGatedCoPETerm.bias(logits, query, (position_query, gates, table), {"scale": 1.0})
+    layer, context = layer_of(query, value, position_query, gates, table)
+    bias = layer.bias(logits, query, context, 1.0)
     for j, embedding in enumerate([table[1], table[2], *[0.001 * table[2] + 0.999 * table[3]] * 6]):
         torch.testing.assert_close(bias[:, :, 7, j], position_query[:, :, 7] @ embedding)
     (grad,) = torch.autograd.grad(bias[:, :, 7, 2:].sum(), gates)
@@ -230,24 +233,21 @@ def test_the_end_of_a_large_table():
     P = T = 65536
     query, key, value = torch.randn(1, 1, 8, 2), torch.randn(1, 1, T, 2), torch.randn(1, 1, T, 2)
     position_query, gates, table = torch.randn(1, 1, 8, 2), torch.ones(1, 1, T), torch.randn(P, 2)
-    states = [state.requires_grad_() for state in (query, key, value, position_query, gates, table)]
-    outs = [blocks(*states, None, block_size=8, direct=direct) for direct in (True, False)]
+    states = [torch.nn.Parameter(state) for state in (query, key, value, position_query, gates, table)]
+    outs = [blocks(*states, None, block_size=size) for size in (8, 4)]
     torch.testing.assert_close(outs[1], outs[0])
     for one, other in zip(*(torch.autograd.grad(out.sum(), states) for out in outs)):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_gates_keep_their_digits_in_bfloat16():
-    layer = TokenGatedCoPE(CONFIG, TokenGatedCoPEParameters(), 0).bfloat16()
+    layer = TokenGatedCoPE(CONFIG, TokenGatedCoPEParameters(48), 0).bfloat16()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    hidden, query, key = torch.randn(1, 50, 6), torch.randn(1, 4, 50, 4), torch.randn(1, 2, 50, 4)
-    hidden, query, key = hidden.bfloat16(), query.bfloat16(), key.bfloat16()
-    context = {}
-    layer.rotate(query, key, context)
-    carried = layer.carry(hidden, key, context)
-    assert carried.dtype == torch.bfloat16
-    gates = join_digits(carried).transpose(2, 3).flatten(1, 2)
+    hidden, key = torch.randn(1, 50, 6).bfloat16(), torch.randn(1, 2, 50, 4).bfloat16()
+    state = layer.cached_state(hidden, key, position_context(torch.arange(50)[None]))
+    assert state.dtype == torch.bfloat16
+    gates = join_digits(state).transpose(2, 3).flatten(1, 2)
     logits = torch.nn.functional.linear(hidden, layer.gate.weight, layer.gate.bias).float()
     torch.testing.assert_close(gates, torch.sigmoid(logits).transpose(1, 2), rtol=1e-5, atol=1e-5)
 
@@ -268,7 +268,7 @@ def test_refuses_short_tables(num_positions):
 def test_initialisation():
     """N(0, 0.02) everywhere, and zero biases of the gates."""
     config = types.SimpleNamespace(hidden_size=64, num_attention_heads=32, head_dim=48, max_position_embeddings=100)
-    layer = TokenGatedCoPE(config, TokenGatedCoPEParameters(), 0)
+    layer = TokenGatedCoPE(config, TokenGatedCoPEParameters().resolve(config), 0)
     assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
         "gate.weight": (32, 64),
         "gate.bias": (32,),
@@ -288,8 +288,7 @@ def test_memory_is_linear_in_length():
     sizes = []
     for T in (512, 1024):
         states = inputs(T, T, 64, B=1, H=2, dtype=torch.float32)
-        with LargestTensor() as mode, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(blockwise, "CHUNK_LOGITS", 1)
+        with LargestTensor() as mode:
             torch.autograd.grad(blocks(*states, None, block_size=64).sum(), states)
         sizes.append(mode.largest)
     assert sizes[1] <= 2.2 * sizes[0]
@@ -297,6 +296,6 @@ def test_memory_is_linear_in_length():
 
 
 def test_claims():
-    assert TokenGatedCoPE.default_implementation == "blockwise"
-    assert TokenGatedCoPE.stock_implementations == ("sdpa",)
+    for encoding in ("token_gated_cope", "token_gated_cope+rope"):
+        assert supported_implementations(tiny_config("llama", encoding)) == ["blockwise", "sdpa", "eager"]
     assert "2405.18719" not in TokenGatedCoPE.paper

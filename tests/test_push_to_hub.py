@@ -16,11 +16,14 @@ from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.results import write_json
 
 MODELING = pathlib.Path(__file__).parent.parent / "modeling"
-# What `modeling/` holds and a checkpoint does not need: the package itself, and the other family.
-NOT_SHIPPED = {"__init__.py", "__main__.py"}
-NOT_SHIPPED |= {"configuration_whatwhere_gpt2.py", "modeling_whatwhere_gpt2.py"}
-CONFIGURATION = {"configuration_common.py", "configuration_rope.py"}
-CODE = {file.name for file in MODELING.glob("*.py")} - NOT_SHIPPED | CONFIGURATION
+# What a checkpoint of this family with PoPE needs of the package; the list of encodings is shortened.
+CONFIGURATION = {"configuration_common.py", "configuration_rope.py", "configuration_whatwhere_llama.py"}
+COPIED = {
+    *("attention.py", "attention_block.py", "attention_blockwise.py", "attention_mask.py", "attention_triton.py"),
+    *("kernel_flash.py", "kernel_launch.py", "kernel_plain.py", "kernel_pope.py", "model_card.py"),
+    *("modeling_whatwhere_llama.py", "position_base.py", "position_pope.py", "pretrained_model.py"),
+}
+CODE = COPIED | CONFIGURATION | {"position_registry.py"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 REPOSITORY = "me/x"
 
@@ -96,7 +99,7 @@ def test_exactly_these_files(hub, model):
     assert hub.created == [REPOSITORY]
     (files,) = hub.commits
     assert set(files) == CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
-    for name in CODE - CONFIGURATION - {"configuration_whatwhere_llama.py"}:
+    for name in COPIED:
         assert files[name] == (MODELING / name).read_bytes()
     assert json.loads(files["config.json"])["auto_map"]["AutoModelForCausalLM"].startswith("modeling_whatwhere_llama.")
 

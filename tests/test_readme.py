@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import whatwhere
 from tiny import tiny_model
-from whatwhere.position_encodings import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 from whatwhere.scripts import cli
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()

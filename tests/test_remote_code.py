@@ -56,18 +56,19 @@ def load(place, out, again):
         head = auto.from_pretrained(place, trust_remote_code=True)
         assert type(head).__name__.endswith(auto.__name__.removeprefix("AutoModel")), type(head)
         assert torch.equal(head.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    other = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding="none")
-    assert other.config.position_encoding == "none"
-    try:
-        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding="pop")
-    except ValueError as error:
-        assert "Did you mean 'pope'?" in str(error), error
-    else:
-        raise AssertionError("a wrong name was accepted")
+    # Neither a name that it has no code for, nor one that there is not.
+    for name in ("sinusoidal", "pop"):
+        try:
+            AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding=name)
+        except ValueError as error:
+            assert f"position_encoding={name!r} is not valid" in str(error), error
+            assert "install the package whatwhere" in str(error), error
+        else:
+            raise AssertionError("a wrong name was accepted")
     try:
         AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, attn_implementation="triton")
     except ValueError as error:
-        assert "needs Triton" in str(error) or "does not serve position_encoding" in str(error), error
+        assert "needs Triton" in str(error) or "is not supported for position_encoding" in str(error), error
     else:
         raise AssertionError("a kernel was accepted without Triton")
     assert "whatwhere" not in sys.modules
@@ -151,9 +152,9 @@ def test_lora_targets_and_the_tokenizer_in_a_clean_process(tmp_path):
 @pytest.mark.parametrize(
     ("cases", "processes"),
     [
-        ([("gpt2", "absolute"), ("llama", "cope")], 1),
+        ([("gpt2", "absolute"), ("llama", "cope"), ("llama", ["pope", "alibi"])], 1),
         pytest.param(
-            [("llama", "cope+rope"), ("gpt2", "absolute"), ("llama", "pope"), ("llama", "cope")],
+            [("llama", "cope+rope"), ("gpt2", ["rope", "none"]), ("llama", "pope"), ("llama", "cope")],
             2,
             marks=pytest.mark.slow,
         ),
@@ -185,7 +186,6 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
         assert (base, classifier) == (f"{prefix}Model", f"{prefix}ForSequenceClassification")
         assert implementation == model.config._attn_implementation
     for folder, again in zip(saved, second):
-        assert (folder / "kernel_pope.py").exists()
         before, after = (
             {path.name: path.read_bytes() for path in place.iterdir() if path.suffix in (".py", ".safetensors")}
             for place in (folder, again)
@@ -195,18 +195,47 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
         check(model, found)
 
 
+KERNELS = {"attention_triton", "kernel_flash", "kernel_launch", "kernel_plain"}
+# What a saved folder has beside the files that all have.
+NEEDED = {
+    "rope": {"position_rope"},
+    "absolute": {"position_absolute"},
+    "alibi": {"attention_blockwise", "position_alibi"},
+    "cope": {"attention_blockwise", "position_cope", "position_rope", "kernel_cope", *KERNELS},
+    "pope": {"attention_blockwise", "position_pope", "kernel_pope", *KERNELS},
+    "stick_breaking": {"attention_blockwise", "position_stick_breaking"},
+    "fox+rope": {"attention_blockwise", "position_fox", "position_rope"},
+    "rope,none": {"position_rope", "position_none"},
+    "pope,alibi": {"attention_blockwise", "position_pope", "position_alibi", "kernel_pope", *KERNELS},
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_files_are_the_repository_s(family, tmp_path):
-    tiny_model(family, "rope").save_pretrained(tmp_path)
-    saved = {path.name: path.read_bytes() for path in tmp_path.glob("*.py")}
-    other = "gpt2" if family == "llama" else "llama"
-    expected = {path.name: path.read_bytes() for path in (ROOT / "modeling").glob("*.py")}
-    others = ("__init__.py", "__main__.py")
-    for name in (*others, f"modeling_whatwhere_{other}.py", f"configuration_whatwhere_{other}.py"):
-        del expected[name]
-    for name in (f"configuration_whatwhere_{family}.py", "configuration_common.py", "configuration_rope.py"):
-        expected[name] = (ROOT / "configuration" / name).read_bytes()
-    assert saved == expected
+@pytest.mark.parametrize("encoding", NEEDED)
+@pytest.mark.parametrize("options", [False, True])
+def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, options, tmp_path):
+    name = encoding.split(",") if "," in encoding else encoding
+    tiny_model(family, name, qk_norm=options).save_pretrained(tmp_path)
+    saved = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
+    modeling = {"attention", "attention_block", "attention_mask", "model_card", "position_base", "position_registry"}
+    modeling |= {f"modeling_whatwhere_{family}", "pretrained_model"} | NEEDED[encoding]
+    modeling |= {"attention_options"} if options else set()
+    configuration = {"configuration_common", "configuration_rope", f"configuration_whatwhere_{family}"}
+    assert set(saved) == modeling | configuration
+    for folder, names in (("modeling", modeling), ("configuration", configuration)):
+        for stem in names - {"position_registry"}:
+            assert saved[stem] == (ROOT / folder / f"{stem}.py").read_text(), stem
+    # Of the list of encodings lines are left out, and modules that are not there are None.
+    registry = saved["position_registry"].splitlines()
+    whole = (ROOT / "modeling" / "position_registry.py").read_text().splitlines()
+    changed = [line for line in registry if line not in whole]
+    assert "COMPLETE = False" in changed
+    assert all(line.endswith((" = None", "COMPLETE = False")) for line in changed)
+    imported = {line.split()[1][1:] for line in registry if line.startswith("from .")}
+    assert imported <= set(saved)
+    assert {stem for stem in imported if stem.startswith("position_")} - {"position_base"} == {
+        f"position_{part}" for part in encoding.replace("+", ",").split(",")
+    }
 
 
 def test_two_copies_in_one_process(tmp_path, monkeypatch):

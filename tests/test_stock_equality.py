@@ -121,7 +121,7 @@ def stock_model(config_class, model_class, fields, folder):
             marks=[] if implementation == "sdpa" or case.id in ("llama", "gpt2") else [pytest.mark.slow],
         )
         for case in STOCK
-        for implementation in ("sdpa", "eager", "blockwise")
+        for implementation in ("sdpa", "eager")
     ],
 )
 def test_same_logits_gradients_and_generations(config_class, model_class, fields, ours, implementation, tmp_path):
@@ -241,7 +241,7 @@ def test_token_and_span_heads_of_a_stock_checkpoint(stock_class, config, our_cla
     assert {name.partition(".")[0] for name in info["missing_keys"]} <= head
 
 
-@pytest.mark.parametrize("encoding", list_position_encodings())
+@pytest.mark.parametrize("encoding", [*list_position_encodings(), ["rope", "none"], ["cope+rope", "fox"]], ids=str)
 @pytest.mark.parametrize(
     ("config_class", "model_class", "fields", "ours"), [STOCK[0], STOCK[-2]], ids=["llama", "gpt2"]
 )
@@ -256,7 +256,7 @@ def test_another_encoding_keeps_the_other_weights_and_says_which(
     gone = {name for name in state if name not in model.state_dict()}
     assert set(info["missing_keys"]) == new
     assert set(info["unexpected_keys"]) == gone
-    assert all("position" in name for name in new)
+    assert all("encodings." in name or "embed_positions" in name for name in new)
     assert gone <= {"transformer.wpe.weight"}
     for name, value in model.state_dict().items():
         assert value.isfinite().all()
@@ -272,7 +272,7 @@ def test_a_named_weight_report_reaches_the_user(tmp_path, caplog):
     logging.disable_propagation()
     report = caplog.text
     assert "wpe.weight" in report
-    assert "position_encoding.cope" in report
+    assert "encodings.cope" in report
 
 
 def test_foreign_checkpoints_are_refused(tmp_path):

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 import whatwhere
+from whatwhere.attention_blockwise import Bias
+from whatwhere.position_base import PositionContext
 
 FAMILIES = ("llama", "gpt2")
 VOCABULARY = 61
+# Parts of the names of parameters that a stock model does not have.
+OURS = ("encodings.", "attn.options.")
 
 
 def tiny_config(family, encoding, **fields):
@@ -43,7 +47,7 @@ def tiny_model(family, encoding, implementation=None, **fields):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "position_encoding" in name:
+            if any(part in name for part in OURS):
                 shift = -1.5 if "delta" in name else 0.0
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7 + shift)
     return model.eval()
@@ -52,6 +56,40 @@ def tiny_model(family, encoding, implementation=None, **fields):
 def tokens(batch, length, seed=0):
     """Random token ids (B, T) without the special ones."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def ranges_of(segments, query_length):
+    """The mask `ranges`, int32 (B, 1, Q + K, 2), of documents in one piece, (B, K) or one list of K; -1 is padding.
+
+    Row i has slot K - Q + i; it sees older slots and its own, of its own document. None for no mask.
+    """
+    if segments is None:
+        return None
+    segments = torch.as_tensor(segments)
+    segments = segments[None] if segments.ndim == 1 else segments
+    B, K = segments.shape
+    ranges = torch.zeros(B, 1, query_length + K, 2, dtype=torch.int32)
+    for b, documents in enumerate(segments.tolist()):
+        shown = [document for document in documents if document >= 0]
+        assert sorted(shown, key=shown.index) == shown, "a document is in several pieces"
+        for row, slot in enumerate(range(K - query_length, K)):
+            if documents[slot] >= 0:
+                ranges[b, 0, row] = torch.tensor([documents.index(documents[slot]), slot + 1])
+        ranges[b, 0, query_length:, 0] = segments[b] >= 0
+    return ranges
+
+
+def position_context(query_positions, key_positions=None, **fields):
+    """A context of positions, int64 (1 or B, Q) and (1 or B, K); without key positions, of as many keys as queries."""
+    key_positions = query_positions if key_positions is None else key_positions
+    context = PositionContext(query_positions, key_length=key_positions.shape[1], **fields)
+    context._computed["key_positions"] = key_positions
+    return context
+
+
+def bias_of(encoding, context, scaling):
+    """The bias of a layer's encoding, as blockwise attention takes it."""
+    return Bias(encoding.term, *encoding.term_inputs(context, scaling))
 
 
 def slow_but(quick, cases):

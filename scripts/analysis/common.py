@@ -167,7 +167,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def attention_layers(model: Any) -> list[Any]:
     """Returns the attention layers of one of our models, in order."""
     layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    return [module for module in layers if hasattr(module, "position_encoding")]
+    return [module for module in layers if hasattr(module, "encodings")]
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def read(model: Any) -> dict[str, Any]:
     if name != "pope":
         raise ValueError(f"position_encoding={name!r} has no learned phase shifts. Allowed: 'pope'.")
     layers = attention_layers(model)
-    parts = [layer.position_encoding["pope"] for layer in layers]
+    parts = [layer.encodings["pope"] for layer in layers]
     parameters = parts[0].parameters_
     if not parameters.use_delta:
         raise ValueError(

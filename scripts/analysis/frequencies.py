@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import rotate_half
 
-from ...position_encodings import list_position_encodings
 from ...position_pope import pope_frequencies
+from ...position_registry import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from .common import attention_layers, encode, label_wavelengths, watched
 
@@ -123,9 +123,9 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
 def _frequencies(model: Any, kind: str) -> torch.Tensor:
     base = model.base_model
     if kind == "pope":
-        shared = base.position_encoding["pope"]
-        return pope_frequencies(shared.rotated, shared.parameters_.theta).double()
-    tables = base.position_encoding["rope"] if hasattr(base, "position_encoding") else base
+        shared = base.shared_encodings["pope"]
+        return pope_frequencies(shared.channels, shared.theta).double()
+    tables = base.shared_encodings["rope"] if hasattr(base, "shared_encodings") else base
     return tables.rotary_emb.inv_freq.double().cpu()
 
 
@@ -139,7 +139,7 @@ def _watch_ours(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple
     kind = "pope" if name == "pope" else "rope"
     layers = attention_layers(model)
     for layer in layers:
-        part = layer.position_encoding[kind]
+        part = layer.encodings[kind]
 
         def watch(result: Any, *arguments: Any, part: Any = part, index: int = layer.layer_idx) -> None:
             # What the attention sees; rotation keeps norms.
@@ -155,7 +155,7 @@ def _watch_ours(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple
             means.add(index, "queries", norms[0])
             means.add(index, "keys", norms[1])
 
-        stack.enter_context(watched(part, "rotate", watch))
+        stack.enter_context(watched(part, "before_cache", watch))
     return kind, [layer.layer_idx for layer in layers]
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from ...position_encoding import join_digits
-from ...position_encodings import list_position_encodings
+from ...position_base import PositionContext, join_digits
+from ...position_cope import GatedCoPETerm
+from ...position_registry import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from .common import attention_layers, token_texts, watched
 
@@ -163,19 +164,19 @@ def measure(
     if model.config._attn_implementation != "eager":
         raise ValueError(f"attn_implementation={model.config._attn_implementation!r} has no maps. Allowed: 'eager'.")
     counting = next(part for part in name.split("+") if part in COUNTING)
-    served = {layer.layer_idx: layer for layer in attention_layers(model) if counting in layer.position_encoding}
+    served = {layer.layer_idx: layer for layer in attention_layers(model) if counting in layer.encodings}
     layers = _chosen("layers", layers, list(served))
     heads = _chosen("heads", heads, list(range(model.config.num_attention_heads)))
     found: dict[int, tuple[torch.Tensor, ...]] = {}
     with contextlib.ExitStack() as stack:
         for index in layers:
-            encoding = served[index].position_encoding
+            encoding = served[index].encodings
 
             def watch(
                 bias: torch.Tensor,
                 logits: torch.Tensor,
                 query: torch.Tensor,
-                context: dict[str, Any],
+                context: PositionContext,
                 scaling: float,
                 part: Any = encoding[counting],
                 index: int = index,
@@ -190,7 +191,7 @@ def measure(
             stack.enter_context(watched(encoding, "bias", watch))
         output = model(input_ids=ids, use_cache=False, output_attentions=True)
     gates, positions, alone = (torch.stack([found[index][which] for index in layers]) for which in range(3))
-    part = served[layers[0]].position_encoding[counting]
+    part = served[layers[0]].encodings[counting]
     tokens = token_texts(tokenizer, ids[0].tolist())
     return Maps(
         encoding=name,
@@ -222,7 +223,7 @@ def _last(part: Any) -> float | None:
 
 
 def counted(
-    part: Any, logits: torch.Tensor, query: torch.Tensor, context: dict[str, Any], scaling: float
+    part: Any, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns gates and positions, (B, H, T, T) each, from what an encoding's `bias` is given, without a cache.
 
@@ -235,16 +236,16 @@ def counted(
     hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
     if part.name == "token_gated_cope":
         # A gate for each token, (B, G, T, n) to (B, H, 1, T).
-        gates = join_digits(context["carried"][part.name]).transpose(2, 3).flatten(1, 2)[:, :, None]
+        gates = join_digits(context.states[part.name]).transpose(2, 3).flatten(1, 2)[:, :, None]
         gates = gates.expand_as(logits).masked_fill(hidden, 0)
         positions = gates.cumsum(-1)
     else:
         opening = logits
-        term = part.block_term(context, scaling)
-        if "gate_scale" in term.parameters:
-            gate_key = term.tensors[1].float()
+        if part.term is GatedCoPETerm:
+            tensors, (_, gate_scale) = part.term_inputs(context, scaling)
+            gate_key = tensors[1].float()
             gate_key = gate_key.repeat_interleave(query.shape[1] // gate_key.shape[1], dim=1)
-            opening = query.float() @ gate_key.transpose(2, 3) * term.parameters["gate_scale"]
+            opening = query.float() @ gate_key.transpose(2, 3) * gate_scale
         gates = torch.sigmoid(opening).masked_fill(hidden, 0)
         positions = gates.flip(-1).cumsum(-1).flip(-1)
     last = _last(part)

@@ -17,8 +17,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from whatwhere import WhatWhereLlamaConfig
-from whatwhere.attention_blockwise import blockwise_attention
-from whatwhere.position_cope import CoPE, CoPEParameters
+from whatwhere.attention_blockwise import Bias, blockwise_attention
+from whatwhere.position_base import PositionContext
+from whatwhere.position_cope import CoPETerm
 from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
 
 from .measure import CheckFailed, Refused, captured
@@ -175,7 +176,6 @@ class Workload:
         rotary = LlamaRotaryEmbedding(LlamaConfig(**fields)).to(device)
         self.rotary = rotary(torch.zeros((), device=device), positions)
         self.rotary_cast = tuple(table.to(dtype) for table in self.rotary)
-        self.cope = CoPE(config, CoPEParameters(num_positions=num_positions, scale_positions=False), 0).to(device)
         parameters = PoPEParameters()
         self.pope = PoPE(config, parameters, 0).to(device)
         assert self.pope.delta is not None, "PoPE has phase shifts by default"
@@ -183,7 +183,7 @@ class Workload:
         self.delta = self.phase_shift.weight
         with torch.no_grad():
             self.delta.uniform_(-2.0, 0.0, generator=self.generator)
-        self.polar_tables = PolarTables(config, parameters)
+        self.polar_tables = PolarTables(head_dim, parameters.theta)
         self.polar = self._polar(positions, positions)
         self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
         self._positions = positions
@@ -202,9 +202,10 @@ class Workload:
         ranges = [(0, 128), (length // 2 - 61, length // 2 + 67), (length - 129, length)]
         return torch.cat([torch.arange(low, high, device=self.device) for low, high in ranges])
 
-    def _polar(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> dict[str, Any]:
-        context: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
-        context["pope"] = self.polar_tables(torch.zeros((), device=self.device), context)
+    def _polar(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> PositionContext:
+        past, length = key_positions.shape[1] - query_positions.shape[1], key_positions.shape[1]
+        context = PositionContext(query_positions, past_length=past, key_length=length, consecutive=True)
+        context.shared["pope"] = self.polar_tables(torch.zeros((), device=self.device), context)
         return context
 
     # Inputs and references.
@@ -234,7 +235,7 @@ class Workload:
         if kind == "rope":
             tensors += self.rotary_cast
         if kind == "pope":
-            tensors += self.polar["pope"][:2]
+            tensors += self.polar.shared["pope"][:2]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _one_head(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -260,7 +261,7 @@ class Workload:
         if kind == "pope":
             query, key, value, delta = inputs
             query, key = F.softplus(query), F.softplus(key)
-            tables = tuple(table[:, 0] for table in self.polar["pope"])
+            tables = tuple(table[:, 0] for table in self.polar.shared["pope"])
             return pope_reference(query, key, value, delta, tables=tables, **options)
         return cope_reference(*inputs, **options)
 
@@ -378,9 +379,8 @@ class Workload:
             def function(
                 query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
             ) -> torch.Tensor:
-                term = self.cope.block_term({}, self.scaling)
-                term.tensors = (table,)
-                return blockwise_attention(query, key, value, scaling=self.scaling, terms=[term])
+                bias = Bias(CoPETerm, (table,), (1.0,))
+                return blockwise_attention(query, key, value, scaling=self.scaling, biases=[bias])
 
         query, key, value, table = self.inputs(kind)
         newest = query[:, :, -1:].detach().contiguous()
@@ -392,16 +392,16 @@ class Workload:
         attend = self._pope_kernel() if name == "pope-triton" else self._pope_rotated(name)
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            return attend(*self.pope.rotate(query, key, self.polar), value, self.polar, True)
+            return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar, True)
 
         # The cache holds magnitudes; those of the new query and the new key are computed.
         newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (self.query, self.key)]
         with torch.no_grad():
-            cached = self.pope.rotate(newest[0], self.key, self.polar)[1]
+            cached = self.pope.before_cache(newest[0], self.key, self.polar)[1]
         polar = self._polar(self._positions[:, -1:], self._positions)
 
         def decode() -> torch.Tensor:
-            query, _ = self.pope.rotate(newest[0], newest[1], polar)
+            query, _ = self.pope.before_cache(newest[0], newest[1], polar)
             return attend(query, cached, self.value, polar, False)
 
         context = self._backend(name) if name.startswith("pope-sdpa-") else contextlib.nullcontext
@@ -411,9 +411,9 @@ class Workload:
         attention = self._kernel("kernel_pope").pope_attention
 
         def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: dict[str, Any], causal: bool
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
         ) -> torch.Tensor:
-            tables = tuple(table[:, 0] for table in polar["pope"])
+            tables = tuple(table[:, 0] for table in polar.shared["pope"])
             return attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
 
         return attend
@@ -422,9 +422,9 @@ class Workload:
         padded, blockwise = "unpadded" not in name, name == "pope-blockwise"
 
         def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: dict[str, Any], causal: bool
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
         ) -> torch.Tensor:
-            query, key = self.pope.rotate_cached(query, key, polar)
+            query, key = self.pope.after_cache(query, key, polar)
             if blockwise:
                 return blockwise_attention(query, key, value, scaling=self.scaling)
             width = value.shape[-1]

@@ -59,11 +59,11 @@ class Models:
         except (ValueError, ImportError) as error:
             raise Refused(" ".join(str(error).split())) from error
         missing, unexpected = model.load_state_dict(self.stock.state_dict(), strict=False)
-        if unexpected or any("position_encoding" not in key for key in missing):
+        if unexpected or any("encodings." not in key for key in missing):
             raise CheckFailed(f"weights do not match, missing {missing!r}, unexpected {unexpected!r}")
         with torch.no_grad():
             for key, parameter in model.named_parameters():
-                if "position_encoding" in key:
+                if "encodings." in key:
                     # A table of zeros would hide a mistake.
                     parameter.uniform_(-1.0, 0.0)
         return model

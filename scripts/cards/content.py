@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ...model_card import card_head, card_tags, sign
-from ...position_encodings import reach
+from ...position_registry import max_length
 from ..evaluation.data_description import describe_data
 from ..evaluation.length_report import table as length_table
 
@@ -101,7 +101,7 @@ def model_card(
         figure=figure,
         recipe_file=recipe_file,
         paper_tables=paper_tables,
-        limit=reach(config),
+        limit=max_length(config),
         is_transfer=_is_transfer(data),
     )
     return sign(card.data, card.text, weights)

@@ -20,7 +20,7 @@ from typing import Any
 import datasets
 import yaml
 
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 from .files import read_files, read_text
 from .genome import read_genome, read_sequence

@@ -112,7 +112,7 @@ def longest_length(model: nn.Module) -> int | None:
     if hasattr(config, "position_encoding"):
         # The list of encodings beside this model's class: the package's, or the checkpoint's own copy.
         siblings = type(model).__module__.rpartition(".")[0]
-        return importlib.import_module(f"{siblings}.position_encodings").reach(config)
+        return importlib.import_module(f"{siblings}.position_registry").max_length(config)
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):

@@ -32,7 +32,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...position_encoding import suggest
+from ...position_base import suggest
 from ..extras import explain, fail_import
 from .checkpoints import Loading, longest_length, names_of
 from .options import add_loading, at_least_one, loading_of

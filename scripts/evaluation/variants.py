@@ -15,7 +15,7 @@ RoPE's are computed by Transformers (`rope_parameters` with `rope_type` "linear"
 from collections.abc import Callable
 from typing import Any
 
-from ...position_encoding import suggest
+from ...position_base import suggest
 
 
 class DoesNotApply(ValueError):

@@ -45,8 +45,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_card import weights_fingerprint
-from ...position_encoding import suggest
-from ...position_encodings import reach
+from ...position_base import suggest
+from ...position_registry import max_length
 from ..extras import explain
 from .checkpoints import Loading, names_of
 from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_files
@@ -193,7 +193,7 @@ def run(
         {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
     )
     config = loading.config(checkpoint)
-    if hasattr(config, "position_encoding") and reach(config) is None:
+    if hasattr(config, "position_encoding") and max_length(config) is None:
         options["max_length"] = MAX_LENGTH
     try:
         model = HFLM(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 from ..training.recipe import Recipe, differences, load_recipe
 from ..training.run_folder import RunFolder

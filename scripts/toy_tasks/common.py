@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 from ..checks import Checked, Count, NotNegative, checked_fields, parse
 from ..data.tokenize import END_OF_TEXT, PADDING

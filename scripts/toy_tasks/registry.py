@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 from . import alice, counting, flip_flop, indirect_indexing, selective_copy
 from .common import SampleConfig, TaskBuilder, check_names

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.position_encodings import reach
+from whatwhere.position_registry import max_length
 
 from ..cards.command import write_card
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
@@ -278,7 +278,7 @@ def _finetune(
 def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[Any, dict[str, Any], str, str]:
     """Returns the tokenizer, the blocks of `train` and `test`, the split that serves as `test`, and what it is."""
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
-    limit = reach(config)
+    limit = max_length(config)
     if limit is not None and length > limit:
         raise FinetuneError(
             f"sequence_length={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
-from whatwhere.position_encodings import reach
+from whatwhere.position_registry import max_length
 
 from .recipe import Recipe, RecipeError, TrainingRecipe, model_problem
 
@@ -44,7 +44,7 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
     if problem := model_problem({"family": family, **fields}):
         raise RecipeError(problem)
     config = FAMILIES[family].config_class(**fields)
-    limit = reach(config)
+    limit = max_length(config)
     if limit is not None and length > limit:
         what = (
             "data.sequence_length" if length == recipe.data.sequence_length else "the longest sample of data.test_sets"

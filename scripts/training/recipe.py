@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field
 
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
-from whatwhere.position_encoding import suggest
+from whatwhere.position_base import suggest
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused, parse
 from ..data.source import TextSource

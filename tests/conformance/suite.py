@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto
 from transformers_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin, test_training_mixin
 
 import whatwhere
-from whatwhere.position_encodings import default_implementation
+from whatwhere.position_registry import supported_implementations
 
 # Classes outside the library are not in its name tables, by which the tests choose labels and heads.
 for _family in ("Llama", "GPT2"):
@@ -114,7 +114,7 @@ def conformance_case(family: str, encoding: str) -> type[unittest.TestCase]:
         self.all_model_classes = tester.all_model_classes
 
     members = {"setUp": set_up, "__module__": __name__}
-    if encoding != "stock" and (default := default_implementation(tester.get_config())) != "sdpa":
+    if encoding != "stock" and (default := supported_implementations(tester.get_config())[0]) != "sdpa":
         skip = unittest.skip(f"by design: the default of this encoding is {default!r}, the test asks for 'sdpa'")
         members["test_sdpa_can_dispatch_non_composite_models"] = skip(lambda self: None)
     bases = (

@@ -1,9 +1,10 @@
-"""What the models of both families share: attention, the preparation of a forward pass, saving, and refusals.
+"""What the models of both families share: loading, saving, generation, and the preparation of a forward pass.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
 
 import os
+import pathlib
 import re
 from typing import Any
 
@@ -11,21 +12,35 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
 from .attention import choose_implementation
-from .attention_triton import ROTATING, is_limits
+from .attention_mask import is_ranges
 from .model_card import card_tags, complete_card
-from .position_encoding import PositionContext
-from .position_encodings import POSITION_ENCODINGS, check, list_position_encodings, supported_implementations
+from .position_base import PositionContext
+from .position_registry import (
+    POSITION_ENCODINGS,
+    check,
+    parse,
+    supported_implementations,
+)
 
 logger = logging.get_logger(__name__)
 
 # Keywords of `from_pretrained` that locate files.
 _LOCATION = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
+
+# Names of weights before version 3.
+_MOVED = ("output_gate", "output_norm", "query_norm", "key_norm", "key_shift", "value_shift")
+_RENAMED = {
+    **{rf"attn\.position_encoding\.fox\.{part}\.": f"attn.options.{part}." for part in _MOVED},
+    r"attn\.position_encoding\.": "attn.encodings.",
+    r"position_encoding\.": "shared_encodings.",
+}
 
 
 class WhatWherePreTrainedModel(PreTrainedModel):
@@ -66,7 +81,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         # is sharded by heads instead, because the gradient of its input would be partial too.
         assert self._tp_plan is not None, "the base class takes it from the configuration"
         for name, module in self.named_modules():
-            if "position_encoding" in name.split(".") and any(True for _ in module.parameters(recurse=False)):
+            ours = hasattr(module, "reset") or hasattr(module, "tensor_parallel_style")
+            if ours and any(True for _ in module.parameters(recurse=False)):
                 pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
                 self._tp_plan[pattern] = getattr(module, "tensor_parallel_style", "replicated_with_grad_allreduce")
 
@@ -94,20 +110,27 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model as `PreTrainedModel.from_pretrained` does; brings weights of older versions up to date."""
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        version = cls.config_class.weights_version  # type: ignore[union-attr]
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
             location = {key: kwargs[key] for key in _LOCATION if key in kwargs}
             try:
                 # The version belongs to the weights, so it is read from their folder and not from a passed config.
                 saved, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **location)
             except OSError:
-                saved = {"_weights_version": model.config._weights_version}
-            if saved.get("_weights_version", 1) < model.config.weights_version:
-                for module in model.modules():
-                    upgrade = getattr(module, "upgrade", None)
-                    if callable(upgrade):
-                        upgrade()
+                saved = {}
+            if saved.get("model_type") == cls.config_class.model_type:  # type: ignore[union-attr]
+                version = saved.get("_weights_version", 1)
+        if version < 3:
+            kwargs["key_mapping"] = {**_RENAMED, **kwargs.get("key_mapping", {})}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if version < 2:
+            for module in model.modules():
+                upgrade = getattr(module, "upgrade", None)
+                if callable(upgrade):
+                    upgrade()
+        # Transformers would save the weights under the names that they had in the file.
+        model._weight_conversions = None
         model.config._weights_version = model.config.weights_version
         return loaded
 
@@ -135,10 +158,41 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True) and os.path.isdir(save_directory):
+            self._reduce_code(pathlib.Path(save_directory))
             complete_card(os.fspath(save_directory), self.config, source=self._loaded_from())
 
+    def _reduce_code(self, folder: pathlib.Path) -> None:
+        """Removes from a saved folder the code of encodings that the configuration does not name."""
+        registry = folder / "position_registry.py"
+        if not registry.is_file():
+            return
+        used = parse(self.config)
+        dropped = {cls.__name__ for name, cls in POSITION_ENCODINGS.items() if name not in used}
+        supported = supported_implementations(self.config)
+        needed = {
+            "attention_blockwise": "blockwise" in supported,
+            "attention_triton": any(cls.overrides("kernel") for cls, _ in used.values()),
+            "attention_options": self.config.has_attention_options,
+        }
+        lines = []
+        for line in registry.read_text(encoding="utf-8").splitlines():
+            imported = re.match(r"from \.(\w+) import (.+)$", line)
+            module, names = imported.groups() if imported else ("", line.strip().rstrip(","))
+            if names in dropped:
+                continue
+            line = line if needed.get(module, True) else f"{names.replace(',', ' =')} = None"
+            lines.append("COMPLETE = False" if line == "COMPLETE = True" else line)
+        registry.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        model = folder / f"{type(self).__module__.rpartition('.')[2]}.py"
+        kept = {model.name, *(os.path.basename(path) for path in get_relative_import_files(model))}
+        for path in pathlib.Path(__file__).parent.glob("*.py"):
+            if path.name not in kept and path.name != "__init__.py" and "import " in path.read_text(encoding="utf-8"):
+                (folder / path.name).unlink(missing_ok=True)
+
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        # Called between the generic card, which Transformers writes when it pushes, and the upload.
+        # Called between the generic card, which Transformers writes when it pushes, and the upload; with
+        # `save_pretrained(push_to_hub=True)` before `save_pretrained` goes on here.
+        self._reduce_code(pathlib.Path(working_dir))
         complete_card(os.fspath(working_dir), self.config, source=self._loaded_from(), name=repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
@@ -148,7 +202,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 
 
 class WhatWhereGenerationMixin:
-    """Refuses by name the generation modes that an encoding can not serve."""
+    """Refuses by name the generation modes that an encoding does not support."""
 
     def _get_static_cache_init_shape(self) -> tuple[int, int] | None:
         # Cached keys may be wider than a head: the first update knows how wide.
@@ -158,7 +212,7 @@ class WhatWhereGenerationMixin:
         """Continuous batching; see `transformers.generation.ContinuousMixin`.
 
         Raises:
-            ValueError: the encoding changes cached keys or adds to the logits, which paged attention can not do.
+            ValueError: the encoding changes cached keys or adds to the logits, which paged attention does not support.
         """
         self.refuse_continuous_batching()
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
@@ -169,105 +223,14 @@ class WhatWhereGenerationMixin:
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def refuse_continuous_batching(self) -> None:
-        """Raises ValueError if paged attention can not serve the encoding."""
+        """Raises ValueError if paged attention does not support the encoding."""
         config = self.config  # type: ignore[attr-defined]
         if "flash_attention" not in supported_implementations(config):
             raise ValueError(
-                f"Continuous batching does not serve position_encoding={config.position_encoding!r}: paged attention "
-                "knows no bias and no rotation of cached keys. Use generate(). Allowed: "
+                f"Continuous batching does not support position_encoding={config.position_encoding!r}: paged attention "
+                "has no bias and no rotation of cached keys. Use generate(). Allowed: "
                 "'none', 'absolute', 'sinusoidal', 'rope'."
             )
-
-
-def attend(
-    module: Any,
-    interface: Any,
-    hidden: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
-    position_context: PositionContext,
-    dropout: float,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One layer's attention, from projected states to merged heads.
-
-    Args:
-        module: the attention layer, with `position_encoding`, `scaling` and `layer_idx`.
-        interface: the attention function.
-        hidden: (B, Q, E), the input of the layer's projections.
-        query: (B, H, Q, D). key, value: (B, G, Q, D), of the new tokens.
-        attention_mask: what the implementation's mask function made.
-        past_key_values: the cache, updated here.
-        position_context: what the model computed once for all layers.
-        dropout: the probability of dropping an attention weight.
-
-    Returns:
-        The output (B, Q, H * D), and the weights (B, H, Q, K) from an implementation that has them.
-    """
-    if "cache" in kwargs and "flash_attention" not in supported_implementations(module.config):
-        raise ValueError(
-            f"A paged cache does not serve position_encoding={module.config.position_encoding!r}. Use generate()."
-        )
-    encoding = module.position_encoding
-    if query.shape[1] != module.num_heads:
-        position_context = {**position_context, "head_offset": _first_local_head(module, query.shape[1])}
-    if encoding.rotations:
-        query, key = encoding.rotate(query, key, position_context)
-    carried = encoding.carry(hidden, key, position_context) if encoding.carriers else {}
-    new_value = value
-    if past_key_values is not None:
-        key, value, carried = _update_cache(past_key_values, key, value, carried, module.layer_idx)
-    if encoding.mixers or encoding.biases or encoding.replacements:
-        position_context = {**position_context, "carried": carried, "value": value, "new_value": new_value}
-    if encoding.mixers:
-        key, value = encoding.mix_cached(key, value, position_context)
-    if encoding.cached_rotations and module.config._attn_implementation not in ROTATING:
-        query, key = encoding.rotate_cached(query, key, position_context)
-    output, weights = interface(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=module.scaling,
-        position_context=position_context,
-        **kwargs,
-    )
-    if weights is None and kwargs.get("output_attentions", module.config.output_attentions):
-        raise ValueError(
-            f"output_attentions=True: attn_implementation={module.config._attn_implementation!r} has no attention "
-            "weights. Allowed: 'eager', by from_pretrained(..., attn_implementation='eager') or "
-            "model.set_attn_implementation('eager')."
-        )
-    if encoding.finishers:
-        output = encoding.finish(output, hidden, position_context)
-    return output.reshape(*output.shape[:2], -1).contiguous(), weights
-
-
-def _update_cache(
-    cache: Cache, key: torch.Tensor, value: torch.Tensor, carried: dict[str, torch.Tensor], layer_idx: int
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns all keys, values and carried states, (B, G, K, ...), the new ones (B, G, Q, ...) included.
-
-    Carried states are further channels of the cached keys: so every cache of Transformers holds, crops, reorders and
-    offloads them with the keys.
-    """
-    if not carried:
-        return *cache.update(key, value, layer_idx), carried
-    widths = [key.shape[-1], *(state.shape[-1] for state in carried.values())]
-    keys, value = cache.update(torch.cat((key, *carried.values()), dim=-1), value, layer_idx)
-    key, *states = keys.split(widths, dim=-1)
-    return key, value, dict(zip(carried, states))
-
-
-def _first_local_head(module: nn.Module, local_heads: int) -> int:
-    # Under tensor parallelism a rank sees its own heads only; what belongs to a head is looked up by its number.
-    mesh = next(p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh"))
-    return mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * local_heads
 
 
 def prepare_forward(
@@ -281,7 +244,7 @@ def prepare_forward(
     """Returns position ids, the attention mask, the position context and the cache of one forward pass.
 
     Args:
-        model: the base model, with `config` and `position_encoding`.
+        model: the base model, with `config` and `shared_encodings`.
         inputs_embeds: (B, Q, E).
         attention_mask: (B, past + Q) with 0 for padding, or a 4D mask (B, 1 or H, Q, K), or None; or what
             `create_masks_for_generate` made.
@@ -290,7 +253,7 @@ def prepare_forward(
         use_cache: whether to make a cache if there is none.
 
     Raises:
-        ValueError: a mask of the wrong shape, or a sequence longer than the encoding reaches.
+        ValueError: a mask of the wrong shape, or a sequence longer than the encoding supports.
     """
     config = model.config
     batch, length = inputs_embeds.shape[:2]
@@ -305,12 +268,12 @@ def prepare_forward(
     if position_ids is None:
         position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
     _check_positions(position_ids, batch, length)
-    _check_reach(config, model.position_encoding.reach, position_ids)
+    _check_length(config, model.shared_encodings.max_length, position_ids)
     key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
     _check_mask(config, attention_mask, batch, length, past_length, key_length)
-    context = model.position_encoding(
-        inputs_embeds, position_ids, attention_mask, past_length, key_length, consecutive=consecutive
-    )
+    given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
+    context = PositionContext(position_ids, given, past_length, key_length, consecutive)
+    model.shared_encodings(inputs_embeds, context)
     # Transformers looks for packed documents only where no cache is given; an empty one hides nothing.
     empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
     mask: Any = create_causal_mask(
@@ -352,11 +315,11 @@ def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_
             )
         return
     if (
-        config._attn_implementation in ROTATING
-        and is_limits(attention_mask)
+        config._attn_implementation in ("auto", "blockwise", "triton")
+        and is_ranges(attention_mask)
         and shape == (batch, 1, length + key_length, 2)
     ):
-        # The kernels' mask, made by `create_masks_for_generate` for a static cache.
+        # Made by `create_masks_for_generate` for a static cache.
         return
     fits = (
         attention_mask.ndim == 4
@@ -374,20 +337,15 @@ def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_
         )
 
 
-def _check_reach(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
+def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
     if limit is None or torch.compiler.is_compiling() or position_ids.device.type == "meta":
         return
     length = int(position_ids.max()) + 1
     if length > limit:
-        unlimited = ", ".join(
-            name
-            for name in list_position_encodings()
-            if all(POSITION_ENCODINGS[part].unlimited() for part in name.split("+"))
-        )
         raise ValueError(
-            f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} reaches "
-            f"({limit} tokens). Shorten it, or use an encoding without a limit: {unlimited}, or relative with "
-            "beyond='last' or 'none'."
+            f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
+            f"({limit} tokens). Shorten it, or use another encoding: all but 'absolute' and 'relative' have no limit, "
+            "and 'relative' has none with beyond='last' or 'none'."
         )
 
 

@@ -1,0 +1,91 @@
+"""What the attention layers of both families share: their encodings, their options, and the cache.
+
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from .position_base import PositionContext
+from .position_registry import AttentionOptions, PositionEncodings
+
+
+class AttentionBlock(nn.Module):
+    """Base of both families' attention layers; their `forward` shows the order of the steps."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = True
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.encodings = PositionEncodings(config, layer_idx)
+        self.options = AttentionOptions(config) if config.has_attention_options else None
+
+    def layer_context(self, context: PositionContext, value: torch.Tensor) -> PositionContext:
+        """Returns this layer's own copy of the context, with its new values (B, G, Q, V)."""
+        context = PositionContext(**{**vars(context), "value": value, "new_value": value})
+        heads = value.shape[1] * self.num_key_value_groups
+        if heads != self.num_heads:
+            # Under tensor parallelism a rank has only some heads; what belongs to a head is looked up by its number.
+            mesh = next(p.device_mesh for p in self.parameters() if hasattr(p, "device_mesh"))
+            context.head_offset = mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * heads
+        return context
+
+    def before_cache(
+        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Changes new queries (B, H, Q, D) and keys (B, G, Q, D); fills in `context.query`."""
+        if self.options is not None:
+            query, key = self.options.normed(query, key, context)
+        context.query = query
+        return self.encodings.before_cache(query, key, context)
+
+    def update_cache(
+        self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext, cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns all keys and values, cached ones included; fills in `context.value` and `context.states`.
+
+        States are further channels of the cached keys, so every cache of Transformers holds, crops, reorders and
+        offloads them with the keys.
+
+        Args:
+            hidden: (B, Q, E), the input of the layer.
+            key: (B, G, Q, D), the new keys.
+            context: the context of this layer, with the new values (B, G, Q, V).
+            cache: the cache, or None.
+        """
+        states, value = self.encodings.cached_state(hidden, key, context), context.value
+        if self.options is not None:
+            states |= self.options.cached_state(hidden, key.dtype)
+        if cache is not None and not states:
+            key, value = cache.update(key, value, self.layer_idx)
+        elif cache is not None:
+            widths = [key.shape[-1], *(state.shape[-1] for state in states.values())]
+            keys, value = cache.update(torch.cat((key, *states.values()), dim=-1), value, self.layer_idx)
+            key, *found = keys.split(widths, dim=-1)
+            states = dict(zip(states, found))
+        context.states = states
+        if self.options is not None:
+            key, value = self.options.shifted(key, value, context)
+        context.value = value
+        return key, value
+
+    def merge_heads(self, output: torch.Tensor, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
+        """Returns the output of the heads, (B, Q, H, D), as (B, Q, H * D)."""
+        if self.options is not None:
+            output = self.options.finished(output, hidden, context)
+        return output.reshape(*output.shape[:2], -1).contiguous()
+
+    def check_weights(self, weights: torch.Tensor | None, asked: bool | None) -> None:
+        """Raises ValueError if attention weights were asked for and the implementation has none."""
+        if weights is None and (self.config.output_attentions if asked is None else asked):
+            raise ValueError(
+                f"output_attentions=True: attn_implementation={self.config._attn_implementation!r} has no attention "
+                "weights. Allowed: 'eager', by from_pretrained(..., attn_implementation='eager') or "
+                "model.set_attn_implementation('eager')."
+            )

@@ -1,0 +1,104 @@
+"""The mask of `auto`, `blockwise` and `triton` attention, and what other implementations get in its place.
+
+The mask is linear in the length: "ranges", int32 (B, 1, Q + K, 2). Query row i sees key slot j exactly if
+`low <= j < high` for `low, high = ranges[b, 0, i]`, and slot j is not padding: `ranges[b, 0, Q + j, 0] != 0`. That
+covers causality, padding, packed documents, and the empty slots of a static cache. It has four dimensions because
+Transformers hands a 4D mask, as `generate` prepares it for a static cache, to the model unchanged. None means causal
+with the rows at the end of the keys. A user's own 4D mask, boolean or additive (B, 1 or H, Q, K), passes through.
+
+Axes: B batch, H query heads, Q query length, K key length.
+"""
+
+from typing import Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+
+def is_ranges(mask: Any) -> bool:
+    """Returns True if a mask has the form of ranges."""
+    return isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.int32
+
+
+def ranges_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Makes ranges, without waiting for a GPU. A mask function that Transformers' `sdpa` must evaluate gives a 4D mask.
+
+    Returns:
+        None for plain causal attention with the rows at the end of the keys, else ranges. A row that is padding itself
+        sees nothing; the others begin at the first slot of their document that is not padding to the left.
+    """
+    if use_vmap:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,  # type: ignore[arg-type]
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+    packed = mask_function is not causal_mask_function
+    filled = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
+    if filled and not packed and _hides_nothing(attention_mask):
+        return None
+    slots = torch.arange(kv_length, device=device)
+    # The slot of each row, (Q,) and on the device even if the cache counts there.
+    rows = torch.arange(q_length, device=device) + q_offset - kv_offset
+    own = rows.clamp(max=kv_length - 1)
+    valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+    if attention_mask is not None:
+        given = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        valid = torch.nn.functional.pad(given, (0, kv_length - given.shape[-1]))
+    low = (valid.cumsum(-1) == 0).sum(-1, keepdim=True)
+    if packed and kv_length > 1:
+        # Documents are contiguous: a slot that does not see its neighbour begins a new one.
+        batch = torch.arange(batch_size, device=device)[:, None]
+        same = mask_function(batch, torch.zeros_like(batch), slots[None, 1:] + kv_offset, slots[None, :-1] + kv_offset)
+        begins = torch.nn.functional.pad(~same.expand(batch_size, -1), (1, 0))
+        first = torch.where(begins, slots, 0).cummax(-1).values
+        low = torch.maximum(low, first[:, own])
+    low = low.expand(batch_size, q_length)
+    high = torch.where(valid[:, own], (rows + 1).clamp(max=kv_length), low)
+    ranges = torch.stack((low, torch.maximum(high, low)), dim=-1)
+    flags = torch.stack((valid, torch.zeros_like(valid)), dim=-1)
+    return torch.cat((ranges.to(torch.int32), flags.to(torch.int32)), dim=1)[:, None]
+
+
+def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
+    """Returns True if a 2D mask is known to have no padding, without waiting for a GPU."""
+    if attention_mask is None:
+        return True
+    unknown = torch.compiler.is_compiling() or torch.jit.is_tracing() or attention_mask.device.type != "cpu"
+    return not unknown and bool(attention_mask.all())
+
+
+def dense_mask(ranges: torch.Tensor, query_length: int) -> torch.Tensor:
+    """Returns ranges (B, 1, Q + K, 2) as a boolean mask (B, 1, Q, K), True where visible."""
+    low, high = ranges[:, :, :query_length].unsqueeze(-2).unbind(-1)
+    valid = ranges[:, :, query_length:, 0].unsqueeze(2) != 0
+    slots = torch.arange(valid.shape[-1], device=ranges.device)
+    return (slots >= low) & (slots < high) & valid
+
+
+def causal_mask(query_length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    """Returns a boolean (Q, K) mask, True where visible; queries are aligned to the end of the keys."""
+    return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril(key_length - query_length)
+
+
+# Transformers looks mask functions up globally; without an entry padding would be ignored.
+for _name in ("auto", "blockwise", "triton"):
+    AttentionMaskInterface.register(_name, ranges_mask)

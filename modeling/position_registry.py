@@ -1,0 +1,290 @@
+"""The list of position encodings, which of them is in which layer, and what a model builds from that.
+
+What a saved folder may leave out is imported here only.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention_blockwise import blockwise_path
+from .attention_options import AttentionOptions
+from .attention_triton import auto_kernel, check_available, triton_attention_forward
+from .position_absolute import AbsolutePositionEncoding
+from .position_alibi import ALiBi
+from .position_base import PositionContext, PositionEncoding, parse_parameters, suggest
+from .position_cope import CoPE
+from .position_cope_alibi import CoPEALiBi
+from .position_cope_mlp import CoPEMLP
+from .position_fox import FoX
+from .position_none import NoPositionEncoding
+from .position_pope import PoPE
+from .position_relative import RelativePosition
+from .position_rope import RotaryPositionEncoding
+from .position_sinusoidal import SinusoidalPositionEncoding
+from .position_stick_breaking import StickBreaking
+from .position_token_gated_cope import TokenGatedCoPE
+
+# Transformers ships the files that it can read in `from .x import` lines, so the list cannot be discovered. A saved
+# folder has the same file with only the encodings that its configuration names; of the modules above it has those that
+# these need, and None for the functions of the others.
+POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
+    cls.name: cls
+    for cls in (
+        NoPositionEncoding,
+        AbsolutePositionEncoding,
+        SinusoidalPositionEncoding,
+        RelativePosition,
+        ALiBi,
+        RotaryPositionEncoding,
+        CoPE,
+        CoPEALiBi,
+        CoPEMLP,
+        PoPE,
+        FoX,
+        StickBreaking,
+        TokenGatedCoPE,
+    )
+}
+# False in a saved folder.
+COMPLETE = True
+# Sums that are defined, tested and documented, written in this order.
+COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi", "fox+rope", "token_gated_cope+rope")
+
+Part = tuple[type[PositionEncoding], Any]
+
+
+def list_position_encodings() -> list[str]:
+    """Returns every name that `config.position_encoding` takes."""
+    sums = [name for name in COMBINATIONS if all(part in POSITION_ENCODINGS for part in name.split("+"))]
+    return [*POSITION_ENCODINGS, *sums]
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or name not in list_position_encodings():
+        reordered = [one for one in list_position_encodings() if sorted(one.split("+")) == sorted(str(name).split("+"))]
+        hint = f"Did you mean {reordered[0]!r}? " if reordered else ""
+        if not COMPLETE:
+            hint += "This checkpoint has only the code of its own encodings; install the package whatwhere for others. "
+        raise ValueError(f"position_encoding={name!r} is not valid. {hint}{suggest(name, list_position_encodings())}")
+
+
+def _check_pattern(pattern: list, config: Any) -> None:
+    layers = config.num_hidden_layers
+    if not pattern or layers % len(pattern):
+        field = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        raise ValueError(
+            f"position_encoding={pattern!r} is not valid: the list has {len(pattern)} names, which must divide "
+            f"{field}={layers}."
+        )
+    for name in pattern:
+        _check_name(name)
+        for part in name.split("+"):
+            if POSITION_ENCODINGS[part].overrides("embedding"):
+                raise ValueError(
+                    f"position_encoding={pattern!r} is not valid: {part!r} acts on the embeddings, not in a layer."
+                )
+
+
+def parse(config: Any) -> dict[str, Part]:
+    """Returns the classes that `config.position_encoding` names and their resolved parameters, by name.
+
+    Raises:
+        ValueError: see `check`.
+    """
+    given, pattern = config.position_encoding_parameters, config.position_encoding
+    field = "position_encoding_parameters"
+    if isinstance(pattern, list):
+        _check_pattern(pattern, config)
+    else:
+        _check_name(pattern)
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"{field}={given!r} is not valid: it must be a dictionary or None.")
+    names = list(dict.fromkeys(part for name in config.layer_pattern for part in name.split("+")))
+    if not is_nested(pattern):
+        return {
+            name: (cls := POSITION_ENCODINGS[name], parse_parameters(cls.parameters_class, given or {}, config, field))
+            for name in names
+        }
+    for key in given or {}:
+        if key not in names:
+            raise ValueError(
+                f"{field} has the unknown key {key!r}; for position_encoding={pattern!r} it is nested by name. "
+                f"{suggest(key, names)}"
+            )
+    return {
+        name: (
+            cls := POSITION_ENCODINGS[name],
+            parse_parameters(cls.parameters_class, (given or {}).get(name, {}), config, f"{field}[{name!r}]"),
+        )
+        for name in names
+    }
+
+
+def is_nested(position_encoding: str | list[str]) -> bool:
+    """Returns True if the parameters of this `position_encoding` are nested by name."""
+    return isinstance(position_encoding, list) or "+" in position_encoding
+
+
+def check(config: Any) -> dict:
+    """Checks `position_encoding` and its parameters; returns the parameters with resolved defaults.
+
+    Raises:
+        ValueError: an unknown encoding, parameter or combination, a wrong type or range.
+    """
+    parts = parse(config)
+    for cls, _ in parts.values():
+        if config.key_value_shift and cls.overrides("before_cache"):
+            raise ValueError(
+                f"key_value_shift=True is not valid for position_encoding={config.position_encoding!r}: {cls.name!r} "
+                "changes keys before they are cached, each by its own position. It must be False."
+            )
+    resolved = {name: dataclasses.asdict(parameters) for name, (_, parameters) in parts.items()}
+    return resolved if is_nested(config.position_encoding) else next(iter(resolved.values()))
+
+
+def layer_plan(config: Any) -> list[list[Part]]:
+    """Returns the encodings of each layer: the pattern repeated, without those whose parameters leave a layer out."""
+    parts = parse(config)
+    return [
+        [parts[name] for name in config.layer_encodings(layer) if parts[name][1].in_layer(layer)]
+        for layer in range(config.num_hidden_layers)
+    ]
+
+
+def layer_kernel(parts: list[Part]) -> str | None:
+    """Returns the encoding whose kernel computes a layer; "" for plain attention; None if no kernel can."""
+    found = [cls.name for cls, _ in parts if cls.overrides("kernel")]
+    others = [cls for cls, _ in parts if cls.overrides("bias") or cls.overrides("after_cache") or not cls.softmax]
+    if any(cls.name not in found for cls in others) or len(found) > 1:
+        return None
+    return found[0] if found else ""
+
+
+def layer_default(parts: list[Part]) -> str:
+    """Returns the implementation in PyTorch that is fast for a layer."""
+    return "blockwise" if any(cls.overrides("bias") or not cls.softmax for cls, _ in parts) else "sdpa"
+
+
+def supported_implementations(config: Any) -> list[str]:
+    """Returns the attention implementations that support the configuration, the default first."""
+    if config.attention_weights != "softmax":
+        return ["eager"]
+    plan = layer_plan(config)
+    kernels = {layer_kernel(parts) for parts in plan}
+    defaults = {layer_default(parts) for parts in plan}
+    classes = {cls for parts in plan for cls, _ in parts}
+    # `auto` is for models with a kernel, and for those whose layers differ.
+    automatic = bool(kernels - {"", None}) or len(defaults) > 1
+    names = ["auto"] if automatic else [*defaults]
+    names += ["triton"] if kernels - {""} and None not in kernels else []
+    reads = {cls.bias_reads for cls in classes if cls.overrides("bias")}
+    if all(cls.softmax for cls in classes) and "content" not in reads:
+        names += ["sdpa"]
+        if "mask" not in reads:
+            names += ["flex_attention"]
+            if not reads and not any(cls.overrides("after_cache") for cls in classes):
+                names += ["flash_attention"]
+    if any(cls.overrides("after_cache") or cls.overrides("bias") or not cls.softmax for cls in classes):
+        names += ["blockwise"]
+    return list(dict.fromkeys([*names, "eager"]))
+
+
+def max_length(config: Any) -> int | None:
+    """Returns the longest sequence, in tokens, that the encodings support, or None if there is no limit."""
+    limits = [parameters.max_length(config) for _, parameters in parse(config).values()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def embedding(config: Any) -> nn.Module | None:
+    """Returns the module that adds positions to the token embeddings, or None."""
+    modules = [cls.embedding(config, parameters) for cls, parameters in parse(config).values()]
+    return next((module for module in modules if module is not None), None)
+
+
+class SharedPositionEncodings(nn.ModuleDict):
+    """The parts of the encodings that exist once per model, by name."""
+
+    def __init__(self, config: Any) -> None:
+        shared = {name: cls.shared(config, parameters) for name, (cls, parameters) in parse(config).items()}
+        super().__init__({name: module for name, module in shared.items() if module is not None})
+        self.max_length = max_length(config)
+
+    def forward(self, hidden: torch.Tensor, context: PositionContext) -> PositionContext:
+        """Fills `context.shared` for a forward pass over hidden states (B, Q, E); returns the context."""
+        for name, module in self.items():
+            context.shared[name] = module(hidden, context)
+        return context
+
+
+class PositionEncodings(nn.ModuleDict):
+    """The encodings of one attention layer, by name; their hooks, composed."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        parts = layer_plan(config)[layer_idx]
+        super().__init__({cls.name: cls(config, parameters, layer_idx) for cls, parameters in parts})
+        self.kernel_name = layer_kernel(parts)
+        self.default = layer_default(parts)
+        # Hooks that do nothing are not called: a decoding step is short.
+        self.hooks: dict[str, list[Any]] = {
+            hook: [part for part in self.values() if part.uses(hook)]
+            for hook in ("before_cache", "cached_state", "after_cache", "bias", "attend")
+        }
+        self.bias_reads_mask = any(part.bias_reads == "mask" for part in self.hooks["bias"])
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)
+
+    def before_cache(
+        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PositionEncoding.before_cache`."""
+        for part in self.hooks["before_cache"]:
+            query, key = part.before_cache(query, key, context)
+        return query, key
+
+    def cached_state(
+        self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext
+    ) -> dict[str, torch.Tensor]:
+        """Returns the state of each encoding that has one, by name. See `PositionEncoding.cached_state`."""
+        return {part.name: part.cached_state(hidden, key, context) for part in self.hooks["cached_state"]}
+
+    def after_cache(
+        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PositionEncoding.after_cache`."""
+        for part in self.hooks["after_cache"]:
+            query, key = part.after_cache(query, key, context)
+        return query, key
+
+    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> Any:
+        """Returns the sum of all biases; each gets the content logits. See `PositionEncoding.bias`."""
+        return sum(part.bias(logits, query, context, scaling) for part in self.hooks["bias"])
+
+    def attend(self, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """See `PositionEncoding.attend`."""
+        for part in self.hooks["attend"]:
+            found = part.attend(*arguments, **settings)
+            if found is not None:
+                return found
+        return None
+
+
+__all__ = [
+    "POSITION_ENCODINGS",
+    "AttentionOptions",
+    "PositionEncodings",
+    "SharedPositionEncodings",
+    "auto_kernel",
+    "blockwise_path",
+    "check",
+    "check_available",
+    "embedding",
+    "list_position_encodings",
+    "max_length",
+    "parse",
+    "supported_implementations",
+    "triton_attention_forward",
+]
