@@ -168,7 +168,7 @@ def _attention(implementation: str) -> Any:
         attention_mask: torch.Tensor | None,
         scaling: float,
         dropout: float = 0.0,
-        context: PositionContext | None = None,
+        context: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of one layer.
@@ -200,7 +200,7 @@ def _attention(implementation: str) -> Any:
             scaling,
             dropout,
             context,
-            **kwargs,  # type: ignore[arg-type]
+            **kwargs,
         )
 
     return attention_forward

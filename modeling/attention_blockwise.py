@@ -507,12 +507,13 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple:
     query, key, value, mask, seed, out, lse, *tensors = ctx.saved_tensors
     # An empty list is one of tensors to an operator.
-    rest = (None, None, *(None if numbers else [] for numbers in ctx.settings[1:3]), None, None, None)
+    rest: tuple = (None, None, *(None if numbers else [] for numbers in ctx.settings[1:3]), None, None, None)
     if grad is None:
         return (None, None, None, None, [None] * len(tensors), *rest)
     results = _backward(grad, query, key, value, mask, tensors, seed, out, lse, *ctx.settings)
     tables = iter(results[3:])
-    wanted = _differentiable(*ctx.settings[:2], tensors)
+    terms, counts, *_ = ctx.settings
+    wanted = _differentiable(terms, counts, tensors)
     return (*results[:3], None, [next(tables) if one else None for one in wanted], *rest)
 
 
@@ -661,7 +662,7 @@ def blockwise_attention_by_autograd(
     *,
     mask: torch.Tensor | None = None,
     scaling: float,
-    bias: Callable[[torch.Tensor, torch.Tensor, PositionContext, float], torch.Tensor],
+    bias: Callable[..., torch.Tensor],
     context: PositionContext,
     dropout: float = 0.0,
     block_size: int = 64,

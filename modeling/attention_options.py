@@ -138,7 +138,8 @@ def previous_slots(context: PositionContext) -> tuple[torch.Tensor, torch.Tensor
         previous = _before(torch.where(visible, slots, -1)).gather(1, first_row)[:, 0]
         found = previous >= 0
         return torch.where(found, previous, slots), found
-    previous = (slots - 1)[None] if mask is None else _before(torch.where(context.key_mask, slots, -1))
+    shown = context.key_mask
+    previous = (slots - 1)[None] if shown is None else _before(torch.where(shown, slots, -1))
     positions, previous = torch.broadcast_tensors(positions, previous)
     found, previous = previous >= 0, previous.clamp(min=0)
     step = positions - positions.gather(1, previous)

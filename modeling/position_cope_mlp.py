@@ -109,7 +109,7 @@ class CoPEMLPTerm(CoPETerm):
         weight, bias, output = (tensor.to(content.dtype) for tensor in tensors)
         weight = weight / last
         with torch.no_grad():
-            knots, active = _activity(weight, bias, last)
+            knots, active = _activity(weight, bias, int(last))
         positions = torch.sigmoid(content).flip(-1).cumsum(-1).flip(-1)
         # In the last piece the value is that of the largest position.
         slopes = torch.cat((weight[:, None] * active[:, :-1], torch.zeros_like(weight)[:, None]), 1)

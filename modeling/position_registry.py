@@ -229,7 +229,7 @@ class PositionEncodings(nn.ModuleDict):
         self.default = layer_default(parts)
         # Hooks that do nothing are not called: a decoding step is short.
         self.hooks: dict[str, list[Any]] = {
-            hook: [part for part in self.values() if part.uses(hook)]
+            hook: [self[name] for name in self if self[name].uses(hook)]
             for hook in ("before_cache", "cached_state", "after_cache", "bias", "attend")
         }
         self.bias_reads_mask = any(part.bias_reads == "mask" for part in self.hooks["bias"])

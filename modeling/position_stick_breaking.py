@@ -104,9 +104,9 @@ def _direct(
             logits = (logits + mask.to(dtype)).clamp(min=MASKED)
             logits = logits.masked_fill(mask <= HIDDEN, MASKED)
         else:
-            visible = mask
+            visible = causal_mask(Q, K, query.device)[None, None] if mask is None else mask
             if mask is None or is_ranges(mask):
-                visible = causal_mask(Q, K, query.device)[None, None] if mask is None else dense_mask(mask, Q)
+                visible = dense_mask(visible, Q) if is_ranges(visible) else visible
                 visible = _without_own(visible) if strict else visible
             logits = logits.masked_fill(~visible, MASKED)
         weights, remainder = break_stick(logits)
