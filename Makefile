@@ -5,10 +5,16 @@ RUN = $(VENV)/bin/python
 # One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: test test-slow demo lint conformance benchmark gpu-check clean
+.PHONY: test test-slow test-oldest demo lint conformance benchmark gpu-check clean
 
 test: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
+
+# The tests with the oldest Transformers in the range of pyproject.toml.
+test-oldest:
+	mkdir -p build
+	sed 's/^transformers==.*/transformers==5.17.0/' constraints.txt > build/oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
 
 # The kernels for every target and head dim, and the pairs of parameters that `test` leaves out.
 test-slow: $(VENV)/installed
@@ -46,10 +52,11 @@ gpu-check:
 	fi
 
 # Nothing is installed again until one of these two files changes.
-$(VENV)/installed: pyproject.toml constraints.txt
+CONSTRAINTS ?= constraints.txt
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[train,eval,test,lint]"
+	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[train,eval,test,lint]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .conformance
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .conformance

@@ -491,6 +491,7 @@ def snippet_of(folder):
     return snippet
 
 
+@pytest.mark.slow
 def test_snippets_run_without_the_package(place):
     """The full card's and the short one's, offline, in a process of their own."""
     WhatWhereLlamaForCausalLM.from_pretrained(place / "runs" / "tiny").save_pretrained(place / "short")

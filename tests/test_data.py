@@ -465,6 +465,7 @@ def test_byte_tokens_are_the_bytes():
     assert tokenizer.decode([0xC3]) == "\ufffd"
 
 
+@pytest.mark.slow
 def test_tokenizers_load_in_a_clean_process(tmp_path):
     tokenizers = {
         "bytes": build_tokenizer("bytes"),

@@ -132,6 +132,7 @@ def test_a_finished_run_of_the_same_recipe_is_reused(finished, capsys):
     assert json.loads(results.read_text(encoding="utf-8"))["metrics"] == metrics
 
 
+@pytest.mark.slow
 def test_a_clean_process_that_fails_is_an_error(tmp_path):
     with pytest.raises(demo.DemoError, match="clean process failed"):
         demo.continue_prompt(tmp_path, "x", new_tokens=1)

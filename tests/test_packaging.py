@@ -14,6 +14,13 @@ import zipfile
 
 import pytest
 
+import whatwhere
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODELING = sorted((ROOT / "modeling").glob("*.py"))
 CONFIGURATION = sorted((ROOT / "configuration").glob("*.py"))
@@ -56,18 +63,57 @@ def modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The files of a wheel, built from a copy of the repository without isolation, so without the network."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The folder of the sdist and the wheel, built from a copy of the repository, without isolation: no network."""
     source = tmp_path_factory.mktemp("source")
     for path in tracked():
         copy = source / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-    build = "import setuptools.build_meta as backend; print(backend.build_wheel('dist'))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    with zipfile.ZipFile(source / "dist" / done.stdout.split()[-1]) as archive:
+    command = [sys.executable, "-m", "build", "--no-isolation"]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: pathlib.Path) -> list[str]:
+    """The files of the wheel."""
+    (path,) = distributions.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
         return archive.namelist()
+
+
+def test_distributions_can_be_uploaded(distributions: pathlib.Path) -> None:
+    files = [str(path) for path in distributions.iterdir()]
+    assert len(files) == 2
+    assert all(f"whatwhere-{whatwhere.__version__}" in name for name in files)
+    command = [sys.executable, "-m", "twine", "check", "--strict", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Packages that are imported under another name.
+NAMES = {"yaml": "pyyaml", "PIL": "pillow", "lm_eval": "lm-eval", "pydantic_core": "pydantic", "symusic": "miditok"}
+
+
+def test_every_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = {re.split(r"[>=<; ]", line)[0].lower() for line in project["dependencies"]}
+    extras = {
+        re.split(r"[>=<;\[ ]", line)[0].lower() for lines in project["optional-dependencies"].values() for line in lines
+    }
+    for path in (*MODELING, *CONFIGURATION, *SCRIPTS):
+        for node, _ in imports(path):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                continue
+            for root in {module.split(".")[0] for module in modules(node)} - set(sys.stdlib_module_names):
+                name = NAMES.get(root, root).lower()
+                assert root == "whatwhere" or name in core | extras, f"{relative(path)} imports {root}"
+
+
+def test_wheel_has_no_tests(wheel: list[str]) -> None:
+    assert not [name for name in wheel if "test" in name.split("/")[1]]
 
 
 def test_wheel_has_one_top_level_package(wheel: list[str]) -> None:

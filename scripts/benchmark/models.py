@@ -15,10 +15,13 @@ MODELS: dict[str, tuple[str, str | None]] = {
     "llama-rope": ("rope", None),
     "llama-pope": ("pope", None),
     "llama-cope": ("cope", None),
+    "llama-cope-rope": ("cope+rope", None),
+    "llama-fox": ("fox", None),
+    "llama-none": ("none", None),
     "llama-pope-triton": ("pope", "triton"),
     "llama-cope-triton": ("cope", "triton"),
 }
-HOST_MODELS = ("llama-rope", "llama-pope", "llama-cope")
+HOST_MODELS = ("llama-rope", "llama-pope", "llama-cope", "llama-cope-rope", "llama-fox", "llama-none")
 STOCK = "llama-stock"
 # The eager reference needs memory of length x length.
 CHECKED_TOKENS = 2048

@@ -1,4 +1,4 @@
-"""Every snippet of README.md is executed, and its table is the list of encodings."""
+"""Every snippet of README.md and docs/ is executed, and the tables are those of the code."""
 
 import ast
 import importlib
@@ -14,23 +14,20 @@ from tiny import tiny_model
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 from whatwhere.scripts import cli
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 
 
-# The modules of the sub-commands that README names.
-SUBCOMMANDS = {
-    "length": "evaluation.length",
-    "zero-shot": "evaluation.zero_shot",
-    "task": "evaluation.task",
-    "card": "cards.command",
-}
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], flags=re.MULTILINE | re.DOTALL)
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def test_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 120
 
 
-def test_python_snippets_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_snippets_run(page, tmp_path, monkeypatch):
     # The two checkpoints that the text names, and the one call that needs a network.
     monkeypatch.chdir(tmp_path)
     tiny_model("llama", "pope").save_pretrained("demo/pope")
@@ -38,35 +35,35 @@ def test_python_snippets_run(tmp_path, monkeypatch):
     pushed = []
     monkeypatch.setattr(PreTrainedModel, "push_to_hub", lambda self, name: pushed.append((name, self)))
     names = {}
-    for code in blocks("python"):
-        exec(compile(code, "README.md", "exec"), names)
-    assert (tmp_path / "my-pope" / "README.md").exists()
-    assert [name for name, _ in pushed] == ["you/your-model"]
-    assert names["model"].config.position_encoding == "cope"
+    for code in blocks(page, "python"):
+        exec(compile(code, page, "exec"), names)
+    if page == "README.md":
+        assert (tmp_path / "my-pope" / "README.md").exists()
+        assert [name for name, _ in pushed] == ["you/your-model"]
 
 
-def commands():
-    lines = "".join(blocks("bash")).splitlines()
-    return [shlex.split(line, comments=True) for line in lines]
+COMMANDS = sorted(
+    {line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line.strip()}
+)
 
 
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_commands_exist_and_take_these_options(command, capsys):
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_exist_and_take_these_options(line, capsys):
+    command = shlex.split(line, comments=True)
     if command[0] == "make":
-        makefile = (pathlib.Path(__file__).parent.parent / "Makefile").read_text()
+        makefile = (ROOT / "Makefile").read_text()
         assert re.search(rf"^{command[1]}:", makefile, flags=re.MULTILINE)
+        return
+    if command[0] == "pip":
+        (extra,) = re.findall(r"\.\[(\w+)\]", line) or [None]
+        assert extra is None or re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
         return
     if command[0] == "lm_eval":
         importlib.import_module("lm_eval.__main__")
         return
-    if "whatwhere" in command:
-        start = command.index("whatwhere") + 1
-        main, arguments = cli.main, [command[start], "--help"]
-    else:
-        start = command.index("-m") + 1
-        main, arguments = importlib.import_module(command[start]).main, ["--help"]
+    start = command.index("whatwhere") + 1
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        cli.main([command[start], "--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for option in (word for word in command[start:] if word.startswith("--")):
@@ -75,8 +72,15 @@ def test_commands_exist_and_take_these_options(command, capsys):
     assert not re.search(r"\S {6,}--", text)
 
 
+def test_links_lead_somewhere():
+    for page, text in PAGES.items():
+        folder = ROOT if page == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            assert target.startswith("https://") or (folder / target).exists(), (page, target)
+
+
 def test_the_table_is_the_list():
-    rows = re.findall(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*?) \|$", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*?) \|$", PAGES["encodings.md"], flags=re.MULTILINE)
     expected = [
         (
             name,
@@ -92,7 +96,7 @@ def test_the_table_is_the_list():
 
 def variants():
     """The encodings and parameters of the table of variants."""
-    for row in re.findall(r"^\| .+? \| (`\w+`, `\{.*) \|$", README, flags=re.MULTILINE):
+    for row in re.findall(r"^\| .+? \| (`\w+`, `\{.*) \|$", PAGES["variants.md"], flags=re.MULTILINE):
         name, *settings = re.findall(r"`(.+?)`", row)
         for text in settings:
             if text.startswith("{") and "..." not in text:
