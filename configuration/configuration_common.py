@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
+from transformers.utils.versions import require_version
+
+require_version("transformers>=5.17,<6", "Models of whatwhere need it: pip install -U 'transformers>=5.17,<6'")
+
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import (
     StrictDataclassClassValidationError,

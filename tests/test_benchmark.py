@@ -11,7 +11,7 @@ from whatwhere.scripts.benchmark import __main__ as command
 from whatwhere.scripts.benchmark import attention, measure
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
 from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
-from whatwhere.scripts.benchmark.models import MODELS
+from whatwhere.scripts.benchmark.models import HOST_MODELS, MODELS
 from whatwhere.scripts.benchmark.report import FIELDS, Report, Result, Shape
 
 TINY = ["--lengths", "32", "--heads", "2", "--batch", "1", "--head-dim", "16", "--repeats", "1", "--num-positions", "8"]
@@ -284,7 +284,7 @@ def test_device_path(timer, tmp_path):
     report = Report(tmp_path / "rows.csv", {"dtype": "float32", "device": "", "threads": 1, "clock": "events"}, str)
     command.benchmark_model(parsed, report, budget)
     (found,) = report.results.values()
-    assert list(found) == ["llama-stock", "llama-rope", "llama-pope", "llama-cope"]
+    assert list(found) == ["llama-stock", *HOST_MODELS]
     assert all(list(result.samples) == ["training step", "decoding step"] for result in found.values())
     assert found["llama-cope"].samples["training step"].above == 250
     assert not budget.failures

@@ -112,6 +112,12 @@ def test_every_import_is_declared() -> None:
                 assert root == "whatwhere" or name in core | extras, f"{relative(path)} imports {root}"
 
 
+def test_range_of_transformers() -> None:
+    required = re.search(r"transformers>=[\d.]+,<\d+", (ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0]
+    source = (ROOT / "configuration" / "configuration_common.py").read_text(encoding="utf-8")
+    assert f'require_version("{required}"' in source
+
+
 def test_wheel_has_no_tests(wheel: list[str]) -> None:
     assert not [name for name in wheel if "test" in name.split("/")[1]]
 

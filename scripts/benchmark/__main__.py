@@ -33,8 +33,9 @@ newest query and key against cached keys), decoding graph (the same replayed as 
 launches). All PoPE providers get a gradient of the phase shifts, all CoPE providers of the table.
 
 Models (`--parts model`): a training step (forward, loss, backward, AdamW) and a decoding step (one token after `length`
-cached ones), ratios to the stock `LlamaForCausalLM`: ours with `rope`, `pope`, `cope`, `cope+rope`, `fox` and `none`, at the same Llama weights, with
-the attention that they choose and (`llama-pope-triton`, `llama-cope-triton`) with `attn_implementation="triton"`.
+cached ones), ratios to the stock `LlamaForCausalLM`: ours with `rope`, `pope`, `cope`, `cope+rope`, `fox` and `none`,
+at the same Llama weights, with the attention that they choose and (`llama-pope-triton`, `llama-cope-triton`) with
+`attn_implementation="triton"`.
 
 Check of an attention row: output and every gradient of one head of the timed inputs, against full-matrix attention in
 float64. The error may be at most twice that of full-matrix attention in the timed type, or 1e-4 of the norm, taken to
