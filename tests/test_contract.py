@@ -1,6 +1,8 @@
 """What every encoding promises, in both families: the shared contract."""
 
 import gc
+import importlib
+import importlib.util
 import itertools
 
 import pytest
@@ -9,23 +11,21 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, OURS, slow_but, tiny_config, tiny_model, tokens
-from whatwhere.position_registry import supported_implementations
+from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
-# Settings that take other paths than the defaults.
-VARIANTS = {
-    "cope:shared": {"num_positions": 6, "share_across_layers": True},
-    "cope:separate": {"num_positions": 6, "gates": "separate_key"},
-    "cope:value": {"num_positions": 6, "gates": "value"},
-    "cope:every2": {"num_positions": 6, "every_n_layers": 2, "share_across_layers": True},
-    "cope_alibi:learned": {"slopes": "learned"},
-    "cope_mlp:first": {"hidden_units": 16, "num_positions": 6, "layers": "first"},
-    "cope+rope:separate": {"cope": {"num_positions": 6, "gates": "separate_key"}},
-    "pope:partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
-    "relative:last": {"num_positions": 8, "beyond": "last"},
-    "relative:none": {"num_positions": 8, "beyond": "none"},
-    "stick_breaking:value": {"remainder": "value", "inclusive": True},
-    "stick_breaking:head_bias": {"remainder": "head_bias"},
-}
+
+def declared(attribute):
+    """What the test files of the encodings declare under a name, by the encoding: parameters."""
+    modules = {name: f"test_position_{name}" for name in POSITION_ENCODINGS}
+    return {
+        name: getattr(importlib.import_module(module), attribute, {})
+        for name, module in modules.items()
+        if importlib.util.find_spec(module)
+    }
+
+
+VARIANTS = {f"{name}:{variant}": found for name, own in declared("VARIANTS").items() for variant, found in own.items()}
+VARIANTS["cope+rope:separate"] = {"cope": {"num_positions": 6, "gates": "separate_key"}}
 SHORT = {"cope": {"num_positions": 6}}
 # Variants by other fields of the configuration. Those that are called a plan give each layer an encoding of its own.
 PRO = {"output_gate": True, "output_norm": True, "qk_norm": True, "key_value_shift": True}
@@ -35,7 +35,6 @@ FIELD_VARIANTS = {
     "pope:norms": {"output_gate": True, "output_norm": True, "qk_norm": True},
     "absolute:hard": {"attention_weights": "straight_through"},
     "cope:hard": {"attention_weights": "straight_through", "position_encoding_parameters": {"num_positions": 6}},
-    "alibi:half": {"position_encoding_parameters": {"head_fraction": 0.5}},
     "rope:half": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     "rope:yarn": {
         "rope_parameters": {
@@ -58,15 +57,11 @@ FIELD_VARIANTS = {
 ENCODINGS = [*whatwhere.list_position_encodings(), *VARIANTS, *FIELD_VARIANTS]
 PLAIN = [name for name in ENCODINGS if not {"+", ":"} & set(name)]
 # Scaled down to saturate within the tiny sequences.
-FIELDS = {
-    "cope": {"position_encoding_parameters": {"num_positions": 6}},
-    "cope+rope": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
-    "cope+relative": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
-    "cope+alibi": {"position_encoding_parameters": {"cope": {"num_positions": 6}}},
-    "cope_mlp": {"position_encoding_parameters": {"hidden_units": 16, "num_positions": 6}},
-    "token_gated_cope": {"position_encoding_parameters": {"num_positions": 9}},
-    "token_gated_cope+rope": {"position_encoding_parameters": {"token_gated_cope": {"num_positions": 9}}},
-}
+SMALL = declared("SMALL")
+FIELDS = {name: {"position_encoding_parameters": small} for name, small in SMALL.items() if small}
+for name in COMBINATIONS:
+    nested = {part: SMALL[part] for part in name.split("+") if SMALL[part]}
+    FIELDS |= {name: {"position_encoding_parameters": nested}} if nested else {}
 # Every encoding in both families; variants in turn.
 CASES = [
     pytest.param(family, encoding, id=f"{family}-{encoding}")

@@ -10,6 +10,11 @@ from tiny import bias_of, position_context, ranges_of
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 
+# Parameters that take other code paths than the defaults: the contract tests run them too.
+VARIANTS = {
+    "half": {"head_fraction": 0.5},
+}
+
 
 def config(num_heads):
     return types.SimpleNamespace(hidden_size=4 * num_heads, num_attention_heads=num_heads, head_dim=4)

@@ -15,6 +15,16 @@ from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 from whatwhere.position_cope import CoPE, CoPEParameters, GatedCoPETerm, SharedCoPE
 from whatwhere.position_registry import PositionEncodings, supported_implementations
 
+# Parameters that take other code paths than the defaults: the contract tests run them too.
+VARIANTS = {
+    "shared": {"num_positions": 6, "share_across_layers": True},
+    "separate": {"num_positions": 6, "gates": "separate_key"},
+    "value": {"num_positions": 6, "gates": "value"},
+    "every2": {"num_positions": 6, "every_n_layers": 2, "share_across_layers": True},
+}
+# What the contract tests take for the defaults: positions end within their short sequences.
+SMALL = {"num_positions": 6}
+
 CONFIG = types.SimpleNamespace(
     hidden_size=8,
     num_attention_heads=2,

@@ -11,6 +11,11 @@ from whatwhere.attention_blockwise import MASKED, blockwise_attention
 from whatwhere.position_alibi import alibi_slopes
 from whatwhere.position_cope_alibi import CoPEALiBi, CoPEALiBiParameters
 
+# Parameters that take other code paths than the defaults: the contract tests run them too.
+VARIANTS = {
+    "learned": {"slopes": "learned"},
+}
+
 CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4)
 # A document after padding, another one, padding.
 SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]

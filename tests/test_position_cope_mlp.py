@@ -12,6 +12,13 @@ from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
 from whatwhere.position_registry import PositionEncodings
 
+# Parameters that take other code paths than the defaults: the contract tests run them too.
+VARIANTS = {
+    "first": {"hidden_units": 16, "num_positions": 6, "layers": "first"},
+}
+# What the contract tests take for the defaults: positions end within their short sequences.
+SMALL = {"hidden_units": 16, "num_positions": 6}
+
 CONFIG = types.SimpleNamespace(
     hidden_size=16, num_attention_heads=4, head_dim=4, layer_encodings=lambda layer: ["cope_mlp"]
 )

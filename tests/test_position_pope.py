@@ -17,6 +17,11 @@ from whatwhere.attention_mask import dense_mask
 from whatwhere.position_pope import PoPE, PoPEParameters, fold, pope_frequencies
 from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
+# Parameters that take other code paths than the defaults: the contract tests run them too.
+VARIANTS = {
+    "partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
+}
+
 PARAMETERS = [
     {},
     {"use_delta": False},

@@ -11,6 +11,12 @@ from whatwhere.attention_blockwise import MASKED, blockwise_attention
 from whatwhere.position_registry import supported_implementations
 from whatwhere.position_relative import RelativeParameters, RelativePosition
 
+# Parameters that take other code paths than the defaults: the contract tests run them too.
+VARIANTS = {
+    "last": {"num_positions": 8, "beyond": "last"},
+    "none": {"num_positions": 8, "beyond": "none"},
+}
+
 CONFIG = types.SimpleNamespace(hidden_size=8, num_attention_heads=2, head_dim=4, max_position_embeddings=12)
 
 

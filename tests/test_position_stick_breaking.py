@@ -13,6 +13,12 @@ from test_attention_blockwise import LargestTensor
 from tiny import position_context, ranges_of, tiny_config
 from whatwhere.position_stick_breaking import HeadNorm, StickBreaking, StickBreakingParameters, stick_breaking_attention
 
+# Parameters that take other code paths than the defaults: the contract tests run them too.
+VARIANTS = {
+    "value": {"remainder": "value", "inclusive": True},
+    "head_bias": {"remainder": "head_bias"},
+}
+
 CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4, attention_weights="softmax")
 
 

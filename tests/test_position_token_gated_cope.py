@@ -13,6 +13,9 @@ from whatwhere.position_base import join_digits, split_digits
 from whatwhere.position_registry import supported_implementations
 from whatwhere.position_token_gated_cope import TokenGatedCoPE, TokenGatedCoPEParameters
 
+# What the contract tests take for the defaults: positions end within their short sequences.
+SMALL = {"num_positions": 9}
+
 CONFIG = types.SimpleNamespace(hidden_size=6, num_attention_heads=4, head_dim=4, max_position_embeddings=48)
 
 
