@@ -16,7 +16,7 @@ test-oldest:
 	sed 's/^transformers==.*/transformers==5.17.0/' constraints.txt > build/oldest.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
 
-# The kernels for every target and head dim, and the pairs of parameters that `test` leaves out.
+# What `test` leaves out: kernels compiled for GPUs, further interpreted shapes, several processes, the other family.
 test-slow: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m slow
 

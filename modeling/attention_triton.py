@@ -122,7 +122,7 @@ def kernel_attention(
     else:
         from .kernel_plain import plain_attention
 
-        output = plain_attention(query, key, value, limits=ranges, scaling=scaling)
+        output = plain_attention(query, key, value, ranges=ranges, scaling=scaling)
     return output.transpose(1, 2).contiguous()
 
 

@@ -73,7 +73,7 @@ _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
 @triton.jit
-def _row_limits(limits, batch, rows, Q, K, LIMITS: tl.constexpr, SHARED: tl.constexpr):
+def _row_ranges(ranges, batch, rows, Q, K, RANGES: tl.constexpr, SHARED: tl.constexpr):
     """The keys low <= j < high of the rows. Rows past the end see nothing. SHARED: all see what row 0 sees."""
     if SHARED:
         index = rows * 0
@@ -81,8 +81,8 @@ def _row_limits(limits, batch, rows, Q, K, LIMITS: tl.constexpr, SHARED: tl.cons
     else:
         index = rows
         inside = rows < Q
-    if LIMITS:
-        base = limits + (batch * (Q + K) + index) * 2
+    if RANGES:
+        base = ranges + (batch * (Q + K) + index) * 2
         low = tl.load(base, mask=inside, other=0)
         high = tl.load(base + 1, mask=inside, other=0)
     else:
@@ -92,11 +92,11 @@ def _row_limits(limits, batch, rows, Q, K, LIMITS: tl.constexpr, SHARED: tl.cons
 
 
 @triton.jit
-def _visible(limits, batch, columns, low, high, Q, K, LIMITS: tl.constexpr):
+def _visible(ranges, batch, columns, low, high, Q, K, RANGES: tl.constexpr):
     """Returns which rows see which of the columns: (BLOCK_M, BLOCK_N)."""
     seen = (columns[None, :] >= low[:, None]) & (columns[None, :] < high[:, None])
-    if LIMITS:
-        valid = tl.load(limits + (batch * (Q + K) + Q + columns) * 2, mask=columns < K, other=0)
+    if RANGES:
+        valid = tl.load(ranges + (batch * (Q + K) + Q + columns) * 2, mask=columns < K, other=0)
         seen = seen & (valid != 0)[None, :]
     return seen
 
@@ -238,7 +238,7 @@ def _window_forward(
     gate_key,
     value,
     values,
-    limits,
+    ranges,
     out,
     lse,
     start,
@@ -268,7 +268,7 @@ def _window_forward(
     chunk_rows,
     row_count,
     blocks,
-    LIMITS: tl.constexpr,
+    RANGES: tl.constexpr,
     SHARED: tl.constexpr,
     GATE: tl.constexpr,
     BITS: tl.constexpr,
@@ -288,7 +288,7 @@ def _window_forward(
     rows = first_row + local
     inside = rows < row_count
     channels = tl.arange(0, BLOCK_D)
-    low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, SHARED)
+    low, high = _row_ranges(ranges, batch, rows, Q, K, RANGES, SHARED)
     high = tl.where(inside, high, 0)
     q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, row_count, channels, D, BLOCK_D)
     group = head // (H // G)
@@ -313,7 +313,7 @@ def _window_forward(
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = _tile(key, columns, stride_kn, K, channels, D, BLOCK_D)
         logits = dot(q, tl.trans(k), None, PRECISION) * scaling
-        seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS)
+        seen = _visible(ranges, batch, columns, low, high, Q, K, RANGES)
         if GATE:
             opening = dot(q, tl.trans(_tile(gate_key, columns, stride_gn, K, channels, D, BLOCK_D)), None, PRECISION)
             gates = tl.sigmoid(opening * scaling)
@@ -364,7 +364,7 @@ def _window_rows(
     gate_key,
     value,
     values,
-    limits,
+    ranges,
     lse,
     delta,
     start,
@@ -399,7 +399,7 @@ def _window_rows(
     first_row,
     chunk_rows,
     blocks,
-    LIMITS: tl.constexpr,
+    RANGES: tl.constexpr,
     GATE: tl.constexpr,
     BITS: tl.constexpr,
     D: tl.constexpr,
@@ -422,7 +422,7 @@ def _window_rows(
     rows = first_row + local
     inside = rows < Q
     channels = tl.arange(0, BLOCK_D)
-    low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
+    low, high = _row_ranges(ranges, batch, rows, Q, K, RANGES, False)
     q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D, BLOCK_D)
     do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D, BLOCK_D)
     group = head // (H // G)
@@ -452,7 +452,7 @@ def _window_rows(
     first = tl.load(start + this)
     for block in range(first // BLOCK_N, (tl.load(end + this) + BLOCK_N - 1) // BLOCK_N):
         columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS) & (columns >= first)[None, :]
+        seen = _visible(ranges, batch, columns, low, high, Q, K, RANGES) & (columns >= first)[None, :]
         tl.store(carried_count + carries + block * chunk_rows, count, mask=inside)
         tl.store(carried_slope + carries + block * chunk_rows, slope, mask=inside)
         k = _tile(key, columns, stride_kn, K, channels, D, BLOCK_D)
@@ -504,7 +504,7 @@ def _level(base, index, P, inside):
 @triton.jit
 def _table_rows(
     table,
-    limits,
+    ranges,
     start,
     window_query,
     levels,
@@ -519,7 +519,7 @@ def _table_rows(
     first_row,
     chunk_rows,
     blocks,
-    LIMITS: tl.constexpr,
+    RANGES: tl.constexpr,
     WINDOW: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -542,7 +542,7 @@ def _table_rows(
     channels = tl.arange(0, BLOCK_D)
     here = member * chunk_rows + local.to(tl.int64)
     base = levels + here * P
-    low, _high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
+    low, _high = _row_ranges(ranges, batch, rows, Q, K, RANGES, False)
     first = tl.load(start + member * blocks + rows // WINDOW, mask=inside, other=0)
     of_window, _of_fractions = _unpack(tl.load(base, mask=inside, other=0))
     plain = tl.where(first > low, -of_window, 0.0)
@@ -583,7 +583,7 @@ def _window_columns(
     gate_key,
     value,
     values,
-    limits,
+    ranges,
     lse,
     delta,
     start,
@@ -618,7 +618,7 @@ def _window_columns(
     first_row,
     chunk_rows,
     blocks,
-    LIMITS: tl.constexpr,
+    RANGES: tl.constexpr,
     GATE: tl.constexpr,
     BITS: tl.constexpr,
     D: tl.constexpr,
@@ -634,7 +634,7 @@ def _window_columns(
     """
     # Keys that no row of the chunk sees are not visited.
     ahead = K
-    if not LIMITS:
+    if not RANGES:
         ahead = K - Q + tl.minimum(first_row + chunk_rows, Q)
     column_blocks = tl.cdiv(ahead, BLOCK_N)
     block = tl.program_id(0) % column_blocks
@@ -673,8 +673,8 @@ def _window_columns(
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
                 rows = first_row + local
                 inside = rows < Q
-                low, high = _row_limits(limits, batch, rows, Q, K, LIMITS, False)
-                seen = _visible(limits, batch, columns, low, high, Q, K, LIMITS) & (columns >= first)[None, :]
+                low, high = _row_ranges(ranges, batch, rows, Q, K, RANGES, False)
+                seen = _visible(ranges, batch, columns, low, high, Q, K, RANGES) & (columns >= first)[None, :]
                 q = _tile(query + batch * stride_qb + head * stride_qh, rows, stride_qm, Q, channels, D, BLOCK_D)
                 do = _tile(grad + batch * stride_ob + head * stride_oh, rows, stride_om, Q, channels, D, BLOCK_D)
                 flat = of_head * Q + rows.to(tl.int64)
@@ -753,7 +753,7 @@ class _Pass:
         table: torch.Tensor,
         gate_key: torch.Tensor | None,
         position_query: torch.Tensor | None,
-        limits: torch.Tensor | None,
+        ranges: torch.Tensor | None,
         scaling: float,
         position_scale: float,
     ) -> None:
@@ -763,7 +763,7 @@ class _Pass:
         self.own_position_query = position_query is not None
         self.gate_key = aligned(gate_key) if gate_key is not None else None
         self.table = table.contiguous()
-        self.limits = limits.contiguous() if limits is not None else None
+        self.ranges = ranges.contiguous() if ranges is not None else None
         self.scaling, self.position_scale = scaling, position_scale
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
@@ -774,7 +774,7 @@ class _Pass:
         gate = self.gate_key if self.gate_key is not None else self.key
         self.strides = (*_strides(self.key), *_strides(gate), *_strides(self.value))
         self.constants: dict[str, Any] = {
-            "LIMITS": limits is not None,
+            "RANGES": ranges is not None,
             "GATE": gate_key is not None,
             # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
             "BITS": min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length()),
@@ -782,7 +782,7 @@ class _Pass:
             "BLOCK_D": block_width(self.D),
             "PRECISION": precision(query.dtype),
         }
-        self.tune = (self.D, query.dtype, limits is not None, gate_key is not None)
+        self.tune = (self.D, query.dtype, ranges is not None, gate_key is not None)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -820,7 +820,7 @@ class _Pass:
     def window_forward(self, *, shared_rows: bool = False) -> dict[str, torch.Tensor]:
         """Attention over the windows. See the text of this file for what it returns.
 
-        shared_rows: all rows see what row 0 of the limits, or the last row of causal attention, sees (decoding).
+        shared_rows: all rows see what row 0 of the ranges, or the last row of causal attention, sees (decoding).
         """
         B, H, Q = self.B, self.H, self.Q
         rows = max(16, triton.next_power_of_2(Q)) if shared_rows else WINDOW_ROWS
@@ -850,7 +850,7 @@ class _Pass:
                     self.gate_key,
                     self.value,
                     values,
-                    self.limits,
+                    self.ranges,
                     *found.values(),
                     *_strides(self.query),
                     *self.strides,
@@ -900,7 +900,7 @@ class _Pass:
         statistics = (window["lse"], delta, window["start"], window["end"], window["stop"])
         sizes = (self.scaling, H, self.G, Q, self.K, P)
         strides = (*_strides(grad), *_strides(self.query), *self.strides)
-        inputs = (grad, self.query, self.key, self.gate_key, self.value, values, self.limits)
+        inputs = (grad, self.query, self.key, self.gate_key, self.value, values, self.ranges)
         for first in self.chunks():
             self.position_values(first, values)
             levels.zero_()
@@ -921,7 +921,7 @@ class _Pass:
                 (),
                 (
                     self.table,
-                    self.limits,
+                    self.ranges,
                     window["start"],
                     window_query,
                     levels,
@@ -936,7 +936,7 @@ class _Pass:
                     *place,
                 ),
                 {
-                    "LIMITS": self.limits is not None,
+                    "RANGES": self.ranges is not None,
                     "WINDOW": WINDOW_ROWS,
                     "D": D,
                     "BLOCK_D": self.constants["BLOCK_D"],
@@ -947,7 +947,7 @@ class _Pass:
             part = grad_values.view(B, H, chunk, P)[:, :, : rows.stop - rows.start]
             queries = self.position_query[:, :, rows].transpose(2, 3)
             grad_table += torch.matmul(queries, part).sum((0, 1), dtype=torch.float32)
-            ahead = self.K if self.limits is not None else self.K - Q + rows.stop
+            ahead = self.K if self.ranges is not None else self.K - Q + rows.stop
             launch(
                 _window_columns,
                 (triton.cdiv(ahead, columns) * B * self.G,),
@@ -962,20 +962,20 @@ class _Pass:
 
 def _decode(*arguments: Any) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
-    query, key, value, table, gate_key, position_query, limits, scaling, position_scale = arguments
+    query, key, value, table, gate_key, position_query, ranges, scaling, position_scale = arguments
     B, H, _, D = query.shape
     G = key.shape[1]
     rows = query.reshape(B, G, H // G, D)
     if position_query is not None:
         position_query = position_query.reshape(B, G, H // G, D)
-    attention = _Pass(rows, key, value, table, gate_key, position_query, limits, scaling, position_scale)
+    attention = _Pass(rows, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
         query,
         key,
         value,
         scaling=scaling,
-        limits=limits,
+        ranges=ranges,
         bound=(window["start"], max(16, triton.next_power_of_2(H // G))),
         constant=window["constant"].view(B, H, 1),
         initial=(window["out"].view(B, H, 1, D), window["lse"].view(B, H, 1)),
@@ -990,18 +990,18 @@ def _forward(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
-    limits: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     scaling: float,
     position_scale: float,
 ) -> list[torch.Tensor]:
-    attention = _Pass(query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
+    attention = _Pass(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
     window = attention.window_forward()
     out, lse = flash_forward(
         attention.query,
         attention.key,
         attention.value,
         scaling=scaling,
-        limits=limits,
+        ranges=ranges,
         bound=(window["start"], WINDOW_ROWS),
         constant=window["constant"],
         initial=(window["out"], window["lse"]),
@@ -1014,7 +1014,7 @@ _SAVED = ("start", "end", "stop", "total", "constant")
 
 
 @_forward.register_fake
-def _(query, key, value, table, gate_key, position_query, limits, scaling, position_scale):
+def _(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale):
     B, H, Q, D = query.shape
     per_row, per_block = query.new_empty((B, H, Q), dtype=torch.float32), (B, H, -(-Q // WINDOW_ROWS))
     return [
@@ -1037,12 +1037,12 @@ def _backward(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
-    limits: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     scaling: float,
     position_scale: float,
 ) -> list[torch.Tensor]:
-    attention = _Pass(query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
+    attention = _Pass(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
     out, lse, *rest = saved
     window = dict(zip(_SAVED, rest), lse=lse)
     grad = aligned(grad)
@@ -1052,7 +1052,7 @@ def _backward(
     )
     # A constant added to the logits of a row shifts their log-sum-exp.
     plain = (grad, attention.query, attention.key, attention.value, lse - window["constant"], delta)
-    options: dict[str, Any] = {"scaling": scaling, "limits": limits, "bound": (window["start"], WINDOW_ROWS)}
+    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "bound": (window["start"], WINDOW_ROWS)}
     grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
     columns = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
     results = [grad_query, *columns, grad_table.to(table.dtype)]
@@ -1062,7 +1062,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, query, key, value, table, gate_key, position_query, limits, saved, scaling, position_scale):
+def _(grad, query, key, value, table, gate_key, position_query, ranges, saved, scaling, position_scale):
     inputs = (query, key, value, table, gate_key, position_query)
     return [tensor.new_empty(tensor.shape) for tensor in inputs if tensor is not None]
 
@@ -1075,15 +1075,15 @@ def _decode_op(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
-    limits: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     scaling: float,
     position_scale: float,
 ) -> torch.Tensor:
-    return _decode(query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
+    return _decode(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
 
 
 @_decode_op.register_fake
-def _(query, key, value, table, gate_key, position_query, limits, scaling, position_scale):
+def _(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale):
     return query.new_empty(query.shape)
 
 
@@ -1096,10 +1096,10 @@ def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
     # Read once: activation checkpointing allows no second time.
     saved = list(ctx.saved_tensors)
-    *inputs, limits = saved[:7]
+    *inputs, ranges = saved[:7]
     if grads[0] is None:
         return (None,) * 9
-    results = iter(_backward(grads[0], *inputs, limits, saved[7:], ctx.scaling, ctx.position_scale))
+    results = iter(_backward(grads[0], *inputs, ranges, saved[7:], ctx.scaling, ctx.position_scale))
     return (*(None if tensor is None else next(results) for tensor in inputs), None, None, None)
 
 
@@ -1121,7 +1121,7 @@ def cope_attention(
     *,
     gate_key: torch.Tensor | None = None,
     position_query: torch.Tensor | None = None,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     scaling: float,
     position_scale: float,
 ) -> torch.Tensor:
@@ -1137,7 +1137,7 @@ def cope_attention(
         gate_key: (B, G, K, D), what opens the gates: None for the keys themselves, the values, or keys of their own.
         position_query: (B, H, Q, D), r, what is multiplied with the table, in the type of the query; None for the query
             itself. (With RoPE: the query before rotation.)
-        limits: what each row sees, int32 (B, 1, Q + K, 2), see `attention_triton`; None: causal, row i sees the keys
+        ranges: what each row sees, int32 (B, 1, Q + K, 2), see `attention_mask`; None: causal, row i sees the keys
             up to K - Q + i. Keys that are not seen are not counted.
         scaling: the factor on q.k, in content and gates.
         position_scale: the factor on r.e.
@@ -1148,7 +1148,7 @@ def cope_attention(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    check_inputs(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, ranges)
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
@@ -1163,7 +1163,7 @@ def cope_attention(
             f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
             f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
         )
-    arguments = (query, key, value, table, gate_key, position_query, limits, scaling, position_scale)
+    arguments = (query, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
     inputs = (query, key, value, table, gate_key, position_query)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
     if query.shape[2] == 1 and not wanted:

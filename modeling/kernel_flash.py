@@ -3,15 +3,15 @@
 These are launchers on raw tensors, without autograd; the operators of an encoding are built from them (`kernel_pope`,
 `kernel_cope`). Their PyTorch counterpart is `attention_blockwise`.
 
-Supports: causal attention with rows aligned to the end, and everything that `limits` can say; grouped heads; query
+Supports: causal attention with rows aligned to the end, and everything that `ranges` can say; grouped heads; query
 length at most key length; head dims 16 to 256; float32, bfloat16, float16 (sums always float32). Does not support:
 value width different from key width, dropout, additive masks.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, R rotated channels (the first R of
 D), n blocks of rows that share a bound, S splits of the keys in decoding. Query head h uses key head h // (H // G).
 
-What row i sees. Without `limits`: keys j <= K - Q + i. With `limits`, int32 (B, 1, Q + K, 2): key j exactly if
-limits[b, 0, i, 0] <= j < limits[b, 0, i, 1] and limits[b, 0, Q + j, 0] != 0, causal or not. With a `Bound` besides:
+What row i sees. Without `ranges`: keys j <= K - Q + i. With `ranges`, int32 (B, 1, Q + K, 2): key j exactly if
+ranges[b, 0, i, 0] <= j < ranges[b, 0, i, 1] and ranges[b, 0, Q + j, 0] != 0, causal or not. With a `Bound` besides:
 only keys j < start[b, h, i // rows]. A row that sees nothing has output 0 and log-sum-exp +1e30.
 
 Polar scores (PoPE): channel c < R of a query or key is a magnitude mu, and stands for the pair (mu cos, mu sin) of its
@@ -194,26 +194,26 @@ def _store_turned_back(
 
 
 @triton.jit
-def _visible_slots(limits, bound, bound_rows, rows, Q, K):
+def _visible_slots(ranges, bound, bound_rows, rows, Q, K):
     """The slots that some rows see: from `low` on, up to but without `high`. Of rows from Q on, nothing is promised."""
     low = tl.zeros_like(rows)
     high = rows + (K - Q + 1)
-    if limits is not None:
-        low = tl.load(limits + rows * 2, mask=rows < Q, other=0)
-        high = tl.minimum(tl.load(limits + rows * 2 + 1, mask=rows < Q, other=0), K)
+    if ranges is not None:
+        low = tl.load(ranges + rows * 2, mask=rows < Q, other=0)
+        high = tl.minimum(tl.load(ranges + rows * 2 + 1, mask=rows < Q, other=0), K)
     if bound is not None:
         high = tl.minimum(high, tl.load(bound + rows // bound_rows, mask=rows < Q, other=0))
     return low, high
 
 
 @triton.jit
-def _key_range(limits, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_range(ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The keys that a block of rows visits: `first` (a multiple of BLOCK_N) to `last`; up to `full` no mask is needed.
 
-    `full` is a multiple of BLOCK_N, or `first` with limits.
+    `full` is a multiple of BLOCK_N, or `first` with ranges.
     """
     inside = start_m + tl.arange(0, BLOCK_M) < Q
-    if limits is not None:
+    if ranges is not None:
         some = inside & (low < high)
         first = tl.maximum(tl.min(tl.where(some, low, K)), 0) // BLOCK_N * BLOCK_N
         last = tl.max(tl.where(some, high, 0))
@@ -230,12 +230,12 @@ def _key_range(limits, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, B
 
 
 @triton.jit
-def _seen(limits, low, high, start, Q, K, BLOCK_N: tl.constexpr):
+def _seen(ranges, low, high, start, Q, K, BLOCK_N: tl.constexpr):
     """Which of the keys start.. each row sees, (rows, BLOCK_N)."""
     slots = start + tl.arange(0, BLOCK_N)
     seen = slots[None, :] < high[:, None]
-    if limits is not None:
-        valid = tl.load(limits + (Q + slots) * 2, mask=slots < K, other=0) != 0
+    if ranges is not None:
+        valid = tl.load(ranges + (Q + slots) * 2, mask=slots < K, other=0) != 0
         seen = seen & (slots[None, :] >= low[:, None]) & valid[None, :]
     return seen
 
@@ -256,7 +256,7 @@ def _forward_keys(
     value_stride,
     cos_k,
     sin_k,
-    limits,
+    ranges,
     low,
     high,
     scale,
@@ -283,7 +283,7 @@ def _forward_keys(
         else:
             logits = dot(real, tl.trans(k), None, PRECISION)
         if MASK:
-            seen = _seen(limits, low, high, start, Q, K, BLOCK_N)
+            seen = _seen(ranges, low, high, start, Q, K, BLOCK_N)
             logits = tl.where(seen, logits, MASKED)
         new_top = tl.maximum(top, tl.max(logits, 1) * scale)
         weights = tl.exp2(logits * scale - new_top[:, None])
@@ -306,7 +306,7 @@ def forward_kernel(
     value,
     out,
     lse,
-    limits,
+    ranges,
     bound,
     constant,
     initial_out,
@@ -354,12 +354,12 @@ def forward_kernel(
     value += b * value_batch + (h // groups) * value_head
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows < Q
-    if limits is not None:
-        limits += b * (Q + K) * 2
+    if ranges is not None:
+        ranges += b * (Q + K) * 2
     if bound is not None:
         bound += head_index * bound_blocks
-    low, high = _visible_slots(limits, bound, bound_rows, rows, Q, K)
-    first, full, last = _key_range(limits, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
+    low, high = _visible_slots(ranges, bound, bound_rows, rows, Q, K)
+    first, full, last = _key_range(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
 
     real = _load(query, query_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     imaginary = real
@@ -389,13 +389,13 @@ def forward_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
     scale = scaling * LOG2_E
-    if limits is None:
+    if ranges is None:
         acc, total, top = _forward_keys(
-            acc, total, top, real, imaginary, key, value, key_row, value_row, cos_k, sin_k, limits, low, high,
+            acc, total, top, real, imaginary, key, value, key_row, value_row, cos_k, sin_k, ranges, low, high,
             scale, first, full, Q, K, False, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _forward_keys(
-        acc, total, top, real, imaginary, key, value, key_row, value_row, cos_k, sin_k, limits, low, high,
+        acc, total, top, real, imaginary, key, value, key_row, value_row, cos_k, sin_k, ranges, low, high,
         scale, full, last, Q, K, True, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
@@ -456,7 +456,7 @@ def _rows_keys(
     value_stride,
     cos_k,
     sin_k,
-    limits,
+    ranges,
     low,
     high,
     scale,
@@ -484,7 +484,7 @@ def _rows_keys(
             logits = dot(imaginary, tl.trans(k_imaginary), logits, PRECISION)
         weights = tl.exp2(logits * scale - row_lse[:, None])
         if MASK:
-            weights = tl.where(_seen(limits, low, high, start, Q, K, BLOCK_N), weights, 0.0)
+            weights = tl.where(_seen(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
         grad_weights = dot(grad, tl.trans(v), None, PRECISION)
         grad_logits = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
         acc = dot(grad_logits, k, acc, PRECISION)
@@ -503,7 +503,7 @@ def backward_rows_kernel(
     delta,
     grad_query,
     grad_shift,
-    limits,
+    ranges,
     bound,
     initial,
     cos_q,
@@ -552,12 +552,12 @@ def backward_rows_kernel(
     value += b * value_batch + (h // groups) * value_head
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows < Q
-    if limits is not None:
-        limits += b * (Q + K) * 2
+    if ranges is not None:
+        ranges += b * (Q + K) * 2
     if bound is not None:
         bound += head_index * bound_blocks
-    low, high = _visible_slots(limits, bound, bound_rows, rows, Q, K)
-    first, full, last = _key_range(limits, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
+    low, high = _visible_slots(ranges, bound, bound_rows, rows, Q, K)
+    first, full, last = _key_range(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
 
     real = _load(query, query_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     imaginary = real
@@ -578,15 +578,15 @@ def backward_rows_kernel(
     scale = scaling * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     acc_imaginary = acc
-    if limits is None:
+    if ranges is None:
         acc, acc_imaginary = _rows_keys(
             acc, acc_imaginary, real, imaginary, grad_tile, row_lse, row_delta, key, value, key_row, value_row,
-            cos_k, sin_k, limits, low, high, scale, first, full, Q, K,
+            cos_k, sin_k, ranges, low, high, scale, first, full, Q, K,
             False, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
         )  # fmt: skip
     acc, acc_imaginary = _rows_keys(
         acc, acc_imaginary, real, imaginary, grad_tile, row_lse, row_delta, key, value, key_row, value_row,
-        cos_k, sin_k, limits, low, high, scale, full, last, Q, K,
+        cos_k, sin_k, ranges, low, high, scale, full, last, Q, K,
         True, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
     )  # fmt: skip
 
@@ -631,7 +631,7 @@ def _columns_rows(
     shift,
     H,
     head,
-    limits,
+    ranges,
     bound,
     bound_blocks,
     bound_rows,
@@ -678,10 +678,10 @@ def _columns_rows(
             head_bound = bound
             if bound is not None:
                 head_bound = bound + h * bound_blocks
-            low, high = _visible_slots(limits, head_bound, bound_rows, rows, Q, K)
+            low, high = _visible_slots(ranges, head_bound, bound_rows, rows, Q, K)
             slots = start_n + tl.arange(0, BLOCK_N)
             seen = slots[:, None] < high[None, :]
-            if limits is not None:
+            if ranges is not None:
                 seen = seen & (slots[:, None] >= low[None, :]) & valid[:, None]
             weights = tl.where(seen, weights, 0.0)
         grad_tile = _load(grad + h * grad_head, grad_row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
@@ -696,7 +696,7 @@ def _columns_rows(
 
 
 @triton.jit
-def _rows_by_limits(limits, start_n, Q, K, BLOCK_N: tl.constexpr):
+def _rows_by_limits(ranges, start_n, Q, K, BLOCK_N: tl.constexpr):
     """The rows, from `first` up to but without `last`, among which are all that see keys of a block."""
     # The loop carries scalars: of what comes from carried tensors Triton does not know the alignment, and would not
     # pipeline the loads of a loop over these rows.
@@ -704,7 +704,7 @@ def _rows_by_limits(limits, start_n, Q, K, BLOCK_N: tl.constexpr):
     last = 0
     for start in range(0, Q, SCAN):
         rows = start + tl.arange(0, SCAN)
-        low, high = _visible_slots(limits, None, 1, rows, Q, K)
+        low, high = _visible_slots(ranges, None, 1, rows, Q, K)
         some = (rows < Q) & (low < high) & (low < start_n + BLOCK_N) & (high > start_n)
         first = tl.minimum(first, tl.min(tl.where(some, rows, Q)))
         last = tl.maximum(last, tl.max(tl.where(some, rows + 1, 0)))
@@ -741,7 +741,7 @@ def backward_columns_kernel(
     delta,
     grad_key,
     grad_value,
-    limits,
+    ranges,
     bound,
     initial_key,
     initial_value,
@@ -797,12 +797,12 @@ def backward_columns_kernel(
     delta += head_index * GROUPS * Q
     slots = start_n + tl.arange(0, BLOCK_N)
     valid = slots < K
-    if limits is not None:
-        limits += b * (Q + K) * 2
-        valid = tl.load(limits + (Q + slots) * 2, mask=valid, other=0) != 0
+    if ranges is not None:
+        ranges += b * (Q + K) * 2
+        valid = tl.load(ranges + (Q + slots) * 2, mask=valid, other=0) != 0
 
-    if limits is not None:
-        first, last = _rows_by_limits(limits, start_n, Q, K, BLOCK_N)
+    if ranges is not None:
+        first, last = _rows_by_limits(ranges, start_n, Q, K, BLOCK_N)
         full = last
     else:
         first = tl.maximum(start_n - (K - Q), 0)
@@ -841,14 +841,14 @@ def backward_columns_kernel(
     grad_k, grad_k_imaginary, grad_v = _columns_rows(
         grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid, grad, query, lse, delta,
         grad_head, grad_row, query_head, query_row, cos_q, sin_q, shift, G * GROUPS, g * GROUPS,
-        limits, bound, bound_blocks, bound_rows, scale, start_n, first, full, Q, K,
+        ranges, bound, bound_blocks, bound_rows, scale, start_n, first, full, Q, K,
         True, GROUPS, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    if limits is None:
+    if ranges is None:
         grad_k, grad_k_imaginary, grad_v = _columns_rows(
             grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid, grad, query, lse, delta,
             grad_head, grad_row, query_head, query_row, cos_q, sin_q, shift, G * GROUPS, g * GROUPS,
-            limits, bound, bound_blocks, bound_rows, scale, start_n, full, last, Q, K,
+            ranges, bound, bound_blocks, bound_rows, scale, start_n, full, last, Q, K,
             False, GROUPS, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
@@ -889,7 +889,7 @@ def decode_kernel(
     value,
     out,
     top_lse,
-    limits,
+    ranges,
     bound,
     cos_q,
     sin_q,
@@ -933,10 +933,10 @@ def decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     first = 0
     last = K
-    if limits is not None:
-        limits += b * (1 + K) * 2
-        first = tl.maximum(tl.load(limits), 0)
-        last = tl.minimum(tl.load(limits + 1), K)
+    if ranges is not None:
+        ranges += b * (1 + K) * 2
+        first = tl.maximum(tl.load(ranges), 0)
+        last = tl.minimum(tl.load(ranges + 1), K)
     if bound is not None:
         last = tl.minimum(last, tl.load(bound + head_index))
     low = tl.zeros([BLOCK_M], dtype=tl.int32) + first
@@ -962,7 +962,7 @@ def decode_kernel(
     acc, total, top = _forward_keys(
         tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32),
         tl.full([BLOCK_M], MASKED, dtype=tl.float32), real, imaginary, key, value, key_row, value_row, cos_k, sin_k,
-        limits, low, high, scaling * LOG2_E, start, tl.minimum(start + size, last), 1, K,
+        ranges, low, high, scaling * LOG2_E, start, tl.minimum(start + size, last), 1, K,
         True, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     nothing = total == 0.0
@@ -1081,7 +1081,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, limits: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None
 ) -> None:
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
@@ -1098,9 +1098,9 @@ def check_inputs(
         )
     if not scaling > 0:
         raise ValueError(f"scaling={scaling!r} is not valid: it must be positive.")
-    if limits is not None and (limits.dtype != torch.int32 or limits.shape != (B, 1, Q + K, 2)):
+    if ranges is not None and (ranges.dtype != torch.int32 or ranges.shape != (B, 1, Q + K, 2)):
         raise ValueError(
-            f"limits={tuple(limits.shape)!r} of type {limits.dtype!r} is not valid: it must be int32 "
+            f"ranges={tuple(ranges.shape)!r} of type {ranges.dtype!r} is not valid: it must be int32 "
             f"{(B, 1, Q + K, 2)!r}."
         )
 
@@ -1176,7 +1176,7 @@ def flash_forward(
     value: torch.Tensor,
     *,
     scaling: float,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     polar: Polar | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
@@ -1189,7 +1189,7 @@ def flash_forward(
         query: (B, H, Q, D), float32, bfloat16 or float16.
         key, value: (B, G, K, D), the same type.
         scaling: the factor on q.k, positive.
-        limits: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
+        ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
         polar: the phases of polar scores, or None.
         bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees keys before start[b, h, i //
             rows] only.
@@ -1205,14 +1205,14 @@ def flash_forward(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    check_inputs(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, ranges)
     query, key, value = aligned(query), aligned(key), aligned(value)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
     tables, phase_strides, R = _polar_arguments(polar)
     start, bound_blocks, bound_rows = _bound_arguments(bound)
     initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
-    limits, constant = _contiguous(limits), _contiguous(constant)
+    ranges, constant = _contiguous(ranges), _contiguous(constant)
     out = torch.empty(B, H, Q, D, dtype=query.dtype, device=query.device)
     lse = torch.empty(B, H, Q, dtype=torch.float32, device=query.device)
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *phase_strides)
@@ -1221,9 +1221,9 @@ def flash_forward(
             forward_kernel,
             lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
             tiles or _candidates(_FORWARD, query.dtype, D, polar is not None),
-            _key(query, R, limits, start, constant, initial_out, tables[-1]),
+            _key(query, R, ranges, start, constant, initial_out, tables[-1]),
             [
-                *(query, key, value, out, lse, limits, start, constant, initial_out, initial_lse, *tables, scaling),
+                *(query, key, value, out, lse, ranges, start, constant, initial_out, initial_lse, *tables, scaling),
                 *(H, H // G, Q, K, bound_blocks, bound_rows, *strides),
             ],
             _constants(query, polar, R),
@@ -1240,7 +1240,7 @@ def flash_backward_rows(
     delta: torch.Tensor,
     *,
     scaling: float,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     polar: Polar | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: torch.Tensor | None = None,
@@ -1252,7 +1252,7 @@ def flash_backward_rows(
 
     Args:
         grad: (B, H, Q, D), of the output, the type of the query.
-        query, key, value, scaling, limits, polar, bound, tiles: as in `flash_forward`.
+        query, key, value, scaling, ranges, polar, bound, tiles: as in `flash_forward`.
         lse: float32 (B, H, Q), of all keys that the softmax ran over; +1e30 in rows that see nothing.
         delta: float32 (B, H, Q), `row_products(grad, out)`.
         initial: (B, H, Q, D), added to the gradient of the query, or None.
@@ -1263,13 +1263,13 @@ def flash_backward_rows(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    check_inputs(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, ranges)
     query, key, value, grad = aligned(query), aligned(key), aligned(value), aligned(grad)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
     tables, phase_strides, R = _polar_arguments(polar)
     start, bound_blocks, bound_rows = _bound_arguments(bound)
-    limits, initial = _contiguous(limits), _contiguous(initial)
+    ranges, initial = _contiguous(ranges), _contiguous(initial)
     candidates = tiles or _candidates(_ROWS, query.dtype, D, polar is not None)
     grad_query = torch.empty(B, H, Q, D, dtype=query.dtype, device=query.device)
     parts = None
@@ -1282,9 +1282,9 @@ def flash_backward_rows(
             backward_rows_kernel,
             lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
             candidates,
-            _key(query, R, limits, start, initial, parts),
+            _key(query, R, ranges, start, initial, parts),
             [
-                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_query, parts, limits, start),
+                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_query, parts, ranges, start),
                 *(initial, *tables, float(scaling), H, H // G, Q, K, bound_blocks, bound_rows, *strides),
             ],
             _constants(query, polar, R),
@@ -1304,7 +1304,7 @@ def flash_backward_columns(
     delta: torch.Tensor,
     *,
     scaling: float,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     polar: Polar | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -1313,7 +1313,7 @@ def flash_backward_columns(
     """The gradients of key and value.
 
     Args:
-        grad, query, key, value, lse, delta, scaling, limits, polar, bound, tiles: as in `flash_backward_rows`.
+        grad, query, key, value, lse, delta, scaling, ranges, polar, bound, tiles: as in `flash_backward_rows`.
         initial: (grad_key, grad_value), float32 (B, G, K, D), added to the results, or None.
 
     Returns:
@@ -1322,14 +1322,14 @@ def flash_backward_columns(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    check_inputs(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, ranges)
     query, key, value, grad = aligned(query), aligned(key), aligned(value), aligned(grad)
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
     tables, phase_strides, R = _polar_arguments(polar)
     start, bound_blocks, bound_rows = _bound_arguments(bound)
     initial_key, initial_value = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
-    limits = _contiguous(limits)
+    ranges = _contiguous(ranges)
     grad_key = torch.empty(B, G, K, D, dtype=key.dtype, device=key.device)
     grad_value = torch.empty_like(grad_key)
     strides = (*grad.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *phase_strides)
@@ -1338,9 +1338,9 @@ def flash_backward_columns(
             backward_columns_kernel,
             lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
             tiles or _candidates(_COLUMNS, query.dtype, D, polar is not None),
-            (*_key(query, R, limits, start, initial_key, tables[-1]), H // G),
+            (*_key(query, R, ranges, start, initial_key, tables[-1]), H // G),
             [
-                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_key, grad_value, limits, start),
+                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_key, grad_value, ranges, start),
                 *(initial_key, initial_value, *tables, float(scaling), G, Q, K, bound_blocks, bound_rows, *strides),
             ],
             _constants(query, polar, R) | {"GROUPS": H // G},
@@ -1362,7 +1362,7 @@ def flash_decode(
     value: torch.Tensor,
     *,
     scaling: float,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     polar: Polar | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
@@ -1376,7 +1376,7 @@ def flash_decode(
         query: (B, H, 1, D).
         bound: (start, rows), start int32 (B, G, 1): the heads that share a key head share it. `rows` is not used.
         splits: programs that share the keys of a key head; None: by the size of the GPU and the number of keys.
-        key, value, scaling, limits, polar, constant, initial, tiles: as in `flash_forward`.
+        key, value, scaling, ranges, polar, constant, initial, tiles: as in `flash_forward`.
 
     Returns:
         (B, H, 1, D) in the type of the query; 0 where nothing is seen.
@@ -1384,7 +1384,7 @@ def flash_decode(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    check_inputs(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, ranges)
     if query.shape[2] != 1:
         raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
     query, key, value = aligned(query), aligned(key), aligned(value)
@@ -1395,7 +1395,7 @@ def flash_decode(
     if start is not None and start.shape != (B, G, 1):
         raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, 1)!r}.")
     initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
-    limits, constant = _contiguous(limits), _contiguous(constant)
+    ranges, constant = _contiguous(ranges), _contiguous(constant)
     splits = splits or _decode_splits(query, B * G, K)
     parts = torch.empty(B, G, splits, H // G, D, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
@@ -1408,8 +1408,8 @@ def flash_decode(
             decode_kernel,
             lambda tiles: (splits * B * G,),
             candidates,
-            (*_key(query, R, limits, start, tables[-1]), rows),
-            (query, key, value, parts, top_lse, limits, start, *tables, float(scaling), G, H // G, K, splits, *strides),
+            (*_key(query, R, ranges, start, tables[-1]), rows),
+            (query, key, value, parts, top_lse, ranges, start, *tables, float(scaling), G, H // G, K, splits, *strides),
             _constants(query, polar, R),
         )
         launch(

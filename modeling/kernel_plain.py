@@ -27,13 +27,13 @@ _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor | None, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: torch.Tensor | None, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return flash_forward(query, key, value, scaling=scaling, limits=limits)
+    return flash_forward(query, key, value, scaling=scaling, ranges=ranges)
 
 
 @_forward.register_fake
-def _(query, key, value, limits, scaling):
+def _(query, key, value, ranges, scaling):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -43,30 +43,30 @@ def _backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    limits: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tensors = (grad, query, key, value, lse, row_products(grad, out))
-    grad_query, _ = flash_backward_rows(*tensors, scaling=scaling, limits=limits)
-    return grad_query, *flash_backward_columns(*tensors, scaling=scaling, limits=limits)
+    grad_query, _ = flash_backward_rows(*tensors, scaling=scaling, ranges=ranges)
+    return grad_query, *flash_backward_columns(*tensors, scaling=scaling, ranges=ranges)
 
 
 @_backward.register_fake
-def _(grad, query, key, value, limits, out, lse, scaling):
+def _(grad, query, key, value, ranges, out, lse, scaling):
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_decode", mutates_args=())
 def _decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor | None, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    return flash_decode(query, key, value, scaling=scaling, limits=limits)
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges)
 
 
 @_decode.register_fake
-def _(query, key, value, limits, scaling):
+def _(query, key, value, ranges, scaling):
     return query.new_empty(query.shape)
 
 
@@ -98,7 +98,7 @@ def plain_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     scaling: float,
 ) -> torch.Tensor:
     """Causal softmax attention, differentiable.
@@ -106,7 +106,7 @@ def plain_attention(
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
         key, value: (B, G, K, D), the same type, H a multiple of G, K at least Q.
-        limits: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
+        ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
         scaling: the factor on q.k, positive.
 
@@ -116,8 +116,8 @@ def plain_attention(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    check_inputs(query, key, value, scaling, limits)
+    check_inputs(query, key, value, scaling, ranges)
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     if query.shape[2] == 1 and not wanted:
-        return _decode(query, key, value, limits, scaling)
-    return _forward(query, key, value, limits, scaling)[0]
+        return _decode(query, key, value, ranges, scaling)
+    return _forward(query, key, value, ranges, scaling)[0]

@@ -43,15 +43,15 @@ def _forward(
     cos_k: torch.Tensor,
     sin_k: torch.Tensor,
     shift: torch.Tensor | None,
-    limits: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     polar = _polar(query, (cos_q, sin_q, cos_k, sin_k), shift)
-    return flash_forward(query, key, value, scaling=scaling, limits=limits, polar=polar)
+    return flash_forward(query, key, value, scaling=scaling, ranges=ranges, polar=polar)
 
 
 @_forward.register_fake
-def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, limits, scaling):
+def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, scaling):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -66,14 +66,14 @@ def _backward(
     cos_k: torch.Tensor,
     sin_k: torch.Tensor,
     shift: torch.Tensor | None,
-    limits: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scaling: float,
 ) -> list[torch.Tensor]:
     settings: dict[str, Any] = {
         "scaling": scaling,
-        "limits": limits,
+        "ranges": ranges,
         "polar": _polar(query, (cos_q, sin_q, cos_k, sin_k), shift),
     }
     tensors = (grad, query, key, value, lse, row_products(grad, out))
@@ -84,7 +84,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, query, key, value, cos_q, sin_q, cos_k, sin_k, shift, limits, out, lse, scaling):
+def _(grad, query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, out, lse, scaling):
     wanted = (query, key, value) if shift is None else (query, key, value, shift)
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
@@ -99,15 +99,15 @@ def _decode(
     cos_k: torch.Tensor,
     sin_k: torch.Tensor,
     shift: torch.Tensor | None,
-    limits: torch.Tensor | None,
+    ranges: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
     polar = _polar(query, (cos_q, sin_q, cos_k, sin_k), shift)
-    return flash_decode(query, key, value, scaling=scaling, limits=limits, polar=polar)
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, polar=polar)
 
 
 @_decode.register_fake
-def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, limits, scaling):
+def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, scaling):
     return query.new_empty(query.shape)
 
 
@@ -161,7 +161,7 @@ def pope_attention(
     value: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     *,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
     scaling: float,
 ) -> torch.Tensor:
     """PoPE attention (2509.10534, Eq. 4 to 7): differentiable in query, key, value and shift.
@@ -173,7 +173,7 @@ def pope_attention(
         tables: cosines and sines of the queries (1 or B, Q, R), cosines and sines of the keys (1 or B, K, R), float32,
             or float16 beside half precision; then the shift (H, R), subtracted from the phases of the queries, float32,
             or None.
-        limits: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
+        ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
         scaling: the factor on the scores, positive.
 
@@ -189,7 +189,7 @@ def pope_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shift = None if shift is None else shift.float()
-    arguments = (query, key, value, *phases, shift, limits, scaling)
+    arguments = (query, key, value, *phases, shift, ranges, scaling)
     wanted = (query, key, value) if shift is None else (query, key, value, shift)
     if query.shape[2] == 1 and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)):
         return _decode(*arguments)

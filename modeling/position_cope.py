@@ -394,7 +394,7 @@ class CoPE(PositionEncoding):
             self._table(context),
             gate_key=None if gate_key is None else gate_key.to(key.dtype),
             position_query=context.query.to(query.dtype) if self.rotated else None,
-            limits=ranges,
+            ranges=ranges,
             scaling=scaling,
             position_scale=scale,
         )

@@ -148,7 +148,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     All flags at the head dim 64 in bfloat16; other head dims, and float32, with causal attention.
     """
     cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
-    all_flags: list[tuple[str, ...]] = [(), ("limits",), ("limits", "separate gates")]
+    all_flags: list[tuple[str, ...]] = [(), ("ranges",), ("ranges", "separate gates")]
     all_flags += [("position query",), ("grouped heads",), ("partial", "no shift")]
     cases += [(torch.bfloat16, 64, flags) for flags in all_flags]
     cases += [(torch.bfloat16, 128, ()), (torch.bfloat16, 256, ()), (torch.bfloat16, 40, ()), (torch.float32, 64, ())]
@@ -165,11 +165,11 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _inputs(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> tuple[list[torch.Tensor], Any]:
-    """Returns query, key, value, and limits or None."""
+    """Returns query, key, value, and ranges or None."""
     heads = 4 if "grouped heads" in flags else 16
     shapes = ((1, 16, rows, D), (1, heads, 1024, D), (1, heads, 1024, D))
-    limits = torch.empty(1, 1, rows + 1024, 2, dtype=torch.int32) if "limits" in flags else None
-    return [torch.empty(shape, dtype=dtype) for shape in shapes], limits
+    ranges = torch.empty(1, 1, rows + 1024, 2, dtype=torch.int32) if "ranges" in flags else None
+    return [torch.empty(shape, dtype=dtype) for shape in shapes], ranges
 
 
 def _run(attention: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], train: bool) -> None:
@@ -183,8 +183,8 @@ def _run(attention: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], 
 def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
     from whatwhere.kernel_cope import cope_attention
 
-    inputs, limits = _inputs(dtype, D, rows, flags)
-    options: dict[str, Any] = {"limits": limits, "scaling": 0.125, "position_scale": 0.125}
+    inputs, ranges = _inputs(dtype, D, rows, flags)
+    options: dict[str, Any] = {"ranges": ranges, "scaling": 0.125, "position_scale": 0.125}
     if "separate gates" in flags:
         options["gate_key"] = torch.empty_like(inputs[1])
     if "position query" in flags:
@@ -196,7 +196,7 @@ def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
 def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
     from whatwhere.kernel_pope import pope_attention
 
-    inputs, limits = _inputs(dtype, D, rows, flags)
+    inputs, ranges = _inputs(dtype, D, rows, flags)
     R = D // 2 if "partial" in flags else D
     phases = [torch.empty(1, length, R) for length in (rows, rows, 1024, 1024)]
     shift = None if "no shift" in flags else torch.empty(16, R)
@@ -205,7 +205,7 @@ def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
     query, key, value = inputs
 
     def attention() -> torch.Tensor:
-        return pope_attention(query, key, value, tables, limits=limits, scaling=0.125)
+        return pope_attention(query, key, value, tables, ranges=ranges, scaling=0.125)
 
     return lambda: _run(attention, trained, rows > 1)
 
@@ -213,9 +213,9 @@ def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
 def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
     from whatwhere.kernel_plain import plain_attention
 
-    inputs, limits = _inputs(dtype, D, rows, flags)
+    inputs, ranges = _inputs(dtype, D, rows, flags)
     query, key, value = inputs
-    return lambda: _run(lambda: plain_attention(query, key, value, limits=limits, scaling=0.125), inputs, rows > 1)
+    return lambda: _run(lambda: plain_attention(query, key, value, ranges=ranges, scaling=0.125), inputs, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:

@@ -118,11 +118,11 @@ class Outcome:
     seconds: float = 0.0
 
 
-# Masks: `limits` (B, 1, Q + K, 2), as the kernels read it.
+# Masks: `ranges` (B, 1, Q + K, 2), as the kernels read it.
 
 
-def limits_of(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """Returns the limits of a mask, or None for causal."""
+def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
+    """Returns the ranges of a mask, or None for causal."""
     if mask == "causal":
         return None
     slots = torch.arange(keys, device=device)
@@ -186,15 +186,15 @@ def attention_of(
 
     query = random(case.batch, case.heads, case.queries, D)
     key, value, gate_key = (random(case.batch, case.groups, case.keys, D) for _ in range(3))
-    limits = limits_of(case.mask, case.batch, case.queries, case.keys, device)
+    ranges = ranges_of(case.mask, case.batch, case.queries, case.keys, device)
     rows = torch.arange(case.queries, device=device)
     if group.what == "pope":
         from whatwhere.kernel_pope import pope_attention
 
         R = group.rotated
         # Cached tokens first; in a batch with padding each entry counts its own positions.
-        positions = torch.arange(case.keys, device=device).expand(case.batch if limits is not None else 1, -1)
-        if limits is not None:
+        positions = torch.arange(case.keys, device=device).expand(case.batch if ranges is not None else 1, -1)
+        if ranges is not None:
             positions = positions - torch.arange(case.batch, device=device)[:, None]
         phases = positions[..., None].float() * pope_frequencies(R, 10000.0, device)
         cos_k, sin_k = phases.cos(), phases.sin()
@@ -207,10 +207,10 @@ def attention_of(
 
         def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *shift: torch.Tensor) -> torch.Tensor:
             everything = (*tables, shift[0] if shift else None)
-            return pope_attention(query, key, value, everything, limits=limits, scaling=scaling)
+            return pope_attention(query, key, value, everything, ranges=ranges, scaling=scaling)
 
         def reference(*inputs: torch.Tensor) -> torch.Tensor:
-            return pope_reference(*inputs, tables=tables, rows=rows, scaling=scaling, limits=limits)
+            return pope_reference(*inputs, tables=tables, rows=rows, scaling=scaling, ranges=ranges)
 
         def decided(query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
             return torch.zeros(query.shape[:3], dtype=torch.bool, device=device)
@@ -226,7 +226,7 @@ def attention_of(
     inputs = [query.to(dtype), key.to(dtype), value.to(dtype), random(D, case.positions).to(dtype)]
     if group.gate == "separate":
         inputs.append(gate_key.to(dtype))
-    options: dict[str, Any] = {"limits": limits, "scaling": scaling, "position_scale": scaling}
+    options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "position_scale": scaling}
 
     def gate_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return {"key": None, "separate": inputs[-1], "value": inputs[2]}[group.gate]
@@ -239,7 +239,7 @@ def attention_of(
         return cope_reference(query, key, value, table, gate_of(inputs), rows=rows, **options)
 
     def undecided(*inputs: torch.Tensor) -> torch.Tensor:
-        chosen: dict[str, Any] = {"limits": limits, "scaling": scaling, "num_positions": case.positions}
+        chosen: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "num_positions": case.positions}
         return undecided_rows(inputs[0], inputs[1], gate_of(inputs), rows=rows, **chosen)
 
     return inputs, kernel_cope, reference_cope, undecided

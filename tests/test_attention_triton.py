@@ -524,21 +524,21 @@ def test_plain_attention(limited):
     """Against PyTorch's own, with every gradient; one row, without and with gradients; as operators."""
     query = torch.randn(2, 2, 17, 16, requires_grad=True)
     key, value = (torch.randn(2, 1, 21, 16, requires_grad=True) for _ in range(2))
-    inputs, limits, mask = (query, key, value), None, torch.ones(17, 21, dtype=torch.bool).tril(4)
+    inputs, ranges, mask = (query, key, value), None, torch.ones(17, 21, dtype=torch.bool).tril(4)
     if limited:
-        limits = ranges_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
-        mask = dense_mask(limits, 17)
+        ranges = ranges_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
+        mask = dense_mask(ranges, 17)
     truth = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
     )
-    out = plain_attention(*inputs, limits=limits, scaling=0.3)
+    out = plain_attention(*inputs, ranges=ranges, scaling=0.3)
     grad = torch.randn_like(out)
     all_close([out, *torch.autograd.grad(out, inputs, grad)], [truth, *torch.autograd.grad(truth, inputs, grad)], 1e-5)
-    last = None if limits is None else limits[:, :, 16:]
+    last = None if ranges is None else ranges[:, :, 16:]
     step = (query[:, :, 16:], key, value)
     for trained in (True, False):
         with torch.set_grad_enabled(trained):
-            row = plain_attention(*step, limits=last, scaling=0.3)
+            row = plain_attention(*step, ranges=last, scaling=0.3)
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:

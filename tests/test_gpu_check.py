@@ -11,7 +11,7 @@ from whatwhere.scripts import gpu_check
 from whatwhere.scripts.benchmark import references
 from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible
-from whatwhere.scripts.gpu_check import Case, Group, check_case, groups_on_cpu, groups_on_gpu, limits_of
+from whatwhere.scripts.gpu_check import Case, Group, check_case, groups_on_cpu, groups_on_gpu, ranges_of
 
 SMALL = Case(20, 24, batch=1, heads=2, groups=1, positions=8)
 
@@ -107,7 +107,7 @@ def test_finds_small_mistakes_in_the_kernels(monkeypatch, mutate):
 def test_rounding_at_integers_is_no_mistake(monkeypatch):
     """Positions just above an integer may be taken for just below, where the slope is another one."""
 
-    def kernel(query, key, value, table, *, gate_key, limits, scaling, position_scale):
+    def kernel(query, key, value, table, *, gate_key, ranges, scaling, position_scale):
         seen = visible(query.shape[2], key.shape[2], torch.arange(query.shape[2]))
         logits = query @ key.transpose(2, 3) * scaling
         gates = torch.sigmoid(logits) * seen
@@ -146,8 +146,8 @@ def test_undecided_rows(gates):
     found = references.undecided_rows(*given, rows=torch.arange(4), **options)
     # The first row sees one key, up to 0.5.
     assert found.tolist() == [[[False, True, False, False]]]
-    limits = torch.tensor([[0, 4]] * 4 + [[1, 0]] * 4, dtype=torch.int32)[None, None]
-    found = references.undecided_rows(*given, rows=torch.arange(4), limits=limits, **options)
+    ranges = torch.tensor([[0, 4]] * 4 + [[1, 0]] * 4, dtype=torch.int32)[None, None]
+    found = references.undecided_rows(*given, rows=torch.arange(4), ranges=ranges, **options)
     assert found.tolist() == [[[True, True, False, False]]]
 
 
@@ -176,8 +176,8 @@ def test_only_names_something(capsys):
 @pytest.mark.parametrize(("queries", "keys"), [(12, 12), (5, 12), (1, 12)])
 def test_masks(mask, queries, keys):
     """Limits, against what they say in words; some rows of padding see nothing."""
-    limits = limits_of(mask, 2, queries, keys, torch.device("cpu"))
-    seen = visible(queries, keys, torch.arange(queries), limits=limits)
+    ranges = ranges_of(mask, 2, queries, keys, torch.device("cpu"))
+    seen = visible(queries, keys, torch.arange(queries), ranges=ranges)
     for entry in range(2):
         for row in range(queries):
             slot = keys - queries + row
@@ -195,7 +195,7 @@ def test_masks(mask, queries, keys):
 
 def test_limits_of_an_unknown_mask():
     with pytest.raises(ValueError, match="'stripes'"):
-        limits_of("stripes", 1, 4, 4, torch.device("cpu"))
+        ranges_of("stripes", 1, 4, 4, torch.device("cpu"))
 
 
 def test_groups():

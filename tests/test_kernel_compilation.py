@@ -104,13 +104,13 @@ def test_flags_of_launches_and_tiles_that_do_not_fit(tmp_path):
     names = json.loads((tmp_path / "names.json").read_text())
     for kernel in ("window_forward", "window_rows", "window_columns"):
         assert f"{kernel} cope bf16 D=64 causal" in names
-        assert f"{kernel} cope bf16 D=64 limits" in names
-        assert f"{kernel} cope bf16 D=64 limits+separate gates" in names
+        assert f"{kernel} cope bf16 D=64 ranges" in names
+        assert f"{kernel} cope bf16 D=64 ranges+separate gates" in names
     assert "table_rows cope bf16 D=64 position query" in names
     assert "backward_columns pope bf16 D=64 grouped heads" in names
     assert "window_forward cope bf16 D=64 decoding causal" in names
-    assert "backward_rows plain bf16 D=64 limits" in names
-    assert "decode pope bf16 D=64 decoding limits" in names
+    assert "backward_rows plain bf16 D=64 ranges" in names
+    assert "decode pope bf16 D=64 decoding ranges" in names
     # The first tiles are too large for the target's shared memory, the second are not.
     found = [Compiled(**entry) for entry in json.loads(result.read_text())]
     first, second = (entry for entry in found if entry.variant == "falls back")

@@ -24,7 +24,7 @@ def wide_tiles(monkeypatch):
 
 
 def causal_limits(batch, rows, keys, low=None, valid=None):
-    """`limits` (B, 1, Q + K, 2) of causal rows at the end of the keys; low (B, Q), valid (B, K)."""
+    """`ranges` (B, 1, Q + K, 2) of causal rows at the end of the keys; low (B, Q), valid (B, K)."""
     high = torch.arange(keys - rows + 1, keys + 1).expand(batch, rows)
     low = torch.zeros(batch, rows, dtype=torch.long) if low is None else low
     valid = torch.ones(batch, keys, dtype=torch.bool) if valid is None else valid
@@ -35,15 +35,15 @@ def causal_limits(batch, rows, keys, low=None, valid=None):
     return torch.cat([head, tail], 1)[:, None].int()
 
 
-def dense_mask(limits, rows, keys):
-    low, high = limits[:, 0, :rows, 0], limits[:, 0, :rows, 1]
+def dense_mask(ranges, rows, keys):
+    low, high = ranges[:, 0, :rows, 0], ranges[:, 0, :rows, 1]
     slots = torch.arange(keys)
     inside = (slots >= low[..., None]) & (slots < high[..., None])
-    return (inside & (limits[:, 0, rows:, 0] != 0)[:, None])[:, None]
+    return (inside & (ranges[:, 0, rows:, 0] != 0)[:, None])[:, None]
 
 
 def reference(
-    query, key, value, table, gate_key=None, position_query=None, limits=None, scaling=0.25, position_scale=0.25
+    query, key, value, table, gate_key=None, position_query=None, ranges=None, scaling=0.25, position_scale=0.25
 ):
     H, Q = query.shape[1:3]
     K, groups = key.shape[2], H // key.shape[1]
@@ -52,7 +52,7 @@ def reference(
     opening = content
     if gate_key is not None:
         opening = query @ gate_key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-    mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if limits is None else dense_mask(limits, Q, K)
+    mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if ranges is None else dense_mask(ranges, Q, K)
     gates = torch.sigmoid(opening).masked_fill(~mask, 0)
     last = table.shape[1] - 1
     positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
@@ -79,9 +79,9 @@ def inputs(batch, heads, groups, rows, keys, channels, positions=16, openness=0.
     return [None if one is None else one.to(dtype).requires_grad_() for one in tensors]
 
 
-def compare(tensors, limits=None, tolerance=2e-5, scaling=0.25, position_scale=0.25, position_query=None):
+def compare(tensors, ranges=None, tolerance=2e-5, scaling=0.25, position_scale=0.25, position_query=None):
     """Compares the output and every gradient with the float64 reference."""
-    options = {"limits": limits, "scaling": scaling, "position_scale": position_scale}
+    options = {"ranges": ranges, "scaling": scaling, "position_scale": position_scale}
     tensors = [*tensors, position_query]
     *main, gate_key, _ = tensors
     out = cope_attention(*main, gate_key=gate_key, position_query=position_query, **options)
@@ -143,20 +143,20 @@ def padded_and_packed(rows, keys):
 )
 def test_padding_holes_and_documents(rows, keys, openness):
     """Keys that a row does not see are not counted; rows that see nothing give 0."""
-    limits = padded_and_packed(rows, keys)
+    ranges = padded_and_packed(rows, keys)
     tensors = inputs(3, 2, 1, rows, keys, 16, openness=openness)
-    compare(tensors, limits)
+    compare(tensors, ranges)
     if rows == keys:
-        out = cope_attention(*tensors[:4], limits=limits, scaling=0.25, position_scale=0.25)
+        out = cope_attention(*tensors[:4], ranges=ranges, scaling=0.25, position_scale=0.25)
         assert out[0, :, :13].abs().max() == 0
         assert out[1, :, -11:].abs().max() == 0
 
 
 def test_rows_that_see_the_future():
     """Limits need not be causal."""
-    limits = causal_limits(1, 40, 100)
-    limits[:, :, :40, 1] = 100
-    compare(inputs(1, 2, 2, 40, 100, 16), limits)
+    ranges = causal_limits(1, 40, 100)
+    ranges[:, :, :40, 1] = 100
+    compare(inputs(1, 2, 2, 40, 100, 16), ranges)
 
 
 @pytest.mark.slow
@@ -257,12 +257,12 @@ def test_decoding(openness, separate, rotated):
     with torch.no_grad():
         tensors = inputs(3, 4, 2, 1, 257, 16, openness=openness, separate=separate)
         tensors.append(torch.randn(3, 4, 1, 16) if rotated else None)
-        limits = padded_and_packed(1, 257)
-        for bounds in (None, limits):
-            options = {"limits": bounds, "scaling": 0.25, "position_scale": 0.25}
+        ranges = padded_and_packed(1, 257)
+        for bounds in (None, ranges):
+            options = {"ranges": bounds, "scaling": 0.25, "position_scale": 0.25}
             out = cope_attention(*tensors[:4], gate_key=tensors[4], position_query=tensors[5], **options)
             exact = [None if one is None else one.double() for one in tensors]
-            expected = reference(*exact, limits=bounds)
+            expected = reference(*exact, ranges=bounds)
             assert (out - expected).norm() / expected.norm() < 2e-5
 
 
@@ -419,7 +419,7 @@ def test_second_derivative_is_refused():
             r"position_query=\(1, 1, 9, 16\).*as the query, \(1, 1, 10, 16\)",
         ),
         ({"position_query": torch.zeros(1, 1, 10, 16).half()}, r"position_query=.*float16.*must be as the query"),
-        ({"limits": torch.zeros(1, 1, 20, 2)}, "limits="),
+        ({"ranges": torch.zeros(1, 1, 20, 2)}, "ranges="),
         ({"scaling": 0.0}, "scaling=0.0"),
     ],
 )

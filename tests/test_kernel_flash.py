@@ -41,7 +41,7 @@ PAIRS = [
 ]
 
 
-def limits_of(kind: str, B: int, Q: int, K: int) -> torch.Tensor | None:
+def ranges_of(kind: str, B: int, Q: int, K: int) -> torch.Tensor | None:
     """int32 (B, 1, Q + K, 2) of a kind of mask."""
     if kind == "causal":
         return None
@@ -65,19 +65,19 @@ def limits_of(kind: str, B: int, Q: int, K: int) -> torch.Tensor | None:
     if kind in ("padding", "holes"):
         own = valid[:, K - Q :]
         low, high = low * own, high * own
-    limits = torch.empty(B, 1, Q + K, 2, dtype=torch.int32)
-    limits[:, 0, :Q, 0], limits[:, 0, :Q, 1] = low, high
-    limits[:, 0, Q:] = valid[..., None]
-    return limits
+    ranges = torch.empty(B, 1, Q + K, 2, dtype=torch.int32)
+    ranges[:, 0, :Q, 0], ranges[:, 0, :Q, 1] = low, high
+    ranges[:, 0, Q:] = valid[..., None]
+    return ranges
 
 
-def visible_by(limits: torch.Tensor | None, Q: int, K: int) -> torch.Tensor:
+def visible_by(ranges: torch.Tensor | None, Q: int, K: int) -> torch.Tensor:
     """bool (1 or B, 1, Q, K)."""
     slots = torch.arange(K)
-    if limits is None:
+    if ranges is None:
         return (slots <= torch.arange(Q)[:, None] + K - Q)[None, None]
-    low, high = limits[:, :, :Q, :1], limits[:, :, :Q, 1:]
-    return (slots >= low) & (slots < high) & (limits[:, :, None, Q:, 0] != 0)
+    low, high = ranges[:, :, :Q, :1], ranges[:, :, :Q, 1:]
+    return (slots >= low) & (slots < high) & (ranges[:, :, None, Q:, 0] != 0)
 
 
 def polar_of(R: int, B: int, H: int, Q: int, K: int, *, shifted: bool, same: bool = True) -> Polar:
@@ -146,7 +146,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5)
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-def check(shape, tiles, *, limits=None, polar=None, bound=None, dtype=torch.float32, tolerance=2e-5) -> None:
+def check(shape, tiles, *, ranges=None, polar=None, bound=None, dtype=torch.float32, tolerance=2e-5) -> None:
     B, H, _, Q, K, D = shape
     scaling = 0.7 / math.sqrt(D)
     tensors = inputs(shape, dtype)
@@ -155,14 +155,14 @@ def check(shape, tiles, *, limits=None, polar=None, bound=None, dtype=torch.floa
     shift = None
     if polar is not None and polar.shift is not None:
         shift = polar.shift.double().requires_grad_()
-    visible = visible_by(limits, Q, K)
+    visible = visible_by(ranges, Q, K)
     if bound is not None:
         start, rows = bound
         visible = visible & (torch.arange(K) < start[:, :, torch.arange(Q) // rows, None])
     out, lse = reference(*wanted, visible, scaling, polar, shift)
     expected = torch.autograd.grad(out, [*wanted, *([] if shift is None else [shift])], grad.double())
 
-    settings = {"scaling": scaling, "limits": limits, "polar": polar, "bound": bound, "tiles": [tiles]}
+    settings = {"scaling": scaling, "ranges": ranges, "polar": polar, "bound": bound, "tiles": [tiles]}
     actual, actual_lse = kernel_flash.flash_forward(query, key, value, **settings)
     assert actual.dtype == dtype
     close(actual, out, tolerance)
@@ -188,7 +188,7 @@ def check(shape, tiles, *, limits=None, polar=None, bound=None, dtype=torch.floa
 @pytest.mark.parametrize(("shape", "tiles", "mask"), PAIRS)
 def test_equals_full_matrices(shape: tuple[int, ...], tiles: Tiles, mask: str) -> None:
     B, _, _, Q, K, _ = shape
-    check(shape, tiles, limits=limits_of(mask, B, Q, K))
+    check(shape, tiles, ranges=ranges_of(mask, B, Q, K))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_bound(mask: str, shape: str) -> None:
     # Rising with the rows in the first head, in any order in the others, some of them 0.
     start = torch.randint(-1, K + 10, (B, H, -(-Q // rows)), dtype=torch.int32)
     start[:, 0] = start[:, 0].sort(-1).values
-    check(sizes, tiles, limits=limits_of(mask, B, Q, K), bound=(start, rows))
+    check(sizes, tiles, ranges=ranges_of(mask, B, Q, K), bound=(start, rows))
 
 
 @pytest.mark.parametrize("rows", slow_but([64], [1, 64]))
@@ -213,8 +213,8 @@ def test_bound_of_other_rows_than_the_tiles(rows: int) -> None:
 
 
 def test_nothing_is_seen() -> None:
-    limits = torch.zeros(1, 1, 40 + 40, 2, dtype=torch.int32)
-    check((1, 2, 1, 40, 40, 16), Tiles(16, 16), limits=limits)
+    ranges = torch.zeros(1, 1, 40 + 40, 2, dtype=torch.int32)
+    check((1, 2, 1, 40, 40, 16), Tiles(16, 16), ranges=ranges)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
     B, H, _, Q, K, D = sizes
     scaling = 0.3
     query, key, value, grad = tensors = inputs(sizes)
-    limits = limits_of(mask, B, Q, K)
-    visible = visible_by(limits, Q, K)
+    ranges = ranges_of(mask, B, Q, K)
+    visible = visible_by(ranges, Q, K)
     bound = (torch.randint(0, K, (B, H, -(-Q // 16)), dtype=torch.int32), 16)
     visible = visible & (torch.arange(K) < bound[0][:, :, torch.arange(Q) // 16, None])
     constant = 3 * torch.randn(B, H, Q)
@@ -244,7 +244,7 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
         *wanted, visible, scaling, constant=constant.double(), others=(logits.double(), other_value.double())
     )
     expected = torch.autograd.grad(out, wanted, grad.double())
-    settings = {"scaling": scaling, "limits": limits, "bound": bound, "tiles": [tiles]}
+    settings = {"scaling": scaling, "ranges": ranges, "bound": bound, "tiles": [tiles]}
     actual, actual_lse = kernel_flash.flash_forward(
         query, key, value, constant=constant, initial=(initial, initial_lse), **settings
     )
@@ -285,7 +285,7 @@ def test_polar_masks(shape: str, mask: str) -> None:
     sizes, tiles = SHAPES[shape]
     B, H, _, Q, K, D = sizes
     polar = polar_of(D, B, H, Q, K, shifted=True)
-    check(sizes, tiles, limits=limits_of(mask, B, Q, K), polar=polar)
+    check(sizes, tiles, ranges=ranges_of(mask, B, Q, K), polar=polar)
 
 
 def _high(on: bool) -> None:
@@ -359,17 +359,17 @@ def test_tiles_of_the_table() -> None:
 def test_decode(mask: str, part: float, splits: int | None) -> None:
     B, H, G, K, D = 2, 3, 1, 101, 40
     query, key, value, _ = tensors = inputs((B, H, G, 1, K, D))
-    limits = None
+    ranges = None
     if mask != "causal":
-        limits = torch.ones(B, 1, 1 + K, 2, dtype=torch.int32)
+        ranges = torch.ones(B, 1, 1 + K, 2, dtype=torch.int32)
         first, last = {"window": (37, 90), "padding": (5, K), "nothing": (0, 0)}[mask]
-        limits[:, 0, 0] = torch.tensor([first, last])
-        limits[0, 0, 60:70] = 0
+        ranges[:, 0, 0] = torch.tensor([first, last])
+        ranges[0, 0, 60:70] = 0
     polar = polar_of(int(part * D), B, H, 1, K, shifted=True, same=False) if part else None
     shift = None if polar is None or polar.shift is None else polar.shift.double()
-    expected, _ = reference(*leaves(tensors[:3]), visible_by(limits, 1, K), 0.2, polar, shift)
+    expected, _ = reference(*leaves(tensors[:3]), visible_by(ranges, 1, K), 0.2, polar, shift)
     out = kernel_flash.flash_decode(
-        query, key, value, scaling=0.2, limits=limits, polar=polar, splits=splits, tiles=[Tiles(16, 32)]
+        query, key, value, scaling=0.2, ranges=ranges, polar=polar, splits=splits, tiles=[Tiles(16, 32)]
     )
     close(out, expected)
 
@@ -417,7 +417,7 @@ def test_wrong_arguments() -> None:
         kernel_flash.flash_forward(query, key.half(), value, scaling=1.0)
     with pytest.raises(ValueError, match="scaling=-1"):
         kernel_flash.flash_forward(query, key, value, scaling=-1.0)
-    with pytest.raises(ValueError, match="limits="):
-        kernel_flash.flash_forward(query, key, value, scaling=1.0, limits=torch.zeros(1, 1, 40, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="ranges="):
+        kernel_flash.flash_forward(query, key, value, scaling=1.0, ranges=torch.zeros(1, 1, 40, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match="one row"):
         kernel_flash.flash_decode(query, key, value, scaling=1.0)

@@ -43,13 +43,13 @@ def padding_limits(B, Q, K):
     valid[0, : K // 3] = False
     valid[1:, K - K // 5 :] = False
     high = (torch.arange(Q) + K - Q + 1) * valid[:, K - Q :]
-    limits = torch.zeros(B, 1, Q + K, 2, dtype=torch.int32)
-    limits[:, 0, :Q, 1] = high
-    limits[:, 0, Q:, 0] = valid
-    return limits
+    ranges = torch.zeros(B, 1, Q + K, 2, dtype=torch.int32)
+    ranges[:, 0, :Q, 1] = high
+    ranges[:, 0, Q:, 0] = valid
+    return ranges
 
 
-def reference(query, key, value, tables, limits, scaling):
+def reference(query, key, value, tables, ranges, scaling):
     """Eq. 5 as a full matrix, one channel at a time, in the type of the inputs."""
     H, Q, K = query.shape[1], query.shape[2], key.shape[2]
     groups = H // key.shape[1]
@@ -65,10 +65,10 @@ def reference(query, key, value, tables, limits, scaling):
             phase = phase + shift[:, c, None, None]
         logits = logits + query[..., c, None] * key[..., None, :, c] * phase.cos()
     slots = torch.arange(K)
-    if limits is None:
+    if ranges is None:
         visible = slots <= torch.arange(Q)[:, None] + K - Q
     else:
-        visible = (slots < limits[:, :, :Q, 1:]) & (limits[:, :, None, Q:, 0] != 0)
+        visible = (slots < ranges[:, :, :Q, 1:]) & (ranges[:, :, None, Q:, 0] != 0)
     logits = (logits * scaling).masked_fill(~visible, -1e30)
     return logits.softmax(-1) * visible.any(-1, keepdim=True) @ value
 
@@ -112,12 +112,12 @@ QUICK = {
 )
 def test_equals_the_formula(shape, padded, shifted, per_entry):
     arguments = inputs(shape, shifted=shifted, per_entry=per_entry)
-    limits = padding_limits(shape[0], shape[3], shape[4]) if padded else None
-    out = pope_attention(*arguments, limits=limits, scaling=0.4)
+    ranges = padding_limits(shape[0], shape[3], shape[4]) if padded else None
+    out = pope_attention(*arguments, ranges=ranges, scaling=0.4)
     grad = torch.randn(out.shape)
     actual = torch.autograd.grad(out, wanted(*arguments), grad)
     copies = doubled(*arguments)
-    expected_out = reference(*copies, limits, 0.4)
+    expected_out = reference(*copies, ranges, 0.4)
     close(out, expected_out)
     expected = torch.autograd.grad(expected_out, wanted(*copies), grad.double())
     for one, other in zip(actual, expected):
@@ -132,13 +132,13 @@ def test_decoding_equals_the_last_row(shifted, limited):
     """Without a gradient the keys are split over programs."""
     shape = (2, 4, 2, 1, 50, 16, 8)
     arguments = inputs(shape, shifted=shifted, per_entry=True)
-    limits = padding_limits(2, 1, 50) if limited else None
+    ranges = padding_limits(2, 1, 50) if limited else None
     with torch.no_grad():
-        out = pope_attention(*arguments, limits=limits, scaling=0.4)
-    close(out, reference(*doubled(*arguments), limits, 0.4))
+        out = pope_attention(*arguments, ranges=ranges, scaling=0.4)
+    close(out, reference(*doubled(*arguments), ranges, 0.4))
     detached = [tensor.detach() for tensor in arguments[:3]]
     tables = tuple(None if table is None else table.detach() for table in arguments[3])
-    assert torch.equal(pope_attention(*detached, tables, limits=limits, scaling=0.4), out)
+    assert torch.equal(pope_attention(*detached, tables, ranges=ranges, scaling=0.4), out)
 
 
 def test_decoding_with_a_gradient():
@@ -176,8 +176,8 @@ def test_low_precision(dtype, factor):
 
 def test_rows_that_see_nothing():
     arguments = inputs((1, 2, 1, 20, 20, 16, 16))
-    limits = torch.zeros(1, 1, 40, 2, dtype=torch.int32)
-    out = pope_attention(*arguments, limits=limits, scaling=1.0)
+    ranges = torch.zeros(1, 1, 40, 2, dtype=torch.int32)
+    out = pope_attention(*arguments, ranges=ranges, scaling=1.0)
     out.sum().backward()
     assert torch.equal(out, torch.zeros_like(out))
     for tensor in wanted(*arguments):
@@ -189,8 +189,8 @@ def test_rows_that_see_nothing():
 @pytest.mark.parametrize("limited", [True, False])
 def test_operators(shifted, limited):
     query, key, value, (*phases, shift) = inputs((2, 2, 1, 12, 20, 16, 8), shifted=shifted)
-    limits = padding_limits(2, 12, 20) if limited else None
-    torch.library.opcheck(kernel_pope._forward, (query, key, value, *phases, shift, limits, 0.3))
+    ranges = padding_limits(2, 12, 20) if limited else None
+    torch.library.opcheck(kernel_pope._forward, (query, key, value, *phases, shift, ranges, 0.3))
     one = [tensor.detach() for tensor in (query[:, :, :1], key, value)]
     first = [phases[0][:, :1], phases[1][:, :1], *phases[2:]]
     step = padding_limits(2, 1, 20) if limited else None

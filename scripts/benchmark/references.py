@@ -13,7 +13,7 @@ from whatwhere.attention_blockwise import MASKED, compute_dtype
 
 
 def visible(
-    query_length: int, key_length: int, rows: torch.Tensor, *, limits: torch.Tensor | None = None
+    query_length: int, key_length: int, rows: torch.Tensor, *, ranges: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns which keys the rows see: bool (1 or B, 1, N, K).
 
@@ -21,14 +21,14 @@ def visible(
         query_length: Q.
         key_length: K.
         rows: int64 (N,), query rows.
-        limits: None for causal, row i sees key j <= K - Q + i; or int32 (B, 1, Q + K, 2): row i sees low_i <= j <
+        ranges: None for causal, row i sees key j <= K - Q + i; or int32 (B, 1, Q + K, 2): row i sees low_i <= j <
             high_i where the entry Q + j of key j is not 0.
     """
     keys = torch.arange(key_length, device=rows.device)
-    if limits is None:
+    if ranges is None:
         return (keys[None] <= rows[:, None] + (key_length - query_length))[None, None]
-    chosen = limits[:, :, rows]
-    valid = limits[:, :, None, query_length:, 0] != 0
+    chosen = ranges[:, :, rows]
+    valid = ranges[:, :, None, query_length:, 0] != 0
     return (keys >= chosen[..., :1]) & (keys < chosen[..., 1:]) & valid
 
 
@@ -85,14 +85,14 @@ def undecided_rows(
     rows: torch.Tensor,
     scaling: float,
     num_positions: int,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the rows with a contextual position within `NEAR` of an integer: bool (B, H, N).
 
     CoPE's bias has a kink at integers, where rounding decides between two gradients that are both right. Set the
     incoming gradient of these rows to 0. Inputs as for `cope_reference`, in float64.
     """
-    seen = visible(query.shape[2], key.shape[2], rows, limits=limits)
+    seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     gates = torch.sigmoid(_logits(query[:, :, rows], key if gate_key is None else gate_key, scaling)) * seen
     positions = gates.flip(-1).cumsum(-1).flip(-1)
     nearest = positions.round()
@@ -111,13 +111,13 @@ def cope_reference(
     rows: torch.Tensor,
     scaling: float,
     position_scale: float = 1.0,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """CoPE (Eq. 3 to 9 of 2405.18719), as in Listing 1: every step on all keys of a row; table (D, P).
 
     With `gate_key` (B, G, K, D) the gates come from its products with the queries.
     """
-    seen = visible(query.shape[2], key.shape[2], rows, limits=limits)
+    seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     query = query[:, :, rows]
     logits = _logits(query, key, scaling)
     gates = torch.sigmoid(logits if gate_key is None else _logits(query, gate_key, scaling)) * seen
@@ -138,7 +138,7 @@ def pope_reference(
     tables: tuple[torch.Tensor, ...],
     rows: torch.Tensor,
     scaling: float,
-    limits: torch.Tensor | None = None,
+    ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """PoPE (Eq. 4 to 7 of 2509.10534) of magnitudes: sum over c of mu_q mu_k cos((s - t) theta_c + shift_c).
 
@@ -150,7 +150,7 @@ def pope_reference(
         tables: cos and sin of the query positions (1 or B, Q, R), then of the key positions (1 or B, K, R).
         rows: int64 (N,).
         scaling: the factor on the score.
-        limits: see `visible`.
+        ranges: see `visible`.
     """
     dtype = compute_dtype(query.dtype)
     cos_q, sin_q, cos_k, sin_k = (table.to(dtype)[:, None] for table in tables)
@@ -164,6 +164,6 @@ def pope_reference(
         cos, sin = cos.to(states.dtype), sin.to(states.dtype)
         return torch.cat((states[..., :R] * cos, states[..., :R] * sin, states[..., R:]), dim=-1)
 
-    seen = visible(query.shape[2], key.shape[2], rows, limits=limits)
+    seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     logits = _logits(turn(query[:, :, rows], cos_q, sin_q), turn(key, cos_k, sin_k), scaling)
     return _attend(logits, value, seen)
