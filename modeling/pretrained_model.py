@@ -164,7 +164,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     def _reduce_code(self, folder: pathlib.Path) -> None:
         """Removes from a saved folder the code of encodings that the configuration does not name."""
         registry = folder / "position_registry.py"
-        if not registry.is_file():
+        # Never in the folder that this code runs from.
+        if not registry.is_file() or folder.samefile(pathlib.Path(__file__).parent):
             return
         used = parse(self.config)
         dropped = {cls.__name__ for name, cls in POSITION_ENCODINGS.items() if name not in used}
@@ -183,11 +184,13 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             line = line if needed.get(module, True) else f"{names.replace(',', ' =')} = None"
             lines.append("COMPLETE = False" if line == "COMPLETE = True" else line)
         registry.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        model = folder / f"{type(self).__module__.rpartition('.')[2]}.py"
-        kept = {model.name, *(os.path.basename(path) for path in get_relative_import_files(model))}
-        for path in pathlib.Path(__file__).parent.glob("*.py"):
-            if path.name not in kept and path.name != "__init__.py" and "import " in path.read_text(encoding="utf-8"):
-                (folder / path.name).unlink(missing_ok=True)
+        name = f"{type(self).__module__.rpartition('.')[2]}.py"
+        copied, kept = (
+            {os.path.basename(path) for path in get_relative_import_files(place / name)}
+            for place in (pathlib.Path(__file__).parent, folder)
+        )
+        for unused in copied - kept:
+            (folder / unused).unlink(missing_ok=True)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # Called between the generic card, which Transformers writes when it pushes, and the upload; with
