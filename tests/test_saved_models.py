@@ -44,7 +44,7 @@ def test_logits_and_generation(name, weights, tmp_path):
     mask[0, :4] = 0
     with torch.no_grad():
         logits = model(ids, attention_mask=mask).logits[:, -3:]
-    torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     generated = model.generate(
         ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
     )
