@@ -13,7 +13,7 @@ test: $(VENV)/installed
 # The tests with the oldest Transformers in the range of pyproject.toml.
 test-oldest:
 	mkdir -p build
-	sed 's/^transformers==.*/transformers==5.17.0/' constraints.txt > build/oldest.txt
+	sed -e 's/^transformers==.*/transformers==5.17.0/' -e 's/^huggingface_hub==.*/huggingface_hub<2/' constraints.txt > build/oldest.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
 
 # What `test` leaves out: kernels compiled for GPUs, further interpreted shapes, several processes, the other family.

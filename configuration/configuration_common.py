@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import difflib
 import functools
 import importlib
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,14 +25,10 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from .configuration_rope import check_number, check_rope_parameters, is_float32, nearest, rope_type, unused_keys
-
 logger = logging.get_logger(__name__)
 
 # Keywords of `PreTrainedConfig.__post_init__` and keys of saved configurations that are not dataclass fields.
 _BASE_KEYWORDS = {
-    "_commit_hash",
-    "_name_or_path",
     "attn_implementation",
     "auto_map",
     "distributed_config",
@@ -46,17 +44,7 @@ _BASE_KEYWORDS = {
     "rope_theta",
     "tokenizer_class",
     "torch_dtype",
-    "transformers_version",
-    "use_return_dict",
 }
-# Fields of `PreTrainedConfig` that are one of a few values; the models are decoders, which never chunk.
-_BASE_CHOICES: dict[str, tuple[Any, ...]] = {
-    "output_hidden_states": (True, False, None),
-    "return_dict": (True, False, None),
-    "is_encoder_decoder": (False,),
-    "problem_type": ("regression", "single_label_classification", "multi_label_classification", None),
-}
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -70,44 +58,46 @@ class ConfigurationError(StrictDataclassFieldValidationError, StrictDataclassCla
 def checked(cls: type) -> Any:
     """Makes a configuration class `strict`, with refusals that are ValueErrors, at construction and at assignment."""
     cls = strict(cls)
-    assign, validate = cls.__setattr__, cls.validate  # type: ignore[attr-defined]
-
-    @functools.wraps(assign)
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        # Under another name of the field the value would not be checked.
-        _as_value_error(assign, self, cls.attribute_map.get(name, name), value)  # type: ignore[attr-defined]
-
-    @functools.wraps(validate)
-    def checked_validate(self: Any) -> None:
-        _as_value_error(validate, self)
-
-    cls.__setattr__ = __setattr__  # type: ignore[assignment]
-    cls.validate = checked_validate  # type: ignore[attr-defined]
+    # Under another name of a field the value would not be checked.
+    validators = cls.__validators__  # type: ignore[attr-defined]
+    validators.update({alias: validators[name] for alias, name in cls.attribute_map.items()})  # type: ignore[attr-defined]
+    for name in ("__setattr__", "validate"):
+        setattr(cls, name, _with_value_errors(getattr(cls, name)))
     return cls
 
 
-def _as_value_error(function: Callable, *arguments: Any) -> None:
-    try:
-        function(*arguments)
-    except ConfigurationError:
-        raise
-    except StrictDataclassError as error:
-        raise ConfigurationError(str(error)) from error.__cause__
+def _with_value_errors(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except (StrictDataclassError, KeyError) as error:
+            raise ConfigurationError(str(error)) from error.__cause__
+
+    return wrapped
 
 
-def _registry() -> Any:
-    """Returns the module `position_registry` of this copy of the code, or None.
+def _nearest(name: Any, allowed: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the allowed name (lower case) that `name` probably means, whatever its case, or None."""
+    return next(iter(difflib.get_close_matches(str(name).lower(), sorted(allowed), n=1, cutoff=cutoff)), None)
 
-    The list of encodings lives beside the models, above the configurations; this is the one look upward. In a
-    checkpoint all files are siblings, and a process that has loaded only the configuration does not have the list
-    yet: the model's constructor makes the same check again.
+
+def _is_float32(value: float) -> bool:
+    """Returns True if a number is finite in float32, and neither NaN nor so small that it is lost there."""
+    limits = torch.finfo(torch.float32)
+    return math.isfinite(value) and (value == 0 or limits.tiny <= abs(value) <= limits.max)
+
+
+def _sibling(name: str) -> Any:
+    """Returns a module of this copy of the code that lives beside the models, or None.
+
+    The encodings live above the configurations; this is the one look upward. A checkpoint has only its own encodings,
+    and Transformers may load its configuration without them: the model's constructor makes the same checks again.
     """
     package = __name__.rpartition(".")[0]
-    if package == "whatwhere.configuration":
-        package = "whatwhere"
-    name = f"{package}.position_registry"
+    name = f"{'whatwhere' if package == 'whatwhere.configuration' else package}.{name}"
     try:
-        return sys.modules.get(name) or importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
@@ -129,7 +119,14 @@ def _kept(old: Any, saved: dict | None, new: Any) -> dict | None:
     return kept if isinstance(new, list) or "+" in str(new) else kept.get(new)
 
 
-@checked
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "positive": ("greater than 0, finite in float32", lambda value: value > 0 and _is_float32(value)),
+    "probabilities": ("in [0, 1)", lambda value: 0 <= value < 1),
+    "not_negative": ("at least 0, finite in float32", lambda value: value >= 0 and _is_float32(value)),
+    "activations": (f"one of {', '.join(map(repr, sorted(ACT2FN)))}", lambda value: value in ACT2FN),
+}
+
+
 class WhatWhereConfig(PreTrainedConfig):
     """Base of the configurations: `position_encoding` and `position_encoding_parameters`.
 
@@ -146,7 +143,7 @@ class WhatWhereConfig(PreTrainedConfig):
         key_value_shift: mix keys and values with those of the token before, by a gate for each key head. Not with an
             encoding that changes keys before they are cached ("rope", "pope").
         attention_weights: "softmax"; or hard attention, all weight on the key with the largest logit (CoPE, Table 7):
-            "hard" gives the choice no gradient, "straight_through" that of the softmax. Served by `eager` attention.
+            "hard" has no gradient, "straight_through" that of the softmax. Only with `eager` attention.
 
     Raises:
         ValueError: an unknown or misspelt field, an unknown encoding, an impossible combination, a parameter of the
@@ -160,6 +157,14 @@ class WhatWhereConfig(PreTrainedConfig):
     stock_model_type: ClassVar[str] = ""
     # Fields of the stock configuration that configure heads this package does not have; dropped when a file has them.
     stock_fields_without_effect: ClassVar[tuple[str, ...]] = ()
+
+    # The base class does not check the types of its own fields; the models are decoders.
+    output_hidden_states: bool | None = False
+    return_dict: bool | None = True
+    is_encoder_decoder: Literal[False] = False
+    id2label: dict | None = None
+    label2id: dict | None = None
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
 
     position_encoding: str | list[str] = "rope"
     position_encoding_parameters: dict | None = None
@@ -175,51 +180,31 @@ class WhatWhereConfig(PreTrainedConfig):
         self.validate_architecture()
         self._check_base_fields(kwargs)
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
-        for key in _ROPE_KEYS:
-            kwargs.pop(key, None)
         if self.rotates:
-            self.rope_parameters = self._merged_rope(rope)
+            checks = _sibling("position_rope")
+            rope = {"rope_parameters": checks.merged_parameters(rope, self)} if checks is not None else rope
+            self.rope_parameters = rope.pop("rope_parameters", None)
         elif rope:
             key, value = next(iter(rope.items()))
             raise ValueError(
                 f"{key}={value!r} has no effect with position_encoding={self.position_encoding!r}. Remove it, or use a "
                 "position_encoding that contains 'rope'."
             )
-        super().__post_init__(**kwargs)
-        self.validate_rope()
-        self.resolve_position_encoding()
+        super().__post_init__(**{key: value for key, value in kwargs.items() if key not in _ROPE_KEYS}, **rope)
+        registry = _sibling("position_registry")
+        # Transformers builds a default configuration, whose encoding a saved folder may lack. Models check again.
+        known = registry is not None and set(_names(self.position_encoding)) <= set(registry.POSITION_ENCODINGS)
+        if registry is not None and (known or registry.COMPLETE):
+            self.position_encoding_parameters = registry.check(self)
 
-    def apply_aliases(self, kwargs: dict[str, Any]) -> None:
-        """Moves values given under a name of `attribute_map` to their fields.
-
-        The base class does that too late for defaults and checks that depend on them.
-        """
-        for alias, field in self.attribute_map.items():
-            if alias in kwargs:
-                setattr(self, field, kwargs.pop(alias))
-
-    def check_ranges(
-        self,
-        *,
-        positive: tuple[str, ...] = (),
-        probabilities: tuple[str, ...] = (),
-        not_negative: tuple[str, ...] = (),
-        activations: tuple[str, ...] = (),
-    ) -> None:
-        """Raises ValueError for a field out of its range; fields that are None are left out.
+    def check_ranges(self, **fields: tuple[str, ...]) -> None:
+        """Raises ValueError for a field that is not in its range; fields that are None are left out.
 
         Args:
-            positive: fields that must be greater than 0.
-            probabilities: fields that must be in [0, 1).
-            not_negative: fields that must be at least 0.
-            activations: fields that name an activation function.
+            fields: the names of fields, by range: "positive", "probabilities", "not_negative", "activations".
         """
-        for names, holds, allowed in (
-            (positive, lambda value: value > 0 and is_float32(value), "greater than 0, finite in float32"),
-            (probabilities, lambda value: 0 <= value < 1, "in [0, 1)"),
-            (not_negative, lambda value: value >= 0 and is_float32(value), "at least 0, finite in float32"),
-            (activations, lambda value: value in ACT2FN, f"one of {', '.join(map(repr, sorted(ACT2FN)))}"),
-        ):
+        for kind, names in fields.items():
+            allowed, holds = _RANGES[kind]
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not holds(value):
@@ -227,19 +212,11 @@ class WhatWhereConfig(PreTrainedConfig):
 
     def validate_token_ids(self) -> None:
         """Checks the ids of special tokens; raises ValueError. Transformers warns of those beyond the vocabulary."""
-        for name in _TOKEN_IDS:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            if any(one < 0 for one in ids):
+            if any(one < 0 for one in (value if isinstance(value, list) else [value or 0])):
                 raise ValueError(f"{name}={value!r} is not valid: a token id must be at least 0; None is for no token.")
         super().validate_token_ids()
-
-    def validate_rope(self) -> None:
-        """Checks `rope_parameters`, if the encoding uses them; raises ValueError."""
-        if self.rotates and getattr(self, "rope_parameters", None) is not None:
-            head_dim = getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads
-            check_rope_parameters("rope_parameters", self.rope_parameters, head_dim)
-            super().validate_rope()
 
     def _check_base_fields(self, kwargs: dict[str, Any]) -> None:
         """Checks the fields that Transformers takes as they are; raises ValueError."""
@@ -247,50 +224,16 @@ class WhatWhereConfig(PreTrainedConfig):
             kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
             if dtype is not None and not isinstance(kind, torch.dtype):
                 raise ValueError(f"{name}={dtype!r} is not valid: it must be a type of torch, as 'float32', or None.")
-        # The base class does not check the types of its own fields.
-        for name, choices in _BASE_CHOICES.items():
-            value = getattr(self, name)
-            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-                raise ValueError(f"{name}={value!r} is not valid. Allowed: {', '.join(map(repr, choices))}.")
         labels = kwargs.get("num_labels", 1)
         if labels is None:
             del kwargs["num_labels"]
         elif not isinstance(labels, int) or isinstance(labels, bool) or labels < 1:
             raise ValueError(f"num_labels={labels!r} is not valid: it must be an integer, at least 1.")
-        for name in ("id2label", "label2id"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, dict) or not value):
-                raise ValueError(f"{name}={value!r} is not valid: it must be a dictionary with an entry, or None.")
-        if self.id2label is not None and not all(str(key).isdecimal() for key in self.id2label):
+        if self.id2label is not None and not (self.id2label and all(str(key).isdecimal() for key in self.id2label)):
             raise ValueError(f"id2label={self.id2label!r} is not valid: its keys must be integers, or their digits.")
         implementation = kwargs.get("attn_implementation")
         if not isinstance(implementation, (str, dict, type(None))):
             raise ValueError(f"attn_implementation={implementation!r} is not valid: it must be a name or None.")
-
-    def _merged_rope(self, rope: dict[str, Any]) -> dict[str, Any]:
-        """Returns `rope_parameters` from the fields that were given, under present and older names."""
-        given: list[str] = [key for key in ("rope_parameters", "rope_scaling") if key in rope]
-        for key in given:
-            if not isinstance(rope[key], dict):
-                raise ValueError(f"{key}={rope[key]!r} is not valid: it must be a dictionary or None.")
-        if len(given) == 2 and rope["rope_parameters"] != rope["rope_scaling"]:
-            raise ValueError(
-                f"rope_parameters={rope['rope_parameters']!r} and rope_scaling={rope['rope_scaling']!r} differ: they "
-                "are two names of one field; give rope_parameters only."
-            )
-        merged = dict(rope[given[0]]) if given else {}
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if key in rope:
-                check_number(key, rope[key], key)
-                if merged.setdefault(key, rope[key]) != rope[key]:
-                    raise ValueError(
-                        f"{key}={rope[key]!r} and {given[0]}[{key!r}]={merged[key]!r} differ: give one of them."
-                    )
-        kind = rope_type(merged)
-        head_dim = getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads
-        check_rope_parameters(given[0] if given else "rope_parameters", merged, head_dim)
-        merged.pop("type", None)
-        return {**merged, "rope_type": kind}
 
     @property
     def rotates(self) -> bool:
@@ -311,28 +254,17 @@ class WhatWhereConfig(PreTrainedConfig):
         """Returns the names of the encodings that `position_encoding` gives a layer."""
         return self.layer_pattern[layer_idx % len(self.layer_pattern)].split("+")
 
-    def resolve_position_encoding(self) -> None:
-        """Checks the encoding and its parameters against this configuration, and writes resolved defaults back.
-
-        Raises:
-            ValueError: see the class.
-        """
-        registry = _registry()
-        if registry is not None:
-            self.position_encoding_parameters = registry.check(self)
-
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary. See the base class."""
-        # peft asks for it before it looks for the default target modules of a model type.
-        self._register_peft_targets()
-        return super().to_dict()
+        """Returns the fields as a dictionary. See the base class.
 
-    def _register_peft_targets(self) -> None:
-        """Gives this model type the default target modules of its stock model type in peft, if peft is loaded."""
+        peft asks for it before it looks for the default target modules of a model type: this one has those of its stock
+        model type.
+        """
         constants = sys.modules.get("peft.utils.constants")
         for name, mapping in list(vars(constants).items()) if constants else ():
             if name.endswith("_MODULES_MAPPING") and self.stock_model_type in mapping:
                 mapping.setdefault(self.model_type, mapping[self.stock_model_type])
+        return super().to_dict()
 
     @classmethod
     def field_names(cls) -> set[str]:
@@ -343,7 +275,7 @@ class WhatWhereConfig(PreTrainedConfig):
         allowed = self.field_names() | set(GenerationConfig().to_dict())
         for key, value in kwargs.items():
             if key not in allowed and not key.startswith("_"):
-                near = nearest(key, self.field_names())
+                near = _nearest(key, self.field_names())
                 hint = f" Did you mean {near!r}?" if near else ""
                 fields = ", ".join(sorted(field.name for field in dataclasses.fields(type(self))))
                 raise ValueError(
@@ -367,61 +299,19 @@ class WhatWhereConfig(PreTrainedConfig):
             )
         names = cls.field_names() | set(GenerationConfig().to_dict())
         for key in [key for key in config_dict if key not in names and not key.startswith("_")]:
-            near = nearest(key, cls.field_names(), cutoff=0.85)
+            near = _nearest(key, cls.field_names(), cutoff=0.85)
             if model_type == cls.model_type and near:
                 raise ValueError(f"The checkpoint's config has the unknown field {key!r}. Did you mean {near!r}?")
             value = config_dict.pop(key)
             if key not in cls.stock_fields_without_effect:
                 logger.warning(f"{cls.__name__} has no field {key!r}: dropped the value {value!r} of the checkpoint.")
-        cls._drop_what_has_no_effect(config_dict, stock=model_type != cls.model_type)
-        if model_type == cls.model_type and config_dict.get("_weights_version", 1) < 3:
-            cls._move_pro_block(config_dict)
+        if (conversion := _sibling("checkpoint_conversion")) is not None:
+            conversion.convert_config(config_dict, stock=model_type != cls.model_type)
         if model_type != cls.model_type:
             for key in ("architectures", "auto_map"):
                 config_dict.pop(key, None)
             config_dict["model_type"] = cls.model_type
         return config_dict
-
-    @staticmethod
-    def _move_pro_block(config_dict: dict[str, Any]) -> None:
-        """Moves the parts of FoX's Pro block, which were parameters of the encoding, to their fields."""
-        name, saved = config_dict.get("position_encoding"), config_dict.get("position_encoding_parameters") or {}
-        if "fox" not in _names(name):
-            return
-        parameters = dict(saved if name == "fox" else saved.get("fox", {}))
-        if "pro" not in parameters:
-            return
-        pro = parameters.pop("pro")
-        for field in ("output_gate", "output_norm", "qk_norm", "key_value_shift"):
-            given = parameters.pop(field, None)
-            config_dict[field] = pro if given is None else given
-        config_dict["position_encoding_parameters"] = parameters if name == "fox" else {**saved, "fox": parameters}
-
-    @classmethod
-    def _drop_what_has_no_effect(cls, config_dict: dict[str, Any], *, stock: bool) -> None:
-        """Drops, with a warning, what files may hold and a new configuration may not."""
-        for field in ("rope_parameters", "rope_scaling"):
-            given = config_dict.get(field)
-            # Transformers writes both names of the type, and reads the newer one.
-            if isinstance(given, dict) and "rope_type" in given and "type" in given:
-                config_dict[field] = {name: value for name, value in given.items() if name != "type"}
-        for field in ("rope_parameters", "rope_scaling"):
-            for key in unused_keys(config_dict.get(field), unknown=stock):
-                config_dict[field] = {name: value for name, value in config_dict[field].items() if name != key}
-                logger.warning(
-                    f"{field}[{key!r}] of the checkpoint has no effect with "
-                    f"rope_type={rope_type(config_dict[field])!r}: dropped."
-                )
-        for field in _TOKEN_IDS:
-            value = config_dict.get(field)
-            if isinstance(value, list):
-                kept = [one for one in value if not (isinstance(one, int) and one < 0)]
-                valid = len(kept) == len(value)
-            else:
-                kept, valid = None, not (isinstance(value, int) and value < 0)
-            if not valid:
-                config_dict[field] = kept or None
-                logger.warning(f"{field}={value!r} of the checkpoint: a negative number is no token id and is dropped.")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -444,20 +334,17 @@ class WhatWhereConfig(PreTrainedConfig):
                 for key in _ROPE_KEYS:
                     config_dict.pop(key, None)
         for key in kwargs:
-            near = nearest(key, names, cutoff=0.85)
+            near = _nearest(key, names, cutoff=0.85)
             if key not in names and near and not key.startswith("_"):
                 raise ValueError(f"Unknown keyword {key!r} (given: {kwargs[key]!r}). Did you mean {near!r}?")
+        for key in ("rope_parameters", "rope_scaling"):
+            if "rope_parameters" in kwargs or "rope_scaling" in kwargs:
+                config_dict.pop(key, None)
+            elif "rope_theta" in kwargs and isinstance(config_dict.get(key), dict):
+                config_dict[key] = {name: value for name, value in config_dict[key].items() if name != "rope_theta"}
         # Left to the base class: it treats these itself, and reports them as used.
-        own = [key for key in kwargs if key in names and key not in _BASE_KEYWORDS | {"dtype"}]
-        own += [key for key in ("rope_parameters", "rope_scaling", "rope_theta") if key in kwargs]
-        if any(key in kwargs for key in ("rope_parameters", "rope_scaling")):
-            config_dict.pop("rope_parameters", None)
-            config_dict.pop("rope_scaling", None)
-        if "rope_theta" in kwargs:
-            for key in ("rope_parameters", "rope_scaling"):
-                if isinstance(config_dict.get(key), dict):
-                    config_dict[key] = {name: value for name, value in config_dict[key].items() if name != "rope_theta"}
-        for key in own:
+        left = {*_BASE_KEYWORDS, "dtype"}.difference(_ROPE_KEYS)
+        for key in [key for key in kwargs if key in names and key not in left]:
             config_dict[cls.attribute_map.get(key, key)] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)
 

@@ -76,9 +76,13 @@ class WhatWhereGPT2Config(WhatWhereConfig):
     num_key_value_heads: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.apply_aliases(kwargs)
+        # The base class reads other names of fields too late for what depends on these fields.
+        for alias in self.attribute_map.keys() & kwargs.keys():
+            setattr(self, alias, kwargs.pop(alias))
         if self.n_head < 1 or self.n_embd % self.n_head != 0:
-            raise ValueError(f"n_embd={self.n_embd!r} must be a multiple of n_head={self.n_head!r}.")
+            raise ValueError(
+                f"n_head={self.n_head!r} is not valid: it must be at least 1 and divide n_embd={self.n_embd!r}."
+            )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.n_head
         super().__post_init__(**kwargs)
@@ -93,7 +97,9 @@ class WhatWhereGPT2Config(WhatWhereConfig):
         )
         groups = self.n_head if self.num_key_value_heads is None else self.num_key_value_heads
         if groups < 1 or self.n_head % groups != 0:
-            raise ValueError(f"n_head={self.n_head!r} must be a multiple of num_key_value_heads={groups!r}.")
+            raise ValueError(
+                f"num_key_value_heads={groups!r} is not valid: it must be at least 1, and divide {self.n_head}."
+            )
         if self.add_cross_attention:
             raise ValueError("add_cross_attention=True is not supported: the models are decoders only. Allowed: False.")
 

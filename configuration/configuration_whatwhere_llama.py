@@ -61,8 +61,8 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
-                f"hidden_size={self.hidden_size!r} must be a multiple of "
-                f"num_attention_heads={self.num_attention_heads!r}."
+                f"num_attention_heads={self.num_attention_heads!r} is not valid: it must be at least 1 and divide "
+                f"hidden_size={self.hidden_size!r}."
             )
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -91,8 +91,8 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
         groups = self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
         if groups < 1 or self.num_attention_heads % groups != 0:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads!r} must be a multiple of "
-                f"num_key_value_heads={groups!r}."
+                f"num_key_value_heads={groups!r} is not valid: it must be at least 1 and divide "
+                f"num_attention_heads={self.num_attention_heads!r}."
             )
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(

@@ -1,18 +1,18 @@
-"""Attention implementations in PyTorch, their choice, and the refusal of those that an encoding cannot use.
+"""Attention implementations in PyTorch, and the selection of the implementation for an encoding.
 
 Axes: B batch, H query heads, G key heads (H % G == 0), Q query length, K key length, D head dim, V value width.
 """
 
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from .attention_mask import causal_mask, dense_mask, is_ranges
+from .attention_mask import causal_mask, dense_mask, is_ranges, ranges_mask
 from .position_base import PositionContext
 from .position_registry import (
     auto_kernel,
@@ -22,13 +22,8 @@ from .position_registry import (
     triton_attention_forward,
 )
 
-# `auto` computes so few rows on a CPU, as in decoding, with PyTorch's attention even if there is a mask.
-FEW_ROWS = 4
-
-
-def repeat_heads(states: torch.Tensor, groups: int) -> torch.Tensor:
-    """Repeats key heads for the query heads that share them: (B, G, K, D) to (B, G * groups, K, D)."""
-    return states if groups == 1 else states.repeat_interleave(groups, dim=1)
+# On a CPU, `auto` uses PyTorch's attention with a mask for this number of rows at a time.
+CPU_ROWS = 128
 
 
 def _eager(
@@ -42,10 +37,10 @@ def _eager(
     context: PositionContext,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All weights in memory: the readable specification, and the one that returns weights."""
+    """The reference implementation with all weights in memory; the only one that returns weights."""
     encodings, kind = module.encodings, module.config.attention_weights
     groups = query.shape[1] // key.shape[1]
-    logits = torch.matmul(query, repeat_heads(key, groups).transpose(2, 3)) * scaling
+    logits = torch.matmul(query, repeat_kv(key, groups).transpose(2, 3)) * scaling
     if encodings.hooks["bias"]:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if mask is None:
@@ -57,13 +52,13 @@ def _eager(
     if kind != "softmax":
         weights = hard_weights(weights, straight_through=kind == "straight_through")
     weights = nn.functional.dropout(weights.to(query.dtype), p=dropout)
-    return torch.matmul(weights, repeat_heads(value, groups)).transpose(1, 2).contiguous(), weights
+    return torch.matmul(weights, repeat_kv(value, groups)).transpose(1, 2).contiguous(), weights
 
 
 def hard_weights(weights: torch.Tensor, *, straight_through: bool) -> torch.Tensor:
     """Hard attention: all weight on the key with the largest one, the oldest of several.
 
-    The choice has no gradient: with `straight_through` it gets that of the soft weights, otherwise 0.
+    The gradient is that of the softmax weights with `straight_through`, else 0.
     """
     chosen = torch.zeros_like(weights).scatter_(-1, weights.argmax(-1, keepdim=True), 1.0)
     passed = weights if straight_through else weights * 0
@@ -75,7 +70,7 @@ def _sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: Any,
     scaling: float,
     dropout: float,
     context: PositionContext,
@@ -83,15 +78,15 @@ def _sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' `sdpa`; a bias is materialised into the mask (B, H, Q, K).
 
-    A mask of None means what it means to Transformers: one row sees all keys, several are causal and aligned to the
-    beginning of the keys.
+    A mask of None has Transformers' meaning: one row attends to all keys, several are causal and aligned to the
+    beginning of the keys. `auto` gives ranges, if there is no bias.
     """
     encodings = module.encodings
     rows, keys = query.shape[2], key.shape[2]
-    wider = key.shape[-1] != value.shape[-1]
-    if wider and rows == 1 and dropout == 0:
-        # For one row, padding all cached values would take longer than the attention.
-        return blockwise_path(module, query, key, value, mask, scaling, dropout, context)
+    if is_ranges(mask):
+        if query.device.type == "cpu" and not torch.compiler.is_compiling():
+            return _sdpa_by_rows(module, query, key, value, mask, scaling, dropout, context, **kwargs)
+        mask = dense_mask(mask, rows)
     if encodings.hooks["bias"]:
         if mask is None:
             mask = query.new_ones(rows, keys, dtype=torch.bool).tril_(keys - 1 if rows == 1 else 0)[None, None]
@@ -99,11 +94,38 @@ def _sdpa(
         bias = encodings.bias(logits, query, context, scaling).to(query.dtype)
         lowest = torch.finfo(query.dtype).min
         mask = torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias
-    padded = _pad_value(key, value)
+    # For one row, padding all cached values would take longer than the attention.
+    padded = value if rows == 1 else _pad_value(key, value)
     output, _ = stock_sdpa_attention_forward(
         module, query, key, padded, mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return output[..., : value.shape[-1]], None
+
+
+def _sdpa_by_rows(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ranges: torch.Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`_sdpa` on a CPU for some rows at a time, with the keys that they see.
+
+    A mask for all rows would take memory for 5 B Q K bytes, and what it hides would be computed.
+    """
+    outputs = []
+    Q = query.shape[2]
+    for start in range(0, Q, CPU_ROWS):
+        rows = slice(start, min(start + CPU_ROWS, Q))
+        # Rows of padding see nothing, and attention needs a key.
+        first, last = int(ranges[:, :, rows, 0].min()), int(ranges[:, :, rows, 1].max())
+        keys = slice(min(first, key.shape[2] - 1), max(first + 1, last))
+        mask = dense_mask(torch.cat((ranges[:, :, rows], ranges[:, :, Q:]), dim=2), rows.stop - rows.start)[..., keys]
+        output, _ = _sdpa(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, *rest, **kwargs)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
 
 
 def _flex(
@@ -119,11 +141,6 @@ def _flex(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Transformers' `flex_attention`; a bias is materialised (B, H, Q, K) and added by its score function."""
     if module.encodings.hooks["bias"]:
-        if "position_bias" not in inspect.signature(stock_flex_attention_forward).parameters:
-            raise ValueError(
-                "attn_implementation='flex_attention' needs a newer transformers for an encoding with a bias; "
-                "allowed here: 'blockwise', 'sdpa', 'eager'."
-            )
         bias = module.encodings.bias(_no_logits(query, key), query, context, scaling).to(query.dtype)
         # Broadcast dimensions would be read out of bounds.
         kwargs["position_bias"] = bias.expand(query.shape[0], query.shape[1], -1, -1).contiguous()
@@ -176,7 +193,7 @@ def _attention(implementation: str) -> Any:
         Args:
             module: the attention layer, with `encodings` and `config`.
             query: (B, H, Q, D). key: (B, G, K, D), as cached. value: (B, G, K, V).
-            attention_mask: what the implementation's mask function made.
+            attention_mask: from the implementation's mask function.
             scaling: the factor on q.k.
             dropout: the probability of dropping an attention weight; 0 outside training.
             context: the context of this layer.
@@ -184,24 +201,14 @@ def _attention(implementation: str) -> Any:
         Returns:
             The output (B, Q, H, V), in the dtype of `query`, and from `eager` the weights (B, H, Q, K).
         """
-        encodings, arguments = module.encodings, (attention_mask, context)
+        encodings = module.encodings
         if encodings.hooks["attend"]:
             settings = {"scaling": scaling, "dropout": dropout, "implementation": implementation}
-            found = encodings.attend(query, key, value, *arguments, **settings)
+            found = encodings.attend(query, key, value, attention_mask, context, **settings)
             if found is not None:
                 return found[0].transpose(1, 2).contiguous(), found[1]
         query, key = encodings.after_cache(query, key, context)
-        return _PATHS[implementation](
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling,
-            dropout,
-            context,
-            **kwargs,
-        )
+        return _PATHS[implementation](module, query, key, value, attention_mask, scaling, dropout, context, **kwargs)
 
     return attention_forward
 
@@ -226,23 +233,17 @@ def auto_attention_forward(
         output = auto_kernel(module, query, key, value, attention_mask, scaling, dropout, context)
         if output is not None:
             return output, None
-    chosen, rows = encodings.default, query.shape[2]
-    # PyTorch's own causal mask aligns the rows to the beginning of the keys.
-    chunk = attention_mask is None and 1 < rows < key.shape[2]
-    if chosen == "sdpa" and (chunk or is_ranges(attention_mask)):
-        if query.device.type == "cpu" and rows > FEW_ROWS:
-            # With a mask, PyTorch's attention takes memory for 5 B Q K bytes on a CPU, and computes what is masked.
-            chosen = "blockwise"
-        elif attention_mask is None:
-            attention_mask = causal_mask(rows, key.shape[2], query.device)[None, None]
-        else:
-            attention_mask = dense_mask(attention_mask, rows)
-    interface = ALL_ATTENTION_FUNCTIONS[chosen]
+    rows, keys = query.shape[2], key.shape[2]
+    if encodings.default == "sdpa" and attention_mask is None and 1 < rows < keys:
+        # PyTorch's own causal mask aligns the rows to the beginning of the keys. (No ranges for an int.)
+        offset = torch.full((), keys - rows, device=query.device)
+        attention_mask = ranges_mask(1, rows, keys, offset, device=query.device)
+    interface = ALL_ATTENTION_FUNCTIONS[encodings.default]
     return interface(module, query, key, value, attention_mask, scaling, dropout, context, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS = AttentionInterface()
-# Local entries: two copies of this file in one process (the package and a checkpoint) keep their own.
+# Local entries, since a process can have two copies of this file (the package and a checkpoint's remote code).
 for _name in _PATHS:
     ALL_ATTENTION_FUNCTIONS[_name] = _attention(_name)
 if triton_attention_forward is not None:
@@ -262,10 +263,10 @@ def choose_implementation(config: Any, requested: str | None) -> str:
     family = requested.removeprefix("paged|")
     if "flash" in family:
         family = "flash_attention"
-    # Paged attention keeps keys as they were when they entered the cache, and has no bias.
+    # Paged attention cannot change cached keys, and has no bias.
     if family not in supported or (requested.startswith("paged|") and "flash_attention" not in supported):
         raise ValueError(
-            # Transformers' own words, by which its users and tests know the error.
+            # Transformers' wording, which its tests match.
             f'Specified `attn_implementation="{requested}"` is not supported for '
             f"position_encoding={config.position_encoding!r}. Allowed: {', '.join(map(repr, supported))}."
         )

@@ -1,4 +1,4 @@
-"""What the attention layers of both families share: their encodings, their options, and the cache.
+"""Shared code of the attention layers of both families: encodings, options, and the cache.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
@@ -31,7 +31,7 @@ class AttentionBlock(nn.Module):
         context = PositionContext(**{**vars(context), "value": value, "new_value": value})
         heads = value.shape[1] * self.num_key_value_groups
         if heads != self.num_heads:
-            # Under tensor parallelism a rank has only some heads; what belongs to a head is looked up by its number.
+            # Under tensor parallelism a rank has only some heads; parameters of heads are indexed by global numbers.
             mesh = next(p.device_mesh for p in self.parameters() if hasattr(p, "device_mesh"))
             context.head_offset = mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * heads
         return context
@@ -48,10 +48,9 @@ class AttentionBlock(nn.Module):
     def update_cache(
         self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext, cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns all keys and values, cached ones included; fills in `context.value` and `context.states`.
+        """Returns all keys and values, including cached ones; fills in `context.value` and `context.states`.
 
-        States are further channels of the cached keys, so every cache of Transformers holds, crops, reorders and
-        offloads them with the keys.
+        States are stored as additional channels of the cached keys, so that every cache of Transformers supports them.
 
         Args:
             hidden: (B, Q, E), the input of the layer.
@@ -82,7 +81,7 @@ class AttentionBlock(nn.Module):
         return output.reshape(*output.shape[:2], -1).contiguous()
 
     def check_weights(self, weights: torch.Tensor | None, asked: bool | None) -> None:
-        """Raises ValueError if attention weights were asked for and the implementation has none."""
+        """Raises ValueError if attention weights are requested and the implementation has none."""
         if weights is None and (self.config.output_attentions if asked is None else asked):
             raise ValueError(
                 f"output_attentions=True: attn_implementation={self.config._attn_implementation!r} has no attention "

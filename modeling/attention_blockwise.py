@@ -2,8 +2,7 @@
 
 Computes `softmax(scaling * q.k + terms) v` for a block of query rows at a time, keeps only the output and the
 log-sum-exp of each row, and recomputes the block in the backward pass. What an encoding adds to the logits is a `Term`,
-with its gradient written by hand, in the file of the encoding. Any other bias goes through
-`blockwise_attention_by_autograd`.
+with its gradient written by hand, in the file of the encoding. Any other bias goes through `attention_autograd`.
 
 Supports: causal attention with rows aligned to the end (query row i has key slot K - Q + i), grouped heads (query
 head h uses key head h // (H // G)), padding, packed documents, arbitrary 4D masks, dropout, key width different from
@@ -13,8 +12,8 @@ gradients with respect to an additive mask.
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D key width, V value width; N = B * G;
 C a chunk of N; n = H // G heads that share a key head; R rows of a block; W columns of a block.
 
-Inside, the key axis is reversed: column 0 of a block is the newest key any of its rows can see. Sums "from key j to the
-query" are then ordinary cumulative sums, and what lies far in the past is at the end of a row.
+Internally the key axis is reversed: column 0 of a block is the newest key visible to any of its rows. Sums "from key j
+to the query" are then ordinary cumulative sums, and the oldest keys are at the end of a row.
 """
 
 import dataclasses
@@ -26,12 +25,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from .attention_mask import causal_mask, dense_mask, is_ranges
 from .position_base import PositionContext
 
-# Far below every logit, and far from overflow when terms are added to it. -inf would give NaN in rows that see nothing.
+# Far below every logit, and far from overflow when terms are added. -inf would give NaN in fully masked rows.
 MASKED = -1e30
 
 # Attention weights below exp(NEGLIGIBLE), 2^-80, are 0 where many are: next to 1 they are nothing in any type, and what
@@ -46,6 +44,21 @@ DIRECT_ROWS = 4
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
+
+
+def split_digits(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Writes float32 numbers (..., c) as two numbers of `dtype` each, (..., 2 c): the nearest, and what is left.
+
+    In bfloat16 the sum has 16 binary digits instead of 8. `join_digits` gives it back.
+    """
+    high = states.to(dtype)
+    return torch.cat((high, (states - high.to(states.dtype)).to(dtype)), dim=-1)
+
+
+def join_digits(states: torch.Tensor) -> torch.Tensor:
+    """Returns what `split_digits` split, (..., 2 c) to (..., c): float64 for float64, float32 for the rest."""
+    high, low = states.to(torch.promote_types(states.dtype, torch.float32)).chunk(2, dim=-1)
+    return high + low
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -85,7 +98,7 @@ TERMS: dict[str, type["Term"]] = {}
 
 
 class Term:
-    """A bias with its gradient. One instance serves one forward or one backward pass.
+    """A bias with its gradient. One instance is used for one forward or one backward pass.
 
     Attributes of the class:
         name: unique.
@@ -121,8 +134,7 @@ class Term:
     def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: "_Attention") -> None:
         self.tensors = tensors
         self.settings = settings
-        # The attention owns its terms. With a cycle, its copies of keys and its buffers would stay until Python happens
-        # to collect garbage: gigabytes, in training.
+        # No reference to the attention: a cycle would keep gigabytes of buffers until the next garbage collection.
         self.attention = weakref.proxy(attention)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
@@ -230,7 +242,7 @@ class _Attention:
         triangle = torch.ones(self.block_size, self.block_size, dtype=torch.bool, device=self.device)
         # True where column w of row r is in the future.
         self.future = triangle.triu_(1).flip(1).contiguous()
-        # To add is faster than to fill.
+        # Adding is faster than filling.
         self.future_logits = self.future.to(self.dtype) * MASKED
         self._prepare_mask(mask)
         self.terms = [term(tensors, settings, self) for term, tensors, settings in biases]
@@ -252,7 +264,7 @@ class _Attention:
         slots = high - 1 - torch.arange(self.Q, device=self.device)
         if bool(sees.any()):
             self.offset = int(torch.where(sees, slots, 0).max())
-        # What sees nothing is in no block's range.
+        # Fully masked rows are in no block's range.
         self.low, self.high = torch.where(sees, low, self.K), torch.where(sees, high, 0)
         visible = F.pad(self.valid.cumsum(-1), (1, 0))
         count = visible.gather(1, high) - visible.gather(1, low)
@@ -544,7 +556,7 @@ def _hide(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor
     return logits, logits.amax(-1, keepdim=True) > MASKED / 2
 
 
-def _direct(
+def direct_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -569,7 +581,7 @@ def _direct(
         return (weights @ value).view(B, H, Q, V)
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+def check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
     if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or H % G != 0 or Q > K:
@@ -623,17 +635,17 @@ def blockwise_attention(
     Returns:
         (B, H, Q, V) in the type of the query.
     """
-    _check(query, key, value, mask)
+    check_inputs(query, key, value, mask)
     for position, (term, *_) in enumerate(biases):
         if term.reads_content and position > 0:
             raise ValueError(
                 f"biases={[bias.term.name for bias in biases]!r} is not valid: {term.name!r} reads the content logits, "
                 "so it must come first."
             )
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
         added = functools.partial(_sum, query=query, biases=biases)
-        return _direct(query, key, value, mask, scaling, added, dropout)
+        return direct_attention(query, key, value, mask, scaling, added, dropout)
     tensors = [tensor for bias in biases for tensor in bias.tensors]
     counts = [count for bias in biases for count in (len(bias.tensors), len(bias.settings))]
     settings = [float(number) for bias in biases for number in bias.settings]
@@ -644,7 +656,7 @@ def blockwise_attention(
     return out
 
 
-def _autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     device = states[0].device.type
     if not torch.is_autocast_enabled(device) or states[0].dtype == torch.float64:
         return states
@@ -653,52 +665,6 @@ def _autocast(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _sum(logits: torch.Tensor, query: torch.Tensor, biases: Sequence[Bias]) -> Any:
     return sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
-
-
-def blockwise_attention_by_autograd(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    scaling: float,
-    bias: Callable[..., torch.Tensor],
-    context: PositionContext,
-    dropout: float = 0.0,
-    block_size: int = 64,
-) -> torch.Tensor:
-    """Softmax attention with any bias: each block is recomputed in the backward pass, and differentiated by autograd.
-
-    What is compiled or exported is one block: its memory is that of all logits.
-
-    Args:
-        bias: `PositionEncoding.bias`; called for some rows, with the context of these rows.
-        context: the context of the layer.
-        query, key, value, mask, scaling, dropout, block_size: see `blockwise_attention`.
-
-    Returns:
-        (B, H, Q, V) in the type of the query.
-    """
-    _check(query, key, value, mask)
-    query, key, value = _autocast(query, key, value)
-    Q, K = query.shape[2], key.shape[2]
-
-    def attend(rows: slice, keys: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        part = None if mask is None or is_ranges(mask) else mask[:, :, rows]
-        if mask is not None and is_ranges(mask):
-            part = torch.cat((mask[:, :, rows], mask[:, :, Q:]), dim=2)
-        added = functools.partial(bias, query=query, context=context.rows(rows, keys), scaling=scaling)
-        return _direct(query, key, value, part, scaling, added, dropout)
-
-    if torch.compiler.is_compiling() or block_size >= Q:
-        return attend(slice(0, Q), K, query, key, value)
-    blocks = []
-    for start in range(0, Q, block_size):
-        rows = slice(start, min(start + block_size, Q))
-        keys = K - Q + rows.stop if mask is None else K
-        arguments = (rows, keys, query[:, :, rows], key[:, :, :keys], value[:, :, :keys])
-        blocks.append(checkpoint(attend, *arguments, use_reentrant=False))
-    return torch.cat(blocks, dim=2)
 
 
 def blockwise_path(
@@ -718,7 +684,8 @@ def blockwise_path(
         biases = [Bias(part.term, *part.term_inputs(context, scaling)) for part in parts]
         output = blockwise_attention(query, key, value, mask=mask, scaling=scaling, biases=biases, dropout=dropout)
     else:
-        output = blockwise_attention_by_autograd(
-            query, key, value, mask=mask, scaling=scaling, bias=module.encodings.bias, context=context, dropout=dropout
+        bias = module.encodings.bias
+        output = module.encodings.attention_by_autograd(
+            query, key, value, mask=mask, scaling=scaling, bias=bias, context=context, dropout=dropout
         )
     return output.transpose(1, 2).contiguous(), None

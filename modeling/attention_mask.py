@@ -1,10 +1,10 @@
-"""The mask of `auto`, `blockwise` and `triton` attention, and what other implementations get in its place.
+"""The mask of `auto`, `blockwise` and `triton` attention, and its conversion for other implementations.
 
 The mask is linear in the length: "ranges", int32 (B, 1, Q + K, 2). Query row i sees key slot j exactly if
 `low <= j < high` for `low, high = ranges[b, 0, i]`, and slot j is not padding: `ranges[b, 0, Q + j, 0] != 0`. That
 covers causality, padding, packed documents, and the empty slots of a static cache. It has four dimensions because
-Transformers hands a 4D mask, as `generate` prepares it for a static cache, to the model unchanged. None means causal
-with the rows at the end of the keys. A user's own 4D mask, boolean or additive (B, 1 or H, Q, K), passes through.
+Transformers passes 4D masks, such as those from `generate` for a static cache, to the model unchanged. None means
+causal with the rows at the end of the keys. A user's 4D mask, boolean or additive (B, 1 or H, Q, K), is used unchanged.
 
 Axes: B batch, H query heads, Q query length, K key length.
 """
@@ -32,25 +32,15 @@ def ranges_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Makes ranges, without waiting for a GPU. A mask function that Transformers' `sdpa` must evaluate gives a 4D mask.
+    """Returns ranges without a GPU synchronisation, or a 4D mask for mask functions that `sdpa` must evaluate.
 
     Returns:
-        None for plain causal attention with the rows at the end of the keys, else ranges. A row that is padding itself
-        sees nothing; the others begin at the first slot of their document that is not padding to the left.
+        None for plain causal attention with the rows at the end of the keys, else ranges. Padding rows are fully
+        masked; other rows begin at the first slot of their document that is not left padding.
     """
     if use_vmap:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,  # type: ignore[arg-type]
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        return sdpa_mask(*arguments, allow_is_causal_skip=False, use_vmap=True, device=device)  # type: ignore[arg-type]
     packed = mask_function is not causal_mask_function
     filled = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
     if filled and not packed and _hides_nothing(attention_mask):
@@ -65,7 +55,7 @@ def ranges_mask(
         valid = torch.nn.functional.pad(given, (0, kv_length - given.shape[-1]))
     low = (valid.cumsum(-1) == 0).sum(-1, keepdim=True)
     if packed and kv_length > 1:
-        # Documents are contiguous: a slot that does not see its neighbour begins a new one.
+        # Documents are contiguous: a slot that does not attend to the slot before it begins a new one.
         batch = torch.arange(batch_size, device=device)[:, None]
         same = mask_function(batch, torch.zeros_like(batch), slots[None, 1:] + kv_offset, slots[None, :-1] + kv_offset)
         begins = torch.nn.functional.pad(~same.expand(batch_size, -1), (1, 0))
@@ -79,7 +69,7 @@ def ranges_mask(
 
 
 def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
-    """Returns True if a 2D mask is known to have no padding, without waiting for a GPU."""
+    """Returns True if a 2D mask is known to have no padding, without a GPU synchronisation."""
     if attention_mask is None:
         return True
     unknown = torch.compiler.is_compiling() or torch.jit.is_tracing() or attention_mask.device.type != "cpu"

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .position_base import HIDDEN, HeadLinear, PositionContext, head_dim
+from .head_linear import HeadLinear
+from .position_base import HIDDEN, PositionContext, head_dim
 
 # As in the authors' code.
 NORM_EPS = 1e-6
@@ -45,8 +46,8 @@ class AttentionOptions(nn.Module):
         k_t = a_t k~_(t-1) + (1 - a_t) k~_t, and its norm with `qk_norm`
         v_t = b_t v~_(t-1) + (1 - b_t) v~_t
 
-    The cache holds k~, v~, a and b, and every step mixes all of them again, so cached tokens may be cropped, padded or
-    masked.
+    The cache contains k~, v~, a and b, and every step mixes all of them, so that cached tokens can be cropped, padded
+    or masked.
     """
 
     def __init__(self, config: Any) -> None:
@@ -64,7 +65,7 @@ class AttentionOptions(nn.Module):
     def normed(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norms queries (B, H, Q, D) and new keys (B, G, Q, D); keys that are shifted are normed after that."""
+        """Normalises queries (B, H, Q, D) and new keys (B, G, Q, D); shifted keys are normalised after the shift."""
         if self.query_norm is not None:
             query = self.query_norm(query, context.head_offset)
             key = key if self.key_shift is not None else self._normed_key(key, context)
@@ -74,7 +75,7 @@ class AttentionOptions(nn.Module):
         return key if self.key_norm is None else self.key_norm(key, context.head_offset // self.groups)
 
     def cached_state(self, hidden: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns a and b of new tokens, to be cached beside their keys: (B, G, Q, 2)."""
+        """Returns a and b of new tokens, (B, G, Q, 2), which are cached with their keys."""
         if self.key_shift is None or self.value_shift is None:
             return {}
         shifts = torch.stack((self.key_shift(hidden), self.value_shift(hidden)), dim=-1).transpose(1, 2)
@@ -121,11 +122,9 @@ def _shifted(states: torch.Tensor, gate: torch.Tensor, previous: torch.Tensor, f
 def previous_slots(context: PositionContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the slot of the token before each key, int64 (1 or B, K), and whether there is one, bool (1 or B, K).
 
-    Where there is none, the slot is the key's own.
-
-    That is the last slot before it that is not padding, and in the same document: its position is smaller. Without a
-    mask and without cached tokens, Transformers begins a document wherever positions do not go on by 1; so here. With a
-    4D mask it is the last slot before it among those that a row which sees the key sees.
+    This is the last slot before the key that is not padding and is in the same document (has a smaller position), or
+    the key's own slot if there is none. Without a mask and without cached tokens, a document begins wherever positions
+    do not increase by 1, as in Transformers. With a 4D mask, only slots that are visible together with the key count.
     """
     positions, mask = context.key_positions, context.attention_mask
     length = positions.shape[1]
@@ -133,7 +132,7 @@ def previous_slots(context: PositionContext) -> tuple[torch.Tensor, torch.Tensor
     if mask is not None and mask.ndim == 4 and mask.dtype != torch.int32:
         visible = mask[:, 0, :, :length]
         visible = visible if visible.dtype == torch.bool else visible > HIDDEN
-        # All rows that see a key see the same before it, if documents and branches have one past each.
+        # All rows that attend to a key have the same visible slots before it, if each document or branch has one past.
         first_row = visible.byte().argmax(1, keepdim=True)
         previous = _before(torch.where(visible, slots, -1)).gather(1, first_row)[:, 0]
         found = previous >= 0

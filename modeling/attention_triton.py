@@ -115,14 +115,7 @@ def kernel_attention(
         # Rotated queries and keys may be float32 beside values of autocast's type.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    encodings = module.encodings
-    if encodings.kernel_name:
-        kernel = encodings[encodings.kernel_name].kernel
-        output = kernel(query, key, value, context, ranges=ranges, scaling=scaling)
-    else:
-        from .kernel_plain import plain_attention
-
-        output = plain_attention(query, key, value, ranges=ranges, scaling=scaling)
+    output = module.encodings.kernel(query, key, value, context, ranges=ranges, scaling=scaling)
     return output.transpose(1, 2).contiguous()
 
 

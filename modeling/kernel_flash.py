@@ -1,31 +1,26 @@
-"""Causal softmax attention as Triton kernels: forward, backward and decoding, with polar (PoPE) scores if wanted.
+"""Causal softmax attention as Triton kernels: forward, backward and decoding.
 
-These are launchers on raw tensors, without autograd; the operators of an encoding are built from them (`kernel_pope`,
-`kernel_cope`). Their PyTorch counterpart is `attention_blockwise`.
+These are launchers on raw tensors, without autograd; the operators are built from them (`kernel_plain`, `kernel_pope`,
+`kernel_cope`).
 
 Supports: causal attention with rows aligned to the end, and everything that `ranges` can say; grouped heads; query
-length at most key length; head dims 16 to 256; float32, bfloat16, float16 (sums always float32). Does not support:
-value width different from key width, dropout, additive masks.
+length at most key length; values of up to 256 channels, keys as wide or up to twice as wide; float32, bfloat16, float16
+(sums always float32). Does not support: dropout, additive masks.
 
-Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, R rotated channels (the first R of
-D), n blocks of rows that share a bound, S splits of the keys in decoding. Query head h uses key head h // (H // G).
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D channels of queries and keys, V channels of
+values, n blocks of rows that share a bound, S splits of the keys in decoding. Query head h uses key head h // (H // G).
 
-What row i sees. Without `ranges`: keys j <= K - Q + i. With `ranges`, int32 (B, 1, Q + K, 2): key j exactly if
-ranges[b, 0, i, 0] <= j < ranges[b, 0, i, 1] and ranges[b, 0, Q + j, 0] != 0, causal or not. With a `Bound` besides:
-only keys j < start[b, h, i // rows]. A row that sees nothing has output 0 and log-sum-exp +1e30.
-
-Polar scores (PoPE): channel c < R of a query or key is a magnitude mu, and stands for the pair (mu cos, mu sin) of its
-phase; the score is the dot product of the pairs, plus that of the plain channels c >= R. A plain channel is computed as
-one of phase 0. The pairs exist in registers and shared memory only.
+Row i sees, without `ranges`, the keys j <= K - Q + i. With `ranges`, int32 (B, 1, Q + K, 2), it sees key j if
+ranges[b, 0, i, 0] <= j < ranges[b, 0, i, 1] and ranges[b, 0, Q + j, 0] != 0, causal or not. With a `bound` in addition
+it sees only keys j < start[b, h, i // rows]. A row that sees no key has output 0 and log-sum-exp +1e30.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .kernel_launch import Tiles, block_width, dot, launch, precision
+from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
 
 try:
     import triton
@@ -33,53 +28,67 @@ try:
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
 
-# Far below every logit, and far from overflow. -inf would give NaN in rows that see nothing yet.
+
+class Decay(NamedTuple):
+    """Numbers c; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j: FoX, ALiBi.
+
+    Attributes:
+        rows, keys: float32 (1 or B, H, Q, 2) and (1 or B, H, K, 2): c as the sum of two numbers, since differences of
+            large ones would lose their digits.
+        batch_rows, batch_keys: the strides of the batch.
+    """
+
+    rows: Any
+    keys: Any
+    batch_rows: Any
+    batch_keys: Any
+
+
+class Polar(NamedTuple):
+    """The phases of PoPE in decoding: two magnitudes q, k have the score q k cos(phase_q - shift - phase_k).
+
+    Attributes:
+        cos_q, sin_q: float32 or float16 (1 or B, 1, R), of the query.
+        cos_k, sin_k: the same (1 or B, K, R), of the keys.
+        shift: float32 (H, R), or None.
+        batch_q, batch_k: the strides of the batch.
+    """
+
+    cos_q: Any
+    sin_q: Any
+    cos_k: Any
+    sin_k: Any
+    shift: Any
+    batch_q: Any
+    batch_k: Any
+
+
+# Far below every logit, and far from overflow. -inf would give NaN in rows that have seen no key yet.
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Rows, or blocks of rows, that a program looks at in one step when it looks for those that see its keys.
+# Rows, or blocks of rows, that a program examines in one step to find those that see its keys.
 SCAN = tl.constexpr(512)
-# Parts of the channels in which the gradients of polar features are finished.
-PARTS = tl.constexpr(2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Polar:
-    """The phases of polar scores, as tables.
-
-    Attributes:
-        cos_q, sin_q: float32 or float16 (1 or B, Q, R), of the queries.
-        cos_k, sin_k: the same (1 or B, K, R), of the keys.
-        shift: float32 (H, R), subtracted from the phases of the queries, or None.
-    """
-
-    cos_q: torch.Tensor
-    sin_q: torch.Tensor
-    cos_k: torch.Tensor
-    sin_k: torch.Tensor
-    shift: torch.Tensor | None = None
-
-
-# Tiles.
+# Parts of kernels.
 
 
 @triton.jit
-def _load(
-    pointer,
-    stride,
-    start,
-    length,
-    other,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WHOLE: tl.constexpr,
+def pointer(matrices, b, h):
+    """The pointer of `Heads` to the matrix of batch entry b and head h."""
+    return matrices.data + b * matrices.batch + h * matrices.head
+
+
+@triton.jit
+def load(
+    data, stride, start, length, other, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Rows start.. of a (length, D) matrix as a (BLOCK, BLOCK_D) tile, `other` outside. WHOLE: no row is outside."""
     rows = tl.arange(0, BLOCK)[:, None]
     channels = tl.arange(0, BLOCK_D)[None, :]
-    # 64 bits for the tile's address only.
-    pointers = pointer + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
+    # 64 bits for the address of the tile only.
+    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
     if WHOLE and D == BLOCK_D:
         tile = tl.load(pointers)
     elif WHOLE:
@@ -92,110 +101,17 @@ def _load(
 
 
 @triton.jit
-def _store(pointer, stride, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def store(data, stride, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes a (BLOCK, BLOCK_D) tile to rows start.. of a (length, D) matrix."""
     rows = tl.arange(0, BLOCK)[:, None]
     channels = tl.arange(0, BLOCK_D)[None, :]
-    pointers = pointer + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
-    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=(start + rows < length) & (channels < D))
+    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
+    tl.store(pointers, tile.to(data.dtype.element_ty), mask=(start + rows < length) & (channels < D))
 
 
 @triton.jit
-def _phases(cos, sin, start, length, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
-    """Cosines and sines of rows start.., float32 (BLOCK, BLOCK_D); plain channels have phase 0."""
-    cos_tile = _load(cos, R, start, length, 1.0, R, BLOCK, BLOCK_D, WHOLE)
-    sin_tile = _load(sin, R, start, length, 0.0, R, BLOCK, BLOCK_D, WHOLE)
-    return cos_tile.to(tl.float32), sin_tile.to(tl.float32)
-
-
-@triton.jit
-def _shift(shift, heads, stride, R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Cosines and sines of a head's shift, float32 (1, BLOCK_D); plain channels, from R on, are not shifted."""
-    channels = tl.arange(0, BLOCK_D)[None, :]
-    cos = tl.load(shift + channels, mask=channels < R, other=1.0)
-    sin = tl.load(shift + heads * stride + channels, mask=channels < R, other=0.0)
-    return cos, sin
-
-
-@triton.jit
-def _turned_back(cos, sin, shift_cos, shift_sin):
-    """Cosines and sines of phase - shift."""
-    return cos * shift_cos + sin * shift_sin, sin * shift_cos - cos * shift_sin
-
-
-@triton.jit
-def _rotate(magnitude, cos, sin):
-    """The pair (mu cos, mu sin), rounded to the type of the magnitudes."""
-    wide = magnitude.to(tl.float32)
-    return (wide * cos).to(magnitude.dtype), (wide * sin).to(magnitude.dtype)
-
-
-@triton.jit
-def _halves(tile, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The first and the second half of the channels of a (BLOCK, BLOCK_D) tile."""
-    return tl.split(tl.permute(tl.reshape(tile, (BLOCK, 2, BLOCK_D // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _store_turned_back(
-    real,
-    imaginary,
-    features,
-    feature_stride,
-    cos,
-    sin,
-    shift,
-    shift_heads,
-    result,
-    grad_shift,
-    initial,
-    start,
-    length,
-    C: tl.constexpr,
-    PARTS: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """From the gradients of pairs, (BLOCK, BLOCK_D) each, writes those of the magnitudes, and of the shift.
-
-    In PARTS parts of the channels, one after the other, to save registers. The tile begins at channel C. `shift` is
-    the head's cosines, with the sines `shift_heads` rows below, or None; `grad_shift` (R,), `initial` (length, D) or
-    None.
-    """
-    if PARTS > 1:
-        HALF: tl.constexpr = BLOCK_D // 2
-        real_1, real_2 = _halves(real, BLOCK, BLOCK_D)
-        imaginary_1, imaginary_2 = _halves(imaginary, BLOCK, BLOCK_D)
-        _store_turned_back(
-            real_1, imaginary_1, features, feature_stride, cos, sin, shift, shift_heads, result, grad_shift, initial,
-            start, length, C, PARTS // 2, D, R, BLOCK, HALF,
-        )  # fmt: skip
-        _store_turned_back(
-            real_2, imaginary_2, features, feature_stride, cos, sin, shift, shift_heads, result, grad_shift, initial,
-            start, length, C + HALF, PARTS // 2, D, R, BLOCK, HALF,
-        )  # fmt: skip
-    else:
-        cos_tile = _load(cos + C, R, start, length, 1.0, R - C, BLOCK, BLOCK_D, False).to(tl.float32)
-        sin_tile = _load(sin + C, R, start, length, 0.0, R - C, BLOCK, BLOCK_D, False).to(tl.float32)
-        if shift is not None:
-            shift_cos, shift_sin = _shift(shift + C, shift_heads, R, R - C, BLOCK_D)
-            cos_tile, sin_tile = _turned_back(cos_tile, sin_tile, shift_cos, shift_sin)
-        if grad_shift is not None:
-            magnitude = _load(features + C, feature_stride, start, length, 0.0, D - C, BLOCK, BLOCK_D, False)
-            part = tl.sum(magnitude.to(tl.float32) * (real * sin_tile - imaginary * cos_tile), 0)
-            channels = tl.arange(0, BLOCK_D)
-            tl.store(grad_shift + C + channels, part, mask=channels < R - C)
-        grad = real * cos_tile + imaginary * sin_tile
-        if initial is not None:
-            grad += _load(initial + C, D, start, length, 0.0, D - C, BLOCK, BLOCK_D, False).to(tl.float32)
-        _store(result + C, D, start, length, grad, D - C, BLOCK, BLOCK_D)
-
-
-@triton.jit
-def _visible_slots(ranges, bound, bound_rows, rows, Q, K):
-    """The slots that some rows see: from `low` on, up to but without `high`. Of rows from Q on, nothing is promised."""
+def row_limits(ranges, bound, bound_rows, rows, Q, K):
+    """Rows see keys from `low` up to, but without, `high`. The values of rows from Q on are not defined."""
     low = tl.zeros_like(rows)
     high = rows + (K - Q + 1)
     if ranges is not None:
@@ -207,8 +123,55 @@ def _visible_slots(ranges, bound, bound_rows, rows, Q, K):
 
 
 @triton.jit
-def _key_range(ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The keys that a block of rows visits: `first` (a multiple of BLOCK_N) to `last`; up to `full` no mask is needed.
+def seen_keys(ranges, low, high, start, Q, K, BLOCK_N: tl.constexpr):
+    """Which of the keys start.. each row sees, (rows, BLOCK_N)."""
+    keys = start + tl.arange(0, BLOCK_N)
+    seen = keys[None, :] < high[:, None]
+    if ranges is not None:
+        valid = tl.load(ranges + (Q + keys) * 2, mask=keys < K, other=0) != 0
+        seen = seen & (keys[None, :] >= low[:, None]) & valid[None, :]
+    return seen
+
+
+@triton.jit
+def softmax_step(acc, total, top, logits, seen, v, PRECISION: tl.constexpr):
+    """Adds logits in base 2, (BLOCK_M, BLOCK_N), and values to an online softmax; `seen` None: all are seen."""
+    if seen is not None:
+        logits = tl.where(seen, logits, MASKED)
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    weights = tl.exp2(logits - new_top[:, None])
+    if seen is not None:
+        # A row that has seen no key yet has exp2(0) here.
+        weights = tl.where(seen, weights, 0.0)
+    decay = tl.exp2(top - new_top)
+    acc = dot(weights.to(v.dtype), v, acc * decay[:, None], PRECISION)
+    return acc, total * decay + tl.sum(weights, 1), new_top
+
+
+@triton.jit
+def load_pair(data, index, mask, other):
+    """Two neighbouring float32 at 2 * index; `other` and 0 where masked."""
+    first = tl.load(data + index * 2, mask=mask, other=other)
+    return first, tl.load(data + index * 2 + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def decay_bias(row_high, row_rest, keys, index, mask):
+    """c_i - c_j in base 2, given c of the rows in two parts, for the keys `index`; never positive."""
+    key_high, key_rest = load_pair(keys, index, mask, 0.0)
+    return tl.minimum((row_high - key_high) + (row_rest - key_rest), 0.0) * LOG2_E
+
+
+@triton.jit
+def subtract_phase(cos, sin, shift):
+    """Cosines and sines of phase - shift."""
+    shift_cos, shift_sin = tl.cos(shift), tl.sin(shift)
+    return cos * shift_cos + sin * shift_sin, sin * shift_cos - cos * shift_sin
+
+
+@triton.jit
+def _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The keys that a block of rows sees: `first` (a multiple of BLOCK_N) to `last`; all rows see those before `full`.
 
     `full` is a multiple of BLOCK_N, or `first` with ranges.
     """
@@ -230,73 +193,53 @@ def _key_range(ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, B
 
 
 @triton.jit
-def _seen(ranges, low, high, start, Q, K, BLOCK_N: tl.constexpr):
-    """Which of the keys start.. each row sees, (rows, BLOCK_N)."""
-    slots = start + tl.arange(0, BLOCK_N)
-    seen = slots[None, :] < high[:, None]
+def _row_blocks(
+    ranges, bound, bound_blocks, bound_rows, start_n, Q, K,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The rows, from `first` up to but without `last`, that see keys of a block; from `full` on they see all of them.
+
+    All three are multiples of BLOCK_M. `bound` has the bounds of GROUPS heads.
+    """
+    # The loops carry scalars: Triton does not know the alignment of what comes from carried tensors, and would not
+    # pipeline the loads of a loop over these rows.
     if ranges is not None:
-        valid = tl.load(ranges + (Q + slots) * 2, mask=slots < K, other=0) != 0
-        seen = seen & (slots[None, :] >= low[:, None]) & valid[None, :]
-    return seen
+        first = Q
+        last = 0
+        for start in range(0, Q, SCAN):
+            rows = start + tl.arange(0, SCAN)
+            low, high = row_limits(ranges, None, 1, rows, Q, K)
+            some = (rows < Q) & (low < high) & (low < start_n + BLOCK_N) & (high > start_n)
+            first = tl.minimum(first, tl.min(tl.where(some, rows, Q)))
+            last = tl.maximum(last, tl.max(tl.where(some, rows + 1, 0)))
+        full = last
+    else:
+        first = tl.maximum(start_n - (K - Q), 0)
+        full = tl.maximum(tl.minimum(start_n + BLOCK_N, K) - 1 - (K - Q), 0)
+        last = Q
+    if bound is not None:
+        bound_first = Q
+        bound_last = 0
+        for start in range(0, bound_blocks * GROUPS, SCAN):
+            entries = start + tl.arange(0, SCAN)
+            inside = entries < bound_blocks * GROUPS
+            rows = entries % bound_blocks * bound_rows
+            high = tl.load(bound + entries, mask=inside, other=0)
+            some = inside & (high > start_n)
+            bound_first = tl.minimum(bound_first, tl.min(tl.where(some, rows, Q)))
+            bound_last = tl.maximum(bound_last, tl.max(tl.where(some, rows + bound_rows, 0)))
+            # Keys from K on do not count.
+            part = inside & (high < tl.minimum(start_n + BLOCK_N, K))
+            full = tl.maximum(full, tl.max(tl.where(part, rows + bound_rows, 0)))
+        first = tl.maximum(first, bound_first)
+        last = tl.minimum(last, bound_last)
+    first = first // BLOCK_M * BLOCK_M
+    last = tl.cdiv(last, BLOCK_M) * BLOCK_M
+    full = tl.minimum(tl.maximum(tl.cdiv(tl.minimum(full, Q), BLOCK_M) * BLOCK_M, first), last)
+    return first, full, last
 
 
-# Forward.
-
-
-@triton.jit
-def _forward_keys(
-    acc,
-    total,
-    top,
-    real,
-    imaginary,
-    key,
-    value,
-    key_stride,
-    value_stride,
-    cos_k,
-    sin_k,
-    ranges,
-    low,
-    high,
-    scale,
-    first,
-    last,
-    Q,
-    K,
-    MASK: tl.constexpr,
-    POLAR: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Adds the keys first..last to the online softmax (acc, total, top) of a block of rows; top is in base 2."""
-    for start in range(first, last, BLOCK_N):
-        k = _load(key, key_stride, start, K, 0.0, D, BLOCK_N, BLOCK_D, not MASK)
-        if POLAR:
-            cos, sin = _phases(cos_k, sin_k, start, K, R, BLOCK_N, BLOCK_D, not MASK)
-            k_real, k_imaginary = _rotate(k, cos, sin)
-            logits = dot(real, tl.trans(k_real), None, PRECISION)
-            logits = dot(imaginary, tl.trans(k_imaginary), logits, PRECISION)
-        else:
-            logits = dot(real, tl.trans(k), None, PRECISION)
-        if MASK:
-            seen = _seen(ranges, low, high, start, Q, K, BLOCK_N)
-            logits = tl.where(seen, logits, MASKED)
-        new_top = tl.maximum(top, tl.max(logits, 1) * scale)
-        weights = tl.exp2(logits * scale - new_top[:, None])
-        if MASK:
-            # A row that has seen nothing yet has exp2(0) here.
-            weights = tl.where(seen, weights, 0.0)
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        v = _load(value, value_stride, start, K, 0.0, D, BLOCK_N, BLOCK_D, not MASK)
-        acc = dot(weights.to(v.dtype), v, acc, PRECISION)
-        top = new_top
-    return acc, total, top
+# Kernels. Optional pointers are None.
 
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
@@ -308,14 +251,10 @@ def forward_kernel(
     lse,
     ranges,
     bound,
+    decay,
     constant,
     initial_out,
     initial_lse,
-    cos_q,
-    sin_q,
-    cos_k,
-    sin_k,
-    shift,
     scaling,
     H,
     groups,
@@ -323,174 +262,87 @@ def forward_kernel(
     K,
     bound_blocks,
     bound_rows,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    phase_q_batch,
-    phase_k_batch,
-    POLAR: tl.constexpr,
     D: tl.constexpr,
-    R: tl.constexpr,
+    V: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: BLOCK_M rows of one head, all keys that they see. Optional pointers are None."""
+    """One program: BLOCK_M rows of one head, all keys that they see."""
     blocks = tl.cdiv(Q, BLOCK_M)
     # The rows that see most begin first.
     start_m = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
-    head_index = (tl.program_id(0) // blocks).to(tl.int64)
-    b = head_index // H
-    h = head_index % H
-    query += b * query_batch + h * query_head
-    key += b * key_batch + (h // groups) * key_head
-    value += b * value_batch + (h // groups) * value_head
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    b = member // H
+    h = member % H
+    keys = pointer(key, b, h // groups)
+    values = pointer(value, b, h // groups)
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows < Q
     if ranges is not None:
         ranges += b * (Q + K) * 2
     if bound is not None:
-        bound += head_index * bound_blocks
-    low, high = _visible_slots(ranges, bound, bound_rows, rows, Q, K)
-    first, full, last = _key_range(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
+        bound += member * bound_blocks
+    low, high = row_limits(ranges, bound, bound_rows, rows, Q, K)
+    first, full, last = _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
+    q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    if decay is not None:
+        # Rows from Q on get no weights.
+        row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
+        row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
+        key_decay = decay.keys + b * decay.batch_keys + h * K * 2
 
-    real = _load(query, query_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    imaginary = real
-    if POLAR:
-        cos_k += b * phase_k_batch
-        sin_k += b * phase_k_batch
-        cos, sin = _phases(cos_q + b * phase_q_batch, sin_q + b * phase_q_batch, start_m, Q, R, BLOCK_M, BLOCK_D, False)
-        if shift is not None:
-            shift_cos, shift_sin = _shift(shift + h * R, H, R, R, BLOCK_D)
-            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
-        real, imaginary = _rotate(real, cos, sin)
-
-    # The constant of a row shifts its log-sum-exp, and nothing else.
+    # The constant of a row only shifts its log-sum-exp.
     offset = tl.zeros([BLOCK_M], dtype=tl.float32)
     if constant is not None:
-        offset = tl.load(constant + head_index * Q + rows, mask=inside, other=0.0)
+        offset = tl.load(constant + member * Q + rows, mask=inside, other=0.0)
     if initial_out is not None:
-        before = tl.load(initial_lse + head_index * Q + rows, mask=inside, other=-MASKED)
+        before = tl.load(initial_lse + member * Q + rows, mask=inside, other=-MASKED)
         empty = before > -0.5 * MASKED
         top = tl.where(empty, MASKED, (before - offset) * LOG2_E)
         total = tl.where(empty, 0.0, 1.0)
-        acc = _load(initial_out + head_index * Q * D, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
+        acc = load(initial_out + member * Q * V, V, start_m, Q, 0.0, V, BLOCK_M, BLOCK_V, False).to(tl.float32)
         acc = tl.where(empty[:, None], 0.0, acc)
     else:
         top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
 
     scale = scaling * LOG2_E
-    if ranges is None:
-        acc, total, top = _forward_keys(
-            acc, total, top, real, imaginary, key, value, key_row, value_row, cos_k, sin_k, ranges, low, high,
-            scale, first, full, Q, K, False, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-    acc, total, top = _forward_keys(
-        acc, total, top, real, imaginary, key, value, key_row, value_row, cos_k, sin_k, ranges, low, high,
-        scale, full, last, Q, K, True, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
-    )  # fmt: skip
+    # First the keys that all rows see, then those that need a mask.
+    for masked in tl.static_range(0 if ranges is None else 1, 2):
+        for start in range(full if masked else first, last if masked else full, BLOCK_N):
+            k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
+            v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
+            logits = dot(q, tl.trans(k), None, PRECISION) * scale
+            if decay is not None:
+                columns = start + tl.arange(0, BLOCK_N)[None, :]
+                logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
+            seen = seen_keys(ranges, low, high, start, Q, K, BLOCK_N) if masked else None
+            acc, total, top = softmax_step(acc, total, top, logits, seen, v, PRECISION)
 
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
-    acc = acc / total[:, None]
     row_lse = tl.where(nothing, -MASKED, (top + tl.log2(total)) * LN_2 + offset)
-    _store(out + head_index * Q * D, D, start_m, Q, acc, D, BLOCK_M, BLOCK_D)
-    tl.store(lse + head_index * Q + rows, row_lse, mask=inside)
-
-
-# Backward.
+    store(out + member * Q * V, V, start_m, Q, acc / total[:, None], V, BLOCK_M, BLOCK_V)
+    tl.store(lse + member * Q + rows, row_lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=["H", "Q"])
 def row_products_kernel(
-    grad,
-    out,
-    result,
-    H,
-    Q,
-    grad_batch,
-    grad_head,
-    grad_row,
-    out_batch,
-    out_head,
-    out_row,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    grad, out, result, H, Q, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """One program: BLOCK_M rows of one head. BLOCK_N is not used."""
     blocks = tl.cdiv(Q, BLOCK_M)
     start = tl.program_id(0) % blocks * BLOCK_M
-    head_index = (tl.program_id(0) // blocks).to(tl.int64)
-    b = head_index // H
-    h = head_index % H
-    left = _load(grad + b * grad_batch + h * grad_head, grad_row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    right = _load(out + b * out_batch + h * out_head, out_row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    left = load(pointer(grad, member // H, member % H), grad.row, start, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
+    right = load(pointer(out, member // H, member % H), out.row, start, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
     rows = start + tl.arange(0, BLOCK_M)
     products = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
-    tl.store(result + head_index * Q + rows, products, mask=rows < Q)
-
-
-@triton.jit
-def _rows_keys(
-    acc,
-    acc_imaginary,
-    real,
-    imaginary,
-    grad,
-    row_lse,
-    row_delta,
-    key,
-    value,
-    key_stride,
-    value_stride,
-    cos_k,
-    sin_k,
-    ranges,
-    low,
-    high,
-    scale,
-    first,
-    last,
-    Q,
-    K,
-    MASK: tl.constexpr,
-    POLAR: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Adds what the keys first..last contribute to the gradient of a block of query rows; row_lse is in base 2."""
-    for start in range(first, last, BLOCK_N):
-        k = _load(key, key_stride, start, K, 0.0, D, BLOCK_N, BLOCK_D, not MASK)
-        v = _load(value, value_stride, start, K, 0.0, D, BLOCK_N, BLOCK_D, not MASK)
-        if POLAR:
-            cos, sin = _phases(cos_k, sin_k, start, K, R, BLOCK_N, BLOCK_D, not MASK)
-            k, k_imaginary = _rotate(k, cos, sin)
-        logits = dot(real, tl.trans(k), None, PRECISION)
-        if POLAR:
-            logits = dot(imaginary, tl.trans(k_imaginary), logits, PRECISION)
-        weights = tl.exp2(logits * scale - row_lse[:, None])
-        if MASK:
-            weights = tl.where(_seen(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
-        grad_weights = dot(grad, tl.trans(v), None, PRECISION)
-        grad_logits = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
-        acc = dot(grad_logits, k, acc, PRECISION)
-        if POLAR:
-            acc_imaginary = dot(grad_logits, k_imaginary, acc_imaginary, PRECISION)
-    return acc, acc_imaginary
+    tl.store(result + member * Q + rows, products, mask=rows < Q)
 
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
@@ -502,15 +354,10 @@ def backward_rows_kernel(
     lse,
     delta,
     grad_query,
-    grad_shift,
     ranges,
     bound,
+    decay,
     initial,
-    cos_q,
-    sin_q,
-    cos_k,
-    sin_k,
-    shift,
     scaling,
     H,
     groups,
@@ -518,217 +365,61 @@ def backward_rows_kernel(
     K,
     bound_blocks,
     bound_rows,
-    grad_batch,
-    grad_head,
-    grad_row,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    phase_q_batch,
-    phase_k_batch,
-    POLAR: tl.constexpr,
     D: tl.constexpr,
-    R: tl.constexpr,
+    V: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: the gradient of BLOCK_M query rows of one head, and their part of the shift's (program, R)."""
+    """One program: the gradient of BLOCK_M query rows of one head."""
     blocks = tl.cdiv(Q, BLOCK_M)
     start_m = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
-    head_index = (tl.program_id(0) // blocks).to(tl.int64)
-    b = head_index // H
-    h = head_index % H
-    grad += b * grad_batch + h * grad_head
-    query += b * query_batch + h * query_head
-    key += b * key_batch + (h // groups) * key_head
-    value += b * value_batch + (h // groups) * value_head
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    b = member // H
+    h = member % H
+    keys = pointer(key, b, h // groups)
+    values = pointer(value, b, h // groups)
     rows = start_m + tl.arange(0, BLOCK_M)
-    inside = rows < Q
     if ranges is not None:
         ranges += b * (Q + K) * 2
     if bound is not None:
-        bound += head_index * bound_blocks
-    low, high = _visible_slots(ranges, bound, bound_rows, rows, Q, K)
-    first, full, last = _key_range(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
-
-    real = _load(query, query_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    imaginary = real
-    if POLAR:
-        cos_q += b * phase_q_batch
-        sin_q += b * phase_q_batch
-        cos_k += b * phase_k_batch
-        sin_k += b * phase_k_batch
-        cos, sin = _phases(cos_q, sin_q, start_m, Q, R, BLOCK_M, BLOCK_D, False)
-        if shift is not None:
-            shift_cos, shift_sin = _shift(shift + h * R, H, R, R, BLOCK_D)
-            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
-        real, imaginary = _rotate(real, cos, sin)
-    grad_tile = _load(grad, grad_row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    row_lse = tl.load(lse + head_index * Q + rows, mask=inside, other=0.0) * LOG2_E
-    row_delta = tl.load(delta + head_index * Q + rows, mask=inside, other=0.0)
+        bound += member * bound_blocks
+    low, high = row_limits(ranges, bound, bound_rows, rows, Q, K)
+    first, full, last = _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
+    q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    grad_tile = load(pointer(grad, b, h), grad.row, start_m, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
+    row_lse = tl.load(lse + member * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
+    row_delta = tl.load(delta + member * Q + rows, mask=rows < Q, other=0.0)
+    if decay is not None:
+        # Rows from Q on get no weights.
+        row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
+        row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
+        key_decay = decay.keys + b * decay.batch_keys + h * K * 2
 
     scale = scaling * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    acc_imaginary = acc
-    if ranges is None:
-        acc, acc_imaginary = _rows_keys(
-            acc, acc_imaginary, real, imaginary, grad_tile, row_lse, row_delta, key, value, key_row, value_row,
-            cos_k, sin_k, ranges, low, high, scale, first, full, Q, K,
-            False, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
-    acc, acc_imaginary = _rows_keys(
-        acc, acc_imaginary, real, imaginary, grad_tile, row_lse, row_delta, key, value, key_row, value_row,
-        cos_k, sin_k, ranges, low, high, scale, full, last, Q, K,
-        True, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
-    )  # fmt: skip
+    # First the keys that all rows see, then those that need a mask.
+    for masked in tl.static_range(0 if ranges is None else 1, 2):
+        for start in range(full if masked else first, last if masked else full, BLOCK_N):
+            k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
+            v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
+            logits = dot(q, tl.trans(k), None, PRECISION) * scale
+            if decay is not None:
+                columns = start + tl.arange(0, BLOCK_N)[None, :]
+                logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
+            weights = tl.exp2(logits - row_lse[:, None])
+            if masked:
+                weights = tl.where(seen_keys(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
+            grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
+            grad_logits = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
+            acc = dot(grad_logits, k, acc, PRECISION)
 
     acc *= scaling
-    grad_query += head_index * Q * D
     if initial is not None:
-        initial += head_index * Q * D
-    if POLAR:
-        if shift is not None:
-            shift += h * R
-        if grad_shift is not None:
-            grad_shift += (head_index * blocks + start_m // BLOCK_M) * R
-        _store_turned_back(
-            acc, acc_imaginary * scaling, query, query_row, cos_q, sin_q, shift, H, grad_query, grad_shift, initial,
-            start_m, Q, 0, PARTS, D, R, BLOCK_M, BLOCK_D,
-        )  # fmt: skip
-    else:
-        if initial is not None:
-            acc += _load(initial, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
-        _store(grad_query, D, start_m, Q, acc, D, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
-def _columns_rows(
-    grad_k,
-    grad_k_imaginary,
-    grad_v,
-    real,
-    imaginary,
-    v,
-    valid,
-    grad,
-    query,
-    lse,
-    delta,
-    grad_head,
-    grad_row,
-    query_head,
-    query_row,
-    cos_q,
-    sin_q,
-    shift,
-    H,
-    head,
-    ranges,
-    bound,
-    bound_blocks,
-    bound_rows,
-    scale,
-    start_n,
-    first,
-    last,
-    Q,
-    K,
-    MASK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    POLAR: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Adds what the query rows first..last contribute to the gradients of a block of keys and values.
-
-    The pointers, and `head`, are of the first query head of the group. `first` and `last` are multiples of BLOCK_M.
-    """
-    # One loop over rows and heads: in nested loops the accumulators would be copied, which costs their registers again.
-    for index in range(first // BLOCK_M * GROUPS, last // BLOCK_M * GROUPS):
-        start = index // GROUPS * BLOCK_M
-        h = tl.cast(index % GROUPS, tl.int64)
-        rows = start + tl.arange(0, BLOCK_M)
-        q = _load(query + h * query_head, query_row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-        if POLAR:
-            cos, sin = _phases(cos_q, sin_q, start, Q, R, BLOCK_M, BLOCK_D, False)
-            if shift is not None and GROUPS > 1:
-                shift_cos, shift_sin = _shift(shift + (head + h) * R, H, R, R, BLOCK_D)
-                cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
-            q, q_imaginary = _rotate(q, cos, sin)
-        # Transposed: (BLOCK_N, BLOCK_M).
-        logits = dot(real, tl.trans(q), None, PRECISION)
-        if POLAR:
-            logits = dot(imaginary, tl.trans(q_imaginary), logits, PRECISION)
-        # Rows from Q on have weights, but add nothing: their query, gradient and delta are 0.
-        row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
-        weights = tl.exp2(logits * scale - row_lse[None, :])
-        if MASK:
-            head_bound = bound
-            if bound is not None:
-                head_bound = bound + h * bound_blocks
-            low, high = _visible_slots(ranges, head_bound, bound_rows, rows, Q, K)
-            slots = start_n + tl.arange(0, BLOCK_N)
-            seen = slots[:, None] < high[None, :]
-            if ranges is not None:
-                seen = seen & (slots[:, None] >= low[None, :]) & valid[:, None]
-            weights = tl.where(seen, weights, 0.0)
-        grad_tile = _load(grad + h * grad_head, grad_row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-        grad_v = dot(weights.to(grad_tile.dtype), grad_tile, grad_v, PRECISION)
-        grad_weights = dot(v, tl.trans(grad_tile), None, PRECISION)
-        row_delta = tl.load(delta + h * Q + rows, mask=rows < Q, other=0.0)
-        grad_logits = (weights * (grad_weights - row_delta[None, :])).to(q.dtype)
-        grad_k = dot(grad_logits, q, grad_k, PRECISION)
-        if POLAR:
-            grad_k_imaginary = dot(grad_logits, q_imaginary, grad_k_imaginary, PRECISION)
-    return grad_k, grad_k_imaginary, grad_v
-
-
-@triton.jit
-def _rows_by_limits(ranges, start_n, Q, K, BLOCK_N: tl.constexpr):
-    """The rows, from `first` up to but without `last`, among which are all that see keys of a block."""
-    # The loop carries scalars: of what comes from carried tensors Triton does not know the alignment, and would not
-    # pipeline the loads of a loop over these rows.
-    first = Q
-    last = 0
-    for start in range(0, Q, SCAN):
-        rows = start + tl.arange(0, SCAN)
-        low, high = _visible_slots(ranges, None, 1, rows, Q, K)
-        some = (rows < Q) & (low < high) & (low < start_n + BLOCK_N) & (high > start_n)
-        first = tl.minimum(first, tl.min(tl.where(some, rows, Q)))
-        last = tl.maximum(last, tl.max(tl.where(some, rows + 1, 0)))
-    return first, last
-
-
-@triton.jit
-def _rows_by_bound(bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """As `_rows_by_limits`, for the bounds of some heads; from row `full` on, all rows see all keys of the block."""
-    first = Q
-    full = 0
-    last = 0
-    for start in range(0, bound_blocks * GROUPS, SCAN):
-        entries = start + tl.arange(0, SCAN)
-        inside = entries < bound_blocks * GROUPS
-        rows = entries % bound_blocks * bound_rows
-        high = tl.load(bound + entries, mask=inside, other=0)
-        some = inside & (high > start_n)
-        first = tl.minimum(first, tl.min(tl.where(some, rows, Q)))
-        last = tl.maximum(last, tl.max(tl.where(some, rows + bound_rows, 0)))
-        # Keys from K on do not count.
-        part = inside & (high < tl.minimum(start_n + BLOCK_N, K))
-        full = tl.maximum(full, tl.max(tl.where(part, rows + bound_rows, 0)))
-    return first, tl.minimum(full, Q), tl.minimum(last, Q)
+        acc += load(initial + member * Q * D, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
+    store(grad_query + member * Q * D, D, start_m, Q, acc, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
@@ -741,145 +432,103 @@ def backward_columns_kernel(
     delta,
     grad_key,
     grad_value,
+    grad_decay,
     ranges,
     bound,
+    decay,
     initial_key,
     initial_value,
-    cos_q,
-    sin_q,
-    cos_k,
-    sin_k,
-    shift,
     scaling,
     G,
     Q,
     K,
     bound_blocks,
     bound_rows,
-    grad_batch,
-    grad_head,
-    grad_row,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    phase_q_batch,
-    phase_k_batch,
     GROUPS: tl.constexpr,
-    POLAR: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     D: tl.constexpr,
-    R: tl.constexpr,
+    V: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: the gradients of BLOCK_N keys and values of one key head, from all rows of its GROUPS query heads.
-
-    The shift is on the phases of the queries; but with one query head, it is put on the keys, once a program.
-    """
+    """One program: the gradients of BLOCK_N keys and values of one key head, from all rows of GROUPS query heads."""
     blocks = tl.cdiv(K, BLOCK_N)
     # The oldest keys are seen most, and begin first.
     start_n = tl.program_id(0) % blocks * BLOCK_N
-    head_index = (tl.program_id(0) // blocks).to(tl.int64)
-    b = head_index // G
-    g = head_index % G
-    key += b * key_batch + g * key_head
-    value += b * value_batch + g * value_head
-    grad += b * grad_batch + g * GROUPS * grad_head
-    query += b * query_batch + g * GROUPS * query_head
-    lse += head_index * GROUPS * Q
-    delta += head_index * GROUPS * Q
-    slots = start_n + tl.arange(0, BLOCK_N)
-    valid = slots < K
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    b = member // G
+    g = member % G
+    queries = pointer(query, b, g * GROUPS)
+    grads = pointer(grad, b, g * GROUPS)
+    lse += member * GROUPS * Q
+    delta += member * GROUPS * Q
+    keys = start_n + tl.arange(0, BLOCK_N)
+    valid = keys < K
     if ranges is not None:
         ranges += b * (Q + K) * 2
-        valid = tl.load(ranges + (Q + slots) * 2, mask=valid, other=0) != 0
-
-    if ranges is not None:
-        first, last = _rows_by_limits(ranges, start_n, Q, K, BLOCK_N)
-        full = last
-    else:
-        first = tl.maximum(start_n - (K - Q), 0)
-        full = tl.maximum(tl.minimum(start_n + BLOCK_N, K) - 1 - (K - Q), 0)
-        last = Q
+        valid = tl.load(ranges + (Q + keys) * 2, mask=valid, other=0) != 0
     if bound is not None:
-        bound += head_index * GROUPS * bound_blocks
-        bound_first, bound_full, bound_last = _rows_by_bound(
-            bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_N
-        )
-        first = tl.maximum(first, bound_first)
-        full = tl.maximum(full, bound_full)
-        last = tl.minimum(last, bound_last)
-    first = first // BLOCK_M * BLOCK_M
-    last = tl.cdiv(last, BLOCK_M) * BLOCK_M
-    full = tl.minimum(tl.maximum(tl.cdiv(full, BLOCK_M) * BLOCK_M, first), last)
-
-    real = _load(key, key_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    imaginary = real
-    if POLAR:
-        cos_q += b * phase_q_batch
-        sin_q += b * phase_q_batch
-        cos_k += b * phase_k_batch
-        sin_k += b * phase_k_batch
-        cos, sin = _phases(cos_k, sin_k, start_n, K, R, BLOCK_N, BLOCK_D, False)
-        if shift is not None and GROUPS == 1:
-            shift_cos, shift_sin = _shift(shift + g * R, 2 * G, R, R, BLOCK_D)
-            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
-        real, imaginary = _rotate(real, cos, sin)
-    v = _load(value, value_row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        bound += member * GROUPS * bound_blocks
+    first, full, last = _row_blocks(ranges, bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_M, BLOCK_N)
+    k = load(pointer(key, b, g), key.row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+    v = load(pointer(value, b, g), value.row, start_n, K, 0.0, V, BLOCK_N, BLOCK_V, False)
 
     scale = scaling * LOG2_E
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    grad_k_imaginary = grad_k
-    grad_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    grad_k, grad_k_imaginary, grad_v = _columns_rows(
-        grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid, grad, query, lse, delta,
-        grad_head, grad_row, query_head, query_row, cos_q, sin_q, shift, G * GROUPS, g * GROUPS,
-        ranges, bound, bound_blocks, bound_rows, scale, start_n, first, full, Q, K,
-        True, GROUPS, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    if ranges is None:
-        grad_k, grad_k_imaginary, grad_v = _columns_rows(
-            grad_k, grad_k_imaginary, grad_v, real, imaginary, v, valid, grad, query, lse, delta,
-            grad_head, grad_row, query_head, query_row, cos_q, sin_q, shift, G * GROUPS, g * GROUPS,
-            ranges, bound, bound_blocks, bound_rows, scale, start_n, full, last, Q, K,
-            False, GROUPS, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+    grad_v = tl.zeros([BLOCK_N, BLOCK_V], dtype=tl.float32)
+    # Of each query head of the group.
+    of_group = tl.arange(0, BLOCK_G)[None, :]
+    grad_c = tl.zeros([BLOCK_N, BLOCK_G], dtype=tl.float32)
+    # First the rows that need a mask, then those that see all keys of the block.
+    for whole in tl.static_range(0, 2 if ranges is None else 1):
+        # One loop over rows and heads: nested loops would copy the accumulators, which costs their registers again.
+        for index in range(
+            (full if whole else first) // BLOCK_M * GROUPS, (last if whole else full) // BLOCK_M * GROUPS
+        ):
+            start = index // GROUPS * BLOCK_M
+            h = tl.cast(index % GROUPS, tl.int64)
+            rows = start + tl.arange(0, BLOCK_M)
+            q = load(queries + h * query.head, query.row, start, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+            # Transposed: (BLOCK_N, BLOCK_M). Rows from Q on have weights, but add nothing: their query, gradient and
+            # delta are 0.
+            row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
+            logits = dot(k, tl.trans(q), None, PRECISION) * scale
+            if decay is not None:
+                row_decay = decay.rows + b * decay.batch_rows + (g * GROUPS + h) * Q * 2
+                row_high, row_rest = load_pair(row_decay, rows[None, :], rows[None, :] < Q, MASKED)
+                key_decay = decay.keys + b * decay.batch_keys + (g * GROUPS + h) * K * 2
+                logits += decay_bias(row_high, row_rest, key_decay, keys[:, None], keys[:, None] < K)
+            weights = tl.exp2(logits - row_lse[None, :])
+            if not whole:
+                head_bound = bound
+                if bound is not None:
+                    head_bound = bound + h * bound_blocks
+                low, high = row_limits(ranges, head_bound, bound_rows, rows, Q, K)
+                seen = keys[:, None] < high[None, :]
+                if ranges is not None:
+                    seen = seen & (keys[:, None] >= low[None, :]) & valid[:, None]
+                weights = tl.where(seen, weights, 0.0)
+            grad_tile = load(grads + h * grad.head, grad.row, start, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
+            grad_v = dot(weights.to(grad_tile.dtype), grad_tile, grad_v, PRECISION)
+            grad_weights = dot(v, tl.trans(grad_tile), None, PRECISION)
+            row_delta = tl.load(delta + h * Q + rows, mask=rows < Q, other=0.0)
+            grad_logits = weights * (grad_weights - row_delta[None, :])
+            if grad_decay is not None:
+                grad_c -= tl.where(of_group == h, tl.sum(grad_logits, 1)[:, None], 0.0)
+            grad_k = dot(grad_logits.to(q.dtype), q, grad_k, PRECISION)
 
-    if initial_value is not None:
-        grad_v += _load(initial_value + head_index * K * D, D, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    _store(grad_value + head_index * K * D, D, start_n, K, grad_v, D, BLOCK_N, BLOCK_D)
+    if grad_decay is not None:
+        to = grad_decay + (member * GROUPS + of_group) * K + keys[:, None]
+        tl.store(to, grad_c, mask=(of_group < GROUPS) & (keys < K)[:, None])
     grad_k *= scaling
-    grad_key += head_index * K * D
     if initial_key is not None:
-        initial_key += head_index * K * D
-    if POLAR:
-        if GROUPS == 1:
-            # Minus the shift: its sines, negative, are rows 2 G.. of the table.
-            if shift is not None:
-                shift += g * R
-            _store_turned_back(
-                grad_k, grad_k_imaginary * scaling, key, key_row, cos_k, sin_k, shift, 2 * G, grad_key, None,
-                initial_key, start_n, K, 0, PARTS, D, R, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        else:
-            _store_turned_back(
-                grad_k, grad_k_imaginary * scaling, key, key_row, cos_k, sin_k, None, 0, grad_key, None,
-                initial_key, start_n, K, 0, PARTS, D, R, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-    else:
-        if initial_key is not None:
-            grad_k += _load(initial_key, D, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        _store(grad_key, D, start_n, K, grad_k, D, BLOCK_N, BLOCK_D)
-
-
-# Decoding.
+        grad_k += load(initial_key + member * K * D, D, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        grad_v += load(initial_value + member * K * V, V, start_n, K, 0.0, V, BLOCK_N, BLOCK_V, False)
+    store(grad_key + member * K * D, D, start_n, K, grad_k, D, BLOCK_N, BLOCK_D)
+    store(grad_value + member * K * V, V, start_n, K, grad_v, V, BLOCK_N, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
@@ -891,45 +540,33 @@ def decode_kernel(
     top_lse,
     ranges,
     bound,
-    cos_q,
-    sin_q,
-    cos_k,
-    sin_k,
-    shift,
+    polar,
+    decay,
     scaling,
     G,
     groups,
     K,
     splits,
-    query_batch,
-    query_head,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    phase_q_batch,
-    phase_k_batch,
-    POLAR: tl.constexpr,
     D: tl.constexpr,
+    V: tl.constexpr,
     R: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: all query heads of one key head (a block of rows), and one split of the keys that they see.
 
-    Writes float32 out (B, G, S, groups, D) and its log-sum-exp in base 2 (B, G, S, groups), MASKED if it saw nothing.
+    Writes float32 out (B, G, S, groups, V) and its log-sum-exp in base 2 (B, G, S, groups), MASKED if it saw nothing.
+    With `polar` the first R channels are magnitudes; a channel without a phase is one of phase 0.
     """
     split = tl.program_id(0) % splits
-    head_index = (tl.program_id(0) // splits).to(tl.int64)
-    b = head_index // G
-    g = head_index % G
-    query += b * query_batch + g * groups * query_head
-    key += b * key_batch + g * key_head
-    value += b * value_batch + g * value_head
+    member = (tl.program_id(0) // splits).to(tl.int64)
+    b = member // G
+    g = member % G
+    keys = pointer(key, b, g)
+    values = pointer(value, b, g)
     rows = tl.arange(0, BLOCK_M)
     first = 0
     last = K
@@ -938,7 +575,7 @@ def decode_kernel(
         first = tl.maximum(tl.load(ranges), 0)
         last = tl.minimum(tl.load(ranges + 1), K)
     if bound is not None:
-        last = tl.minimum(last, tl.load(bound + head_index))
+        last = tl.minimum(last, tl.load(bound + member))
     low = tl.zeros([BLOCK_M], dtype=tl.int32) + first
     high = tl.zeros([BLOCK_M], dtype=tl.int32) + last
     start = first // BLOCK_N * BLOCK_N
@@ -946,29 +583,45 @@ def decode_kernel(
     size = tl.cdiv(tl.maximum(last - start, 0), splits * BLOCK_N) * BLOCK_N
     start = start + split * size
 
-    real = _load(query, query_head, 0, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
-    imaginary = real
-    if POLAR:
-        cos_k += b * phase_k_batch
-        sin_k += b * phase_k_batch
-        cos, sin = _phases(cos_q + b * phase_q_batch, sin_q + b * phase_q_batch, 0, 1, R, 1, BLOCK_D, False)
-        if shift is not None:
-            shift_cos, shift_sin = _phases(
-                shift + g * groups * R, shift + (G + g) * groups * R, 0, groups, R, BLOCK_M, BLOCK_D, False
-            )
-            cos, sin = _turned_back(cos, sin, shift_cos, shift_sin)
-        real, imaginary = _rotate(real, cos, sin)
-
-    acc, total, top = _forward_keys(
-        tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32),
-        tl.full([BLOCK_M], MASKED, dtype=tl.float32), real, imaginary, key, value, key_row, value_row, cos_k, sin_k,
-        ranges, low, high, scaling * LOG2_E, start, tl.minimum(start + size, last), 1, K,
-        True, POLAR, D, R, PRECISION, BLOCK_D, BLOCK_N,
-    )  # fmt: skip
+    q = load(pointer(query, b, g * groups), query.head, 0, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
+    if polar is not None:
+        channels = tl.arange(0, BLOCK_D)[None, :]
+        cos = tl.load(polar.cos_q + b * polar.batch_q + channels, mask=channels < R, other=1.0).to(tl.float32)
+        sin = tl.load(polar.sin_q + b * polar.batch_q + channels, mask=channels < R, other=0.0).to(tl.float32)
+        if polar.shift is not None:
+            shift = load(polar.shift + g * groups * R, R, 0, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
+            cos, sin = subtract_phase(cos, sin, shift)
+        imaginary = (q.to(tl.float32) * sin).to(q.dtype)
+        q = (q.to(tl.float32) * cos).to(q.dtype)
+    if decay is not None:
+        heads = g * groups + rows
+        row_decay = decay.rows + b * decay.batch_rows
+        row_high, row_rest = load_pair(row_decay, heads[:, None], (rows < groups)[:, None], 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
+    for begin in range(start, tl.minimum(start + size, last), BLOCK_N):
+        k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        if polar is not None:
+            key_cos = load(polar.cos_k + b * polar.batch_k, R, begin, K, 1.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
+            key_sin = load(polar.sin_k + b * polar.batch_k, R, begin, K, 0.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
+            logits = dot(q, tl.trans((k.to(tl.float32) * key_cos).to(k.dtype)), None, PRECISION)
+            logits = dot(imaginary, tl.trans((k.to(tl.float32) * key_sin).to(k.dtype)), logits, PRECISION)
+        else:
+            logits = dot(q, tl.trans(k), None, PRECISION)
+        logits *= scaling * LOG2_E
+        if decay is not None:
+            columns = begin + tl.arange(0, BLOCK_N)[None, :]
+            inside = (rows < groups)[:, None] & (columns < K)
+            key_decay = decay.keys + b * decay.batch_keys
+            logits += decay_bias(row_high, row_rest, key_decay, heads[:, None] * K + columns, inside)
+        v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
+        seen = seen_keys(ranges, low, high, begin, 1, K, BLOCK_N)
+        acc, total, top = softmax_step(acc, total, top, logits, seen, v, PRECISION)
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
-    index = (head_index * splits + split) * groups
-    _store(out + index * D, D, 0, groups, acc / total[:, None], D, BLOCK_M, BLOCK_D)
+    index = (member * splits + split) * groups
+    store(out + index * V, V, 0, groups, acc / total[:, None], V, BLOCK_M, BLOCK_V)
     tl.store(top_lse + index + rows, tl.where(nothing, MASKED, top + tl.log2(total)), mask=rows < groups)
 
 
@@ -982,34 +635,34 @@ def combine_kernel(
     initial_lse,
     groups,
     splits,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program: one query head, all its splits in steps of BLOCK_N. BLOCK_M is not used."""
-    head_index = tl.program_id(0).to(tl.int64)
-    row = head_index // groups * splits * groups + head_index % groups
-    channels = tl.arange(0, BLOCK_D)
+    member = tl.program_id(0).to(tl.int64)
+    row = member // groups * splits * groups + member % groups
+    channels = tl.arange(0, BLOCK_V)
     top = tl.full([1], MASKED, dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_V], dtype=tl.float32)
     offset = 0.0
     if constant is not None:
-        offset = tl.load(constant + head_index)
+        offset = tl.load(constant + member)
     if initial_out is not None:
-        before = tl.load(initial_lse + head_index + tl.zeros([1], dtype=tl.int32))
+        before = tl.load(initial_lse + member + tl.zeros([1], dtype=tl.int32))
         empty = before > -0.5 * MASKED
         top = tl.where(empty, MASKED, (before - offset) * LOG2_E)
         total = tl.where(empty, 0.0, 1.0)
-        acc = tl.load(initial_out + head_index * D + channels, mask=channels < D, other=0.0).to(tl.float32) * total
+        acc = tl.load(initial_out + member * V + channels, mask=channels < V, other=0.0).to(tl.float32) * total
     for start in range(0, splits, BLOCK_N):
         indices = start + tl.arange(0, BLOCK_N)
         inside = indices < splits
         part_top = tl.load(top_lse + row + indices * groups, mask=inside, other=MASKED)
         tile = tl.load(
-            parts + (row + indices[:, None] * groups) * D + channels[None, :],
-            mask=inside[:, None] & (channels < D)[None, :],
+            parts + (row + indices[:, None] * groups) * V + channels[None, :],
+            mask=inside[:, None] & (channels < V)[None, :],
             other=0.0,
         )
         new_top = tl.maximum(top, tl.max(part_top, 0))
@@ -1020,43 +673,43 @@ def combine_kernel(
         total = total * decay + tl.sum(weights, 0)
         top = new_top
     acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + head_index * D + channels, acc.to(out.dtype.element_ty), mask=channels < D)
+    tl.store(out + member * V + channels, acc.to(out.dtype.element_ty), mask=channels < V)
 
 
 # Launchers.
 
-# Tiles (rows, columns, warps, stages) by (polar, padded head dim; less than 64 is as 64), for 16-bit types. The
-# preferred first; the last fits the shared memory of every device. Those that write rows want 16 rows a warp or more,
-# those that write columns 16 columns: else the tensor cores of Hopper compute some products twice.
-_Table = dict[tuple[bool, int], tuple[Tiles, ...]]
+# Tiles (rows, columns, warps, stages) by the padded channels of keys and values (less than 64 is as 64), for 16-bit
+# types. The preferred first; the last fits the shared memory of every device. Those that write rows want 16 rows a warp
+# or more, those that write columns 16 columns: else the tensor cores of Hopper compute some products twice.
+_Table = dict[tuple[int, int], tuple[Tiles, ...]]
 
 _FORWARD: _Table = {
-    (False, 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
-    (False, 128): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    (False, 256): (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
-    (True, 64): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    (True, 128): (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
-    (True, 256): (Tiles(64, 32, 8, 1), Tiles(32, 16, 4, 1)),
+    (64, 64): (Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 3), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
+    (128, 128): (Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    (256, 256): (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
+    (128, 64): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    (256, 128): (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)),
+    (512, 256): (Tiles(64, 32, 8, 1), Tiles(32, 16, 4, 1)),
 }
 _ROWS: _Table = {
-    (False, 64): (Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2)),
-    (False, 128): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
-    (False, 256): (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1)),
-    (True, 64): (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 4, 2)),
-    (True, 128): (Tiles(64, 32, 8, 2), Tiles(128, 32, 8, 1), Tiles(64, 16, 4, 1)),
-    (True, 256): (Tiles(32, 32, 8, 1), Tiles(32, 16, 4, 1)),
+    (64, 64): (Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2)),
+    (128, 128): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
+    (256, 256): (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1)),
+    (128, 64): (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 4, 2)),
+    (256, 128): (Tiles(64, 32, 8, 2), Tiles(128, 32, 8, 1), Tiles(64, 16, 4, 1)),
+    (512, 256): (Tiles(32, 32, 8, 1), Tiles(32, 16, 4, 1)),
 }
 _COLUMNS: _Table = {
-    (False, 64): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
-    (False, 128): (Tiles(32, 128, 8, 3), Tiles(64, 64, 8, 2), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 1)),
-    (False, 256): (Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
-    (True, 64): (Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2)),
-    (True, 128): (Tiles(32, 64, 8, 1), Tiles(16, 64, 8, 2), Tiles(16, 64, 8, 1)),
-    (True, 256): (Tiles(16, 32, 8, 1),),
+    (64, 64): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
+    (128, 128): (Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 3), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 1)),
+    (256, 256): (Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
+    (128, 64): (Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2)),
+    (256, 128): (Tiles(16, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(16, 64, 8, 1)),
+    (512, 256): (Tiles(16, 32, 8, 1),),
 }
 # float32 has its products on the ordinary cores, with all of their operands in registers.
 _SMALLEST = Tiles(16, 16, 4, 1)
-_FLOAT32 = {64: (Tiles(32, 32, 8, 1), _SMALLEST), 128: (Tiles(32, 32, 8, 1), _SMALLEST), 256: (_SMALLEST,)}
+_FLOAT32 = (Tiles(32, 32, 8, 1), _SMALLEST)
 _ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1))
 _COMBINE = (Tiles(16, 16, 4, 1),)
@@ -1065,30 +718,25 @@ _COMBINE = (Tiles(16, 16, 4, 1),)
 INTERPRETED_SPLITS = 3
 SPLIT_KEYS = 256
 
-
-def _candidates(table: _Table, dtype: torch.dtype, D: int, polar: bool) -> tuple[Tiles, ...]:
-    width = max(64, block_width(D))
-    return _FLOAT32[width] if dtype == torch.float32 else table[polar, width]
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor with its channels side by side in memory."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+# Tiles are chosen separately from so many rows on: short inputs do not fill a GPU.
+LONG = 1024
 
 
 def check_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None
 ) -> None:
+    """Raises ValueError if shapes or types of query, key, value (B, H or G, Q or K, D) or ranges do not fit."""
     B, H, Q, D = query.shape
     G, K = key.shape[1], key.shape[2]
-    if key.shape != (B, G, K, D) or value.shape != key.shape or H % G != 0 or not 0 < Q <= K or D > 256:
+    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or G == 0 or H % G or not 0 < Q <= K:
         raise ValueError(
             f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: they "
-            "must be (B, H, Q, D), (B, G, K, D), (B, G, K, D) with H a multiple of G, Q from 1 to K, D at most 256."
+            "must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q from 1 to K."
+        )
+    if value.shape[3] > 256 or not value.shape[3] <= D <= 2 * value.shape[3]:
+        raise ValueError(
+            f"query={tuple(query.shape)!r}, value={tuple(value.shape)!r} are not valid: values may have at most 256 "
+            "channels, queries and keys as many as the values, up to twice as many."
         )
     types = (torch.float32, torch.bfloat16, torch.float16)
     if query.dtype not in types or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -1115,58 +763,52 @@ def _bound_arguments(bound: tuple[torch.Tensor, int] | None) -> tuple[torch.Tens
     return start.contiguous(), start.shape[-1], rows
 
 
-def _polar_arguments(polar: Polar | None) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, int], int]:
-    """Returns the tables, cos, sin, -sin of the shift (3, H, R), the batch strides of the tables, and R."""
-    if polar is None:
-        return (None,) * 5, (0, 0), 0
-    tables = [table.contiguous() for table in (polar.cos_q, polar.sin_q, polar.cos_k, polar.sin_k)]
-    shift = None
-    if polar.shift is not None:
-        # Not in the kernels: their range reduction would cost registers.
-        shift = torch.stack((polar.shift.cos(), polar.shift.sin(), -polar.shift.sin()))
-    strides = tuple(0 if table.shape[0] == 1 else table.stride(0) for table in (tables[0], tables[2]))
-    return (*tables, shift), (strides[0], strides[1]), tables[0].shape[-1]
+def _decay(decay: tuple[torch.Tensor, torch.Tensor] | None) -> Decay | None:
+    if decay is None:
+        return None
+    rows, keys = (one.contiguous() for one in decay)
+    return Decay(rows, keys, *(0 if one.shape[0] == 1 else one.stride(0) for one in (rows, keys)))
 
 
-def _constants(query: torch.Tensor, polar: Polar | None, R: int) -> dict[str, Any]:
-    D = query.shape[-1]
-    return {
-        "POLAR": polar is not None,
-        "D": D,
-        "R": R,
-        "PRECISION": precision(query.dtype),
-        "BLOCK_D": block_width(D),
-    }
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
-# From so many rows on, tiles are chosen anew: short inputs do not fill a GPU.
-LONG = 1024
+def _constants(query: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
+    D, V = query.shape[-1], value.shape[-1]
+    widths = {"BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
+    return {"D": D, "V": V, "PRECISION": precision(query.dtype), **widths}
 
 
-def _key(query: torch.Tensor, R: int, *optional: torch.Tensor | None) -> tuple[Any, ...]:
+def _candidates(table: _Table, query: torch.Tensor, value: torch.Tensor) -> tuple[Tiles, ...]:
+    widths = max(64, block_width(query.shape[-1])), max(64, block_width(value.shape[-1]))
+    if query.dtype == torch.float32:
+        return _FLOAT32[widths[0] > 128 :]
+    return table[widths]
+
+
+def _key(query: torch.Tensor, value: torch.Tensor, *optional: object) -> tuple[Any, ...]:
     """What the choice of tiles depends on."""
-    _, _, Q, D = query.shape
-    return (query.dtype, D, R, precision(query.dtype), Q >= LONG, *(tensor is not None for tensor in optional))
+    sizes = query.shape[-1], value.shape[-1], query.shape[2] >= LONG
+    return (query.dtype, precision(query.dtype), *sizes, *(tensor is not None for tensor in optional))
 
 
 def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Returns the sum of grad * out over channels, "delta" in the backward pass: float32 (B, H, Q).
 
     Args:
-        grad, out: (B, H, Q, D), float32, bfloat16 or float16.
+        grad, out: (B, H, Q, V), float32, bfloat16 or float16.
     """
-    grad, out = aligned(grad), aligned(out)
-    B, H, Q, D = grad.shape
+    B, H, Q, V = grad.shape
     result = torch.empty(B, H, Q, dtype=torch.float32, device=grad.device)
-    with torch.cuda.device_of(grad):
-        launch(
-            row_products_kernel,
-            lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
-            _ROW_PRODUCTS,
-            (D, grad.dtype),
-            (grad, out, result, H, Q, *grad.stride()[:3], *out.stride()[:3]),
-            {"D": D, "BLOCK_D": block_width(D)},
-        )
+    launch(
+        row_products_kernel,
+        lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
+        _ROW_PRODUCTS,
+        (V, grad.dtype),
+        (heads(grad), heads(out), result, H, Q),
+        {"V": V, "BLOCK_V": block_width(V)},
+    )
     return result
 
 
@@ -1177,57 +819,63 @@ def flash_forward(
     *,
     scaling: float,
     ranges: torch.Tensor | None = None,
-    polar: Polar | None = None,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    tiles: Sequence[Tiles] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention.
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
-        key, value: (B, G, K, D), the same type.
+        key: (B, G, K, D), the same type.
+        value: (B, G, K, V), the same type, V <= D <= 2 V.
         scaling: the factor on q.k, positive.
         ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
-        polar: the phases of polar scores, or None.
-        bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees keys before start[b, h, i //
-            rows] only.
+        decay: rows and keys of `Decay`, or None.
+        bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
+            start[b, h, i // rows].
         constant: float32 (B, H, Q), added to all logits of a row.
-        initial: (out, lse), (B, H, Q, D) and float32 (B, H, Q): an attention over other keys, to be continued; lse is
+        initial: (out, lse), (B, H, Q, V) and float32 (B, H, Q): an attention over other keys, to be continued; lse is
             +1e30 in rows that saw nothing.
-        tiles: candidates, instead of the file's own.
 
     Returns:
-        out (B, H, Q, D) in the type of the query, and the log-sum-exp of each row's logits, float32 (B, H, Q); 0 and
+        out (B, H, Q, V) in the type of the query, and the log-sum-exp of each row's logits, float32 (B, H, Q); 0 and
         +1e30 in rows that see nothing.
 
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
     check_inputs(query, key, value, scaling, ranges)
-    query, key, value = aligned(query), aligned(key), aligned(value)
-    B, H, Q, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    tables, phase_strides, R = _polar_arguments(polar)
+    (B, H, Q, _), (_, G, K, V) = query.shape, value.shape
     start, bound_blocks, bound_rows = _bound_arguments(bound)
     initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
     ranges, constant = _contiguous(ranges), _contiguous(constant)
-    out = torch.empty(B, H, Q, D, dtype=query.dtype, device=query.device)
+    out = torch.empty(B, H, Q, V, dtype=query.dtype, device=query.device)
     lse = torch.empty(B, H, Q, dtype=torch.float32, device=query.device)
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *phase_strides)
-    with torch.cuda.device_of(query):
-        launch(
-            forward_kernel,
-            lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
-            tiles or _candidates(_FORWARD, query.dtype, D, polar is not None),
-            _key(query, R, ranges, start, constant, initial_out, tables[-1]),
-            [
-                *(query, key, value, out, lse, ranges, start, constant, initial_out, initial_lse, *tables, scaling),
-                *(H, H // G, Q, K, bound_blocks, bound_rows, *strides),
-            ],
-            _constants(query, polar, R),
-        )
+    launch(
+        forward_kernel,
+        lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
+        _candidates(_FORWARD, query, value),
+        _key(query, value, ranges, decay, start, constant, initial_out),
+        (
+            *(
+                heads(query),
+                heads(key),
+                heads(value),
+                out,
+                lse,
+                ranges,
+                start,
+                _decay(decay),
+                constant,
+                initial_out,
+                initial_lse,
+            ),
+            *(float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
+        ),
+        _constants(query, value),
+    )
     return out, lse
 
 
@@ -1241,58 +889,40 @@ def flash_backward_rows(
     *,
     scaling: float,
     ranges: torch.Tensor | None = None,
-    polar: Polar | None = None,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: torch.Tensor | None = None,
-    tiles: Sequence[Tiles] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradient of the query, and of the shift of polar scores.
+) -> torch.Tensor:
+    """The gradient of the query; arguments and errors are those of `flash_forward` where nothing else is said.
 
     The weights are exp(scaling * q.k - lse): if the logits have a constant, it is subtracted from lse by the caller.
 
     Args:
-        grad: (B, H, Q, D), of the output, the type of the query.
-        query, key, value, scaling, ranges, polar, bound, tiles: as in `flash_forward`.
+        grad: (B, H, Q, V), of the output, the type of the query.
         lse: float32 (B, H, Q), of all keys that the softmax ran over; +1e30 in rows that see nothing.
         delta: float32 (B, H, Q), `row_products(grad, out)`.
-        initial: (B, H, Q, D), added to the gradient of the query, or None.
+        initial: (B, H, Q, D), added to the result, or None.
 
     Returns:
-        (B, H, Q, D) in the type of the query, and float32 (H, R), or None without a shift.
-
-    Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
+        (B, H, Q, D) in the type of the query.
     """
     check_inputs(query, key, value, scaling, ranges)
-    query, key, value, grad = aligned(query), aligned(key), aligned(value), aligned(grad)
-    B, H, Q, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    tables, phase_strides, R = _polar_arguments(polar)
+    (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     start, bound_blocks, bound_rows = _bound_arguments(bound)
     ranges, initial = _contiguous(ranges), _contiguous(initial)
-    candidates = tiles or _candidates(_ROWS, query.dtype, D, polar is not None)
     grad_query = torch.empty(B, H, Q, D, dtype=query.dtype, device=query.device)
-    parts = None
-    if tables[-1] is not None:
-        most = triton.cdiv(Q, min(candidate.rows for candidate in candidates))
-        parts = torch.empty(B * H * most * R, dtype=torch.float32, device=query.device)
-    strides = (*grad.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *phase_strides)
-    with torch.cuda.device_of(query):
-        chosen = launch(
-            backward_rows_kernel,
-            lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
-            candidates,
-            _key(query, R, ranges, start, initial, parts),
-            [
-                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_query, parts, ranges, start),
-                *(initial, *tables, float(scaling), H, H // G, Q, K, bound_blocks, bound_rows, *strides),
-            ],
-            _constants(query, polar, R),
-        )
-    if parts is None:
-        return grad_query, None
-    blocks = triton.cdiv(Q, chosen.rows)
-    return grad_query, parts[: B * H * blocks * R].view(B, H, blocks, R).sum((0, 2))
+    launch(
+        backward_rows_kernel,
+        lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
+        _candidates(_ROWS, query, value),
+        _key(query, value, ranges, decay, start, initial),
+        (
+            *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous(), grad_query),
+            *(ranges, start, _decay(decay), initial, float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
+        ),
+        _constants(query, value),
+    )
+    return grad_query
 
 
 def flash_backward_columns(
@@ -1305,55 +935,68 @@ def flash_backward_columns(
     *,
     scaling: float,
     ranges: torch.Tensor | None = None,
-    polar: Polar | None = None,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    tiles: Sequence[Tiles] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of key and value.
+    decay_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of key and value, and of c of the keys (see `Decay`); arguments as in `flash_backward_rows`.
 
     Args:
-        grad, query, key, value, lse, delta, scaling, ranges, polar, bound, tiles: as in `flash_backward_rows`.
-        initial: (grad_key, grad_value), float32 (B, G, K, D), added to the results, or None.
+        initial: (grad_key, grad_value), float32 (B, G, K, D) and (B, G, K, V), added to the results, or None.
+        decay_gradient: whether the last gradient is computed. (That of c of the rows is 0.)
 
     Returns:
-        (B, G, K, D) twice, in the type of the key.
-
-    Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
+        (B, G, K, D) and (B, G, K, V), in the type of the key, and float32 (B, H, K) or None.
     """
     check_inputs(query, key, value, scaling, ranges)
-    query, key, value, grad = aligned(query), aligned(key), aligned(value), aligned(grad)
-    B, H, Q, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    tables, phase_strides, R = _polar_arguments(polar)
+    (B, H, Q, _), (_, G, K, _) = query.shape, key.shape
     start, bound_blocks, bound_rows = _bound_arguments(bound)
     initial_key, initial_value = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
     ranges = _contiguous(ranges)
-    grad_key = torch.empty(B, G, K, D, dtype=key.dtype, device=key.device)
-    grad_value = torch.empty_like(grad_key)
-    strides = (*grad.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *phase_strides)
-    with torch.cuda.device_of(query):
-        launch(
-            backward_columns_kernel,
-            lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
-            tiles or _candidates(_COLUMNS, query.dtype, D, polar is not None),
-            (*_key(query, R, ranges, start, initial_key, tables[-1]), H // G),
-            [
-                *(grad, query, key, value, lse.contiguous(), delta.contiguous(), grad_key, grad_value, ranges, start),
-                *(initial_key, initial_value, *tables, float(scaling), G, Q, K, bound_blocks, bound_rows, *strides),
-            ],
-            _constants(query, polar, R) | {"GROUPS": H // G},
-        )
-    return grad_key, grad_value
+    grad_key, grad_value = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (key, value))
+    grad_decay = torch.empty(B, H, K, dtype=torch.float32, device=key.device) if decay_gradient else None
+    launch(
+        backward_columns_kernel,
+        lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
+        _candidates(_COLUMNS, query, value),
+        (*_key(query, value, ranges, decay, grad_decay, start, initial_key), H // G),
+        (
+            *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
+            *(grad_key, grad_value, grad_decay, ranges, start, _decay(decay), initial_key, initial_value),
+            *(float(scaling), G, Q, K, bound_blocks, bound_rows),
+        ),
+        {**_constants(query, value), "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
+    )
+    return grad_key, grad_value, grad_decay
 
 
-def _decode_splits(query: torch.Tensor, heads: int, K: int) -> int:
-    """Returns how many programs share the keys of a key head; `heads` is the number of key heads, B * G."""
+def flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scaling: float,
+    ranges: torch.Tensor | None,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    decay_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of query, key, value and c of the keys: `out` and `lse` as `flash_forward` returned them."""
+    tensors = (grad, query, key, value, lse, row_products(grad, out))
+    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay}
+    grad_query = flash_backward_rows(*tensors, **options)
+    return grad_query, *flash_backward_columns(*tensors, **options, decay_gradient=decay_gradient)
+
+
+def _decode_splits(query: torch.Tensor, key_heads: int, K: int) -> int:
+    """Returns how many programs share the keys of a key head; `key_heads` is B * G."""
     if query.device.type != "cuda":
         return INTERPRETED_SPLITS
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    return max(1, min(triton.cdiv(2 * processors, max(1, heads)), triton.cdiv(K, SPLIT_KEYS)))
+    return max(1, min(triton.cdiv(2 * processors, max(1, key_heads)), triton.cdiv(K, SPLIT_KEYS)))
 
 
 def flash_decode(
@@ -1363,61 +1006,59 @@ def flash_decode(
     *,
     scaling: float,
     ranges: torch.Tensor | None = None,
-    polar: Polar | None = None,
+    polar: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    splits: int | None = None,
-    tiles: Sequence[Tiles] | None = None,
 ) -> torch.Tensor:
-    """Attention of one query row, forward only: the keys are shared out over programs.
+    """Attention of one query row, forward only: the keys are shared out over programs. Arguments as in `flash_forward`.
 
     Args:
         query: (B, H, 1, D).
+        polar: the tensors of `Polar`: cosines and sines of the query, of the keys, and the shift or None. The first R
+            channels of query and key are then magnitudes. None: plain products.
         bound: (start, rows), start int32 (B, G, 1): the heads that share a key head share it. `rows` is not used.
-        splits: programs that share the keys of a key head; None: by the size of the GPU and the number of keys.
-        key, value, scaling, ranges, polar, constant, initial, tiles: as in `flash_forward`.
 
     Returns:
-        (B, H, 1, D) in the type of the query; 0 where nothing is seen.
-
-    Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
+        (B, H, 1, V) in the type of the query; 0 where nothing is seen.
     """
     check_inputs(query, key, value, scaling, ranges)
     if query.shape[2] != 1:
         raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
-    query, key, value = aligned(query), aligned(key), aligned(value)
-    B, H, _, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    tables, phase_strides, R = _polar_arguments(polar)
+    (B, H, _, _), (_, G, K, V) = query.shape, value.shape
     start, _, _ = _bound_arguments(bound)
     if start is not None and start.shape != (B, G, 1):
         raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, 1)!r}.")
     initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
     ranges, constant = _contiguous(ranges), _contiguous(constant)
-    splits = splits or _decode_splits(query, B * G, K)
-    parts = torch.empty(B, G, splits, H // G, D, dtype=torch.float32, device=query.device)
+    tables, R = None, 0
+    if polar is not None:
+        cos_q, sin_q, cos_k, sin_k = (table.contiguous() for table in polar[:4])
+        batch_q, batch_k = (0 if table.shape[0] == 1 else table.stride(0) for table in (cos_q, cos_k))
+        tables, R = Polar(cos_q, sin_q, cos_k, sin_k, _contiguous(polar[4]), batch_q, batch_k), cos_q.shape[-1]
+    splits = _decode_splits(query, B * G, K)
+    parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
-    out = torch.empty(B, H, 1, D, dtype=query.dtype, device=query.device)
+    out = torch.empty(B, H, 1, V, dtype=query.dtype, device=query.device)
     rows = block_width(H // G)
-    candidates = tiles or [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE]
-    strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *phase_strides)
-    with torch.cuda.device_of(query):
-        launch(
-            decode_kernel,
-            lambda tiles: (splits * B * G,),
-            candidates,
-            (*_key(query, R, ranges, start, tables[-1]), rows),
-            (query, key, value, parts, top_lse, ranges, start, *tables, float(scaling), G, H // G, K, splits, *strides),
-            _constants(query, polar, R),
-        )
-        launch(
-            combine_kernel,
-            lambda tiles: (B * H,),
-            _COMBINE,
-            (D, query.dtype),
-            (parts, top_lse, out, constant, initial_out, initial_lse, H // G, splits),
-            {"D": D, "BLOCK_D": block_width(D)},
-        )
+    launch(
+        decode_kernel,
+        lambda tiles: (splits * B * G,),
+        [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
+        (*_key(query, value, ranges, decay, start), R, polar is not None and polar[-1] is not None, rows),
+        (
+            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables, _decay(decay)),
+            *(float(scaling), G, H // G, K, splits),
+        ),
+        {**_constants(query, value), "R": R},
+    )
+    launch(
+        combine_kernel,
+        lambda tiles: (B * H,),
+        _COMBINE,
+        (V, query.dtype),
+        (parts, top_lse, out, constant, initial_out, initial_lse, H // G, splits),
+        {"V": V, "BLOCK_V": block_width(V)},
+    )
     return out

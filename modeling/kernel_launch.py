@@ -1,20 +1,21 @@
-"""How the Triton kernels are launched: tile sizes, their choice by timing, and what a machine must have.
+"""Launches of the Triton kernels: their arguments and the selection of their tile sizes.
 
-Imported only where Triton is. A kernel takes its tile sizes as constants: `BLOCK_M` query rows, `BLOCK_N` keys.
+Imported only if Triton is installed. A kernel takes its tile sizes as constants: `BLOCK_M` query rows, `BLOCK_N` keys.
 """
 
-import contextlib
 import dataclasses
+import functools
+import json
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+import pathlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 try:
     import triton
     import triton.language as tl
-    from triton.runtime.errors import OutOfResources
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
 
@@ -34,6 +35,21 @@ def dot(left, right, acc, PRECISION: tl.constexpr):
     return tl.dot(left, right, acc, input_precision=PRECISION)
 
 
+class Heads(NamedTuple):
+    """A (B, H, T, D) tensor as an argument of a kernel: the pointer, and the strides of batch, head and row."""
+
+    data: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+def heads(tensor: torch.Tensor) -> Heads:
+    """Returns a (B, H, T, D) tensor as an argument of a kernel; a copy if channels are not side by side in memory."""
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return Heads(tensor, *tensor.stride()[:3])
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """The size of one program's work.
@@ -51,33 +67,8 @@ class Tiles:
     stages: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A launch as it was asked for: what compiling its kernel needs to know; the grid with the first candidate."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    candidates: tuple[Tiles, ...]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-_RECORD: list[Launch] | None = None
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Within it launches are written down and not run: with tensors on the meta device, no GPU is needed."""
-    global _RECORD
-    _RECORD = []
-    try:
-        yield _RECORD
-    finally:
-        _RECORD = None
-
-
-# The tiles chosen for (kernel, device, key), for the life of the process.
-_CHOSEN: dict[Hashable, Tiles] = {}
+# The tiles that the kernels of this process run with, by name of the kernel, device and what the choice depends on.
+CHOSEN: dict[tuple[Hashable, ...], Tiles] = {}
 
 
 def launch(
@@ -88,81 +79,78 @@ def launch(
     arguments: Sequence[Any],
     constants: dict[str, Any],
     *,
-    timed: bool = True,
-) -> Tiles:
-    """Runs a kernel with the fastest tiles, and returns them.
+    repeatable: bool = True,
+) -> None:
+    """Runs a kernel with the first tiles that compile and fit the device.
 
-    The first launch for a key times the candidates that fit the device's shared memory and registers; the others
-    reuse the result. With one candidate, in the interpreter, under CUDA graph capture, and with
-    `torch.use_deterministic_algorithms(True)` (another tile size sums in another order) nothing is timed: the first
-    candidate that fits runs. So the order of the candidates is the order of fallback.
+    The choice is the same in every process. The variable WHATWHERE_TILES names a JSON file with choices that
+    `whatwhere gpu-check --tiles` measured, for a kind of device, a version of Triton and the present code of a kernel.
 
     Args:
-        kernel: a `triton.jit` function. If `timed`, it must not write where it reads: it runs more than once.
-        grid: the grid, or what gives it for some tiles.
+        kernel: a `triton.jit` function.
+        grid: the grid, or a function that returns it for some tiles.
         candidates: tiles, the preferred first.
-        key: what the choice depends on besides the kernel: head dim, dtype, flags.
-        arguments: the positional arguments.
+        key: what the choice depends on besides kernel and device: head dim, dtype, flags.
+        arguments: the positional arguments, a tensor or `Heads` first.
         constants: the constants, without the tile sizes.
-        timed: False: the first candidate that fits runs.
+        repeatable: False for a kernel that adds to its results.
 
     Raises:
-        OutOfResources: no candidate fits the device.
+        RuntimeError: no candidate compiles and fits the device.
     """
 
     def run(tiles: Tiles) -> None:
-        kernel[grid(tiles) if callable(grid) else grid](
-            *arguments,
-            **constants,
-            BLOCK_M=tiles.rows,
-            BLOCK_N=tiles.columns,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+        kernel[grid(tiles) if callable(grid) else grid](*arguments, **constants, **_options(tiles))
 
-    if _RECORD is not None:
-        first = grid(candidates[0]) if callable(grid) else grid
-        _RECORD.append(Launch(kernel, first, tuple(candidates), tuple(arguments), constants))
-        return candidates[0]
     if INTERPRETED:
         run(candidates[0])
-        return candidates[0]
-    with torch.cuda.device_of(next(one for one in arguments if isinstance(one, torch.Tensor))):
-        return _launch_chosen(kernel, run, candidates, key, timed)
+        return
+    first = arguments[0].data if isinstance(arguments[0], Heads) else arguments[0]
+    with torch.cuda.device_of(first):
+        slot = (kernel.fn.__name__, torch.cuda.current_device(), *key)
+        if slot not in CHOSEN:
+            compiles = functools.partial(_compile, kernel, arguments, constants)
+            CHOSEN[slot] = choose(_name(kernel, key), candidates, compiles, run if repeatable else None)
+        run(CHOSEN[slot])
 
 
-def _launch_chosen(
-    kernel: Any, run: Callable[[Tiles], None], candidates: Sequence[Tiles], key: tuple[Hashable, ...], timed: bool
+def _options(tiles: Tiles) -> dict[str, int]:
+    sizes = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns}
+    return {**sizes, "num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _name(kernel: Any, key: tuple[Hashable, ...]) -> str:
+    """Returns the name of a choice in the file of WHATWHERE_TILES."""
+    versions = f"{torch.cuda.get_device_name()}, triton {triton.__version__}"
+    return f"{kernel.fn.__name__} {kernel.cache_key[:16]} {key!r} on {versions}"
+
+
+def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], tiles: Tiles) -> Exception | None:
+    """Compiles and loads a kernel; returns the error, if there is one."""
+    try:
+        kernel.warmup(*arguments, **constants, **_options(tiles), grid=(1,))._init_handles()
+    except Exception as error:  # Compilers fail in many ways: too much shared memory, an assertion, a crash of ptxas.
+        return error
+    return None
+
+
+def choose(
+    name: str,
+    candidates: Sequence[Tiles],
+    compiles: Callable[[Tiles], Exception | None],
+    run: Callable[[Tiles], None] | None,
 ) -> Tiles:
-    """Runs the chosen tiles on the current device, or chooses them."""
-    slot = (kernel.fn.__qualname__, kernel.fn.__module__, torch.cuda.current_device(), *key)
-    chosen = _CHOSEN.get(slot)
-    if chosen is not None and chosen in candidates:
-        run(chosen)
-        return chosen
-    capturing = torch.cuda.is_current_stream_capturing()
-    timed = timed and len(candidates) > 1 and not capturing and not torch.are_deterministic_algorithms_enabled()
-    times: dict[Tiles, float] = {}
-    refusal: OutOfResources | None = None
-    for tiles in candidates:
-        try:
-            run(tiles)
-            times[tiles] = triton.testing.do_bench(lambda tiles=tiles: run(tiles), warmup=5, rep=20) if timed else 0.0
-        except OutOfResources as error:
-            refusal = error
-            continue
-        if not timed:
-            break
-    if not times:
-        assert refusal is not None, "there is at least one candidate"
-        raise refusal
-    chosen = min(times, key=lambda tiles: times[tiles])
-    if timed:
-        # What is left in the outputs is of the tiles that are returned, as in later launches.
-        run(chosen)
-    if not capturing:
-        _CHOSEN[slot] = chosen
-    return chosen
+    """Returns the tiles of a kernel; `scripts/kernel_tiles.py` replaces this, and times `run` if it is not None."""
+    file = os.environ.get("WHATWHERE_TILES")
+    known = json.loads(pathlib.Path(file).read_text(encoding="utf-8")) if file else {}
+    measured = [Tiles(*known[name])] if name in known else []
+    errors: list[Exception] = []
+    for tiles in (*measured, *candidates):
+        error = compiles(tiles)
+        if error is None:
+            return tiles
+        errors.append(error)
+    raise RuntimeError(f"No tiles compile for {name}.") from errors[-1]
 
 
 def precision(dtype: torch.dtype) -> str:

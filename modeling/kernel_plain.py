@@ -1,8 +1,8 @@
-"""Plain causal attention in Triton: for the layers that a kernel's encoding does not serve.
+"""Plain causal attention in Triton, and attention with a decay: FoX, ALiBi.
 
-The kernels are those of `kernel_flash`; what is here makes operators of them.
+The kernels are those of `kernel_flash`; these are their operators.
 
-Supports and does not support: what `kernel_flash` does, and no gradients of gradients.
+For what is supported see `kernel_flash`; gradients of gradients are not supported.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim.
 """
@@ -12,28 +12,36 @@ from typing import Any
 
 import torch
 
-from .kernel_flash import (
-    check_inputs,
-    flash_backward_columns,
-    flash_backward_rows,
-    flash_decode,
-    flash_forward,
-    row_products,
-)
+from .kernel_flash import check_inputs, flash_backward, flash_decode, flash_forward
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
+def _decay(rows: torch.Tensor | None, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The two tensors as `kernel_flash` takes them: each number c as the sum of two float32."""
+    if rows is None or keys is None:
+        return None
+    high = [one.float() for one in (rows, keys)]
+    pairs = [torch.stack((one, (exact - one).float()), dim=-1) for one, exact in zip(high, (rows, keys))]
+    return pairs[0], pairs[1]
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::plain_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: torch.Tensor | None, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
+    ranges: torch.Tensor | None,
+    scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return flash_forward(query, key, value, scaling=scaling, ranges=ranges)
+    return flash_forward(query, key, value, scaling=scaling, ranges=ranges, decay=_decay(row_decay, key_decay))
 
 
 @_forward.register_fake
-def _(query, key, value, ranges, scaling):
+def _(query, key, value, row_decay, key_decay, ranges, scaling):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -43,30 +51,42 @@ def _backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = (grad, query, key, value, lse, row_products(grad, out))
-    grad_query, _ = flash_backward_rows(*tensors, scaling=scaling, ranges=ranges)
-    return grad_query, *flash_backward_columns(*tensors, scaling=scaling, ranges=ranges)
+    decay_gradient: bool,
+) -> list[torch.Tensor]:
+    options: dict[str, Any] = {"ranges": ranges, "decay": _decay(row_decay, key_decay)}
+    results = flash_backward(
+        grad, query, key, value, out, lse, scaling=scaling, **options, decay_gradient=decay_gradient
+    )
+    return [one for one in results if one is not None]
 
 
 @_backward.register_fake
-def _(grad, query, key, value, ranges, out, lse, scaling):
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(grad, query, key, value, row_decay, key_decay, ranges, out, lse, scaling, decay_gradient):
+    results = [one.new_empty(one.shape) for one in (query, key, value)]
+    return [*results, query.new_empty(key_decay.shape, dtype=torch.float32)] if decay_gradient else results
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_decode", mutates_args=())
 def _decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: torch.Tensor | None, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
+    ranges: torch.Tensor | None,
+    scaling: float,
 ) -> torch.Tensor:
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges)
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, decay=_decay(row_decay, key_decay))
 
 
 @_decode.register_fake
-def _(query, key, value, ranges, scaling):
+def _(query, key, value, row_decay, key_decay, ranges, scaling):
     return query.new_empty(query.shape)
 
 
@@ -79,8 +99,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
-        return (None,) * 5
-    return *_backward(grad, *ctx.saved_tensors, ctx.scaling), None, None
+        return (None,) * 7
+    tensors = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[4]
+    results = _backward(grad, *tensors, ctx.scaling, wanted)
+    # Softmax does not see the c of a row.
+    return (*results[:3], None, results[3].to(tensors[4].dtype) if wanted else None, None, None)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -98,14 +122,18 @@ def plain_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     scaling: float,
 ) -> torch.Tensor:
-    """Causal softmax attention, differentiable.
+    """Causal softmax attention, differentiable in query, key, value and the decay of the keys.
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
         key, value: (B, G, K, D), the same type, H a multiple of G, K at least Q.
+        decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32; c_i - c_j, or 0
+            if that is positive, is added to the logit of row i and key j. Keys' numbers that require a gradient have
+            the batch size B.
         ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
         scaling: the factor on q.k, positive.
@@ -117,7 +145,13 @@ def plain_attention(
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
     check_inputs(query, key, value, scaling, ranges)
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    if query.shape[2] == 1 and not wanted:
-        return _decode(query, key, value, ranges, scaling)
-    return _forward(query, key, value, ranges, scaling)[0]
+    B, H, Q, _ = query.shape
+    row_decay, key_decay = decay or (None, None)
+    for numbers, length in ((row_decay, Q), (key_decay, key.shape[2])):
+        if numbers is not None and (numbers.shape[0] not in (1, B) or numbers.shape[1:] != (H, length)):
+            raise ValueError(f"decay={tuple(numbers.shape)!r} is not valid: it must be (1 or {B}, {H}, {length}).")
+    inputs = (query, key, value, row_decay, key_decay)
+    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    if Q == 1 and not wanted:
+        return _decode(*inputs, ranges, scaling)
+    return _forward(*inputs, ranges, scaling)[0]

@@ -1,36 +1,174 @@
-"""PoPE attention in Triton: magnitudes are turned into pairs inside the kernels, and nothing wider than D is written.
+"""PoPE attention in Triton: magnitudes are turned into pairs (mu cos, mu sin), then `kernel_flash` attends to them.
 
-The kernels are those of `kernel_flash`, with polar scores; what is here makes operators of them. The backward pass is
-deterministic: no atomics, the shift's gradient is summed by PyTorch.
+The pairs are twice as wide as the magnitudes. They are made again in the backward pass instead of being saved, and for
+some heads at a time, so that they take little memory. In decoding they are made inside the kernel, which then reads
+only magnitudes. The backward pass is deterministic: no atomics; PyTorch sums the gradient of the shift.
 
 Supports and does not support: what `kernel_flash` does, and no gradients of gradients.
 
-Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, R rotated channels.
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, R rotated channels (the first R of
+D), W = D + R: R cosine parts, R sine parts, D - R plain channels.
 """
 
+import dataclasses
 import hashlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .kernel_flash import (
-    Polar,
-    flash_backward_columns,
-    flash_backward_rows,
-    flash_decode,
-    flash_forward,
-    row_products,
-)
+from .kernel_flash import flash_backward, flash_decode, flash_forward, load, pointer, subtract_phase
+from .kernel_launch import Tiles, block_width, heads, launch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
+    raise
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
+# Memory of the pairs that are made at once: as much as the query, and at least so many bytes.
+SCRATCH_BYTES = 64 << 20
 
 
-def _polar(query: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: torch.Tensor | None) -> Polar:
-    """The tables as the kernels read them: halves for half precision, which is no finer."""
-    dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
-    cos_q, sin_q, cos_k, sin_k = [table.to(dtype) for table in phases]
-    return Polar(cos_q, sin_q, cos_k, sin_k, shift)
+@triton.jit(do_not_specialize=["H", "T"])
+def turn_kernel(
+    features, turned, grad_features, grad_shift, cos, sin, shift, table_batch, H, T,
+    BACKWARD: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows of one head. BLOCK_N is not used.
+
+    Forward: writes turned (B, H, T, W) from features (B, H, T, D). Backward: `turned` has the gradient of the pairs;
+    writes grad_features, and the program's part of grad_shift (B, H, blocks, R), if that is not None.
+    """
+    blocks = tl.cdiv(T, BLOCK_M)
+    start = tl.program_id(0) % blocks * BLOCK_M
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    b = member // H
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    rows = start + tl.arange(0, BLOCK_M)[:, None]
+    mu = load(pointer(features, b, member % H), features.row, start, T, 0.0, D, BLOCK_M, BLOCK_D, False)
+    mu = mu.to(tl.float32)
+    cos = load(cos + b * table_batch, R, start, T, 1.0, R, BLOCK_M, BLOCK_D, False).to(tl.float32)
+    sin = load(sin + b * table_batch, R, start, T, 0.0, R, BLOCK_M, BLOCK_D, False).to(tl.float32)
+    if shift is not None:
+        cos, sin = subtract_phase(cos, sin, tl.load(shift + member % H * R + channels, mask=channels < R, other=0.0))
+    # The plain channels follow the sine parts of the R others.
+    first = turned + (member * T + rows) * (D + R) + channels
+    second = first + R
+    polar = channels < R
+    inside = rows < T
+    if BACKWARD:
+        real = tl.load(first, mask=inside & polar, other=0.0).to(tl.float32)
+        imaginary = tl.load(second, mask=inside & (channels < D), other=0.0).to(tl.float32)
+        grad = tl.where(polar, real * cos + imaginary * sin, imaginary)
+        to = grad_features + (member * T + rows) * D + channels
+        tl.store(to, grad.to(grad_features.dtype.element_ty), mask=inside & (channels < D))
+        if grad_shift is not None:
+            part = tl.sum(mu * (real * sin - imaginary * cos), 0)[None, :]
+            tl.store(grad_shift + (member * blocks + start // BLOCK_M) * R + channels, part, mask=polar)
+    else:
+        tl.store(first, (mu * cos).to(turned.dtype.element_ty), mask=inside & polar)
+        tl.store(second, tl.where(polar, mu * sin, mu).to(turned.dtype.element_ty), mask=inside & (channels < D))
+
+
+_TURN = Tiles(32, 16)
+
+
+def _launch_turn(
+    features: torch.Tensor, turned: torch.Tensor, grads: tuple[Any, Any], phases: tuple[torch.Tensor, ...], shift: Any
+) -> None:
+    B, H, T, D = features.shape
+    cos, sin = phases
+    launch(
+        turn_kernel,
+        (triton.cdiv(T, _TURN.rows) * B * H,),
+        [_TURN],
+        (),
+        (heads(features), turned, *grads, cos, sin, shift, cos.stride(0), H, T),
+        {"BACKWARD": grads[0] is not None, "D": D, "R": cos.shape[-1], "BLOCK_D": block_width(D)},
+    )
+
+
+def _turn(features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: torch.Tensor | None) -> torch.Tensor:
+    """Returns (B, H, T, W) for features (B, H, T, D), phases (cos, sin), each (B, T, R), and shift (H, R) or None."""
+    B, H, T, D = features.shape
+    turned = torch.empty(B, H, T, D + phases[0].shape[-1], dtype=features.dtype, device=features.device)
+    _launch_turn(features, turned, (None, None), phases, shift)
+    return turned
+
+
+def _turn_backward(
+    grad: torch.Tensor, features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the gradients of features (B, H, T, D), and of shift (H, R), from that of `_turn`."""
+    B, H, T, _ = shape = features.shape
+    grad_features = torch.empty(shape, dtype=features.dtype, device=features.device)
+    parts = None
+    if shift is not None:
+        size = (B, H, triton.cdiv(T, _TURN.rows), phases[0].shape[-1])
+        parts = torch.empty(size, dtype=torch.float32, device=features.device)
+    _launch_turn(features, grad, (grad_features, parts), phases, shift)
+    return grad_features, None if parts is None else parts.sum((0, 2))
+
+
+@dataclasses.dataclass
+class _Part:
+    """What is computed at once: some batch entries, or some key heads of one entry with their query heads.
+
+    Attributes:
+        queries, keys: slices of batch and heads.
+        query, key: the arguments of `_turn`.
+    """
+
+    queries: tuple[slice, slice]
+    keys: tuple[slice, slice]
+    query: tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]
+    key: tuple[torch.Tensor, tuple[torch.Tensor, ...], None]
+    value: torch.Tensor
+    ranges: torch.Tensor | None
+
+
+def _parts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    phases: Sequence[torch.Tensor],
+    shift: torch.Tensor | None,
+    ranges: torch.Tensor | None,
+) -> Iterator[_Part]:
+    """Yields the parts, each of which takes at most the scratch memory (or is one key head)."""
+    (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
+    n = H // G
+    budget = max(SCRATCH_BYTES, query.numel() * query.element_size())
+    most = max(1, budget // (2 * (n * Q + K) * D * query.element_size()))
+    entries, groups = (most // G, G) if most >= G else (1, most)
+    tables = [table.contiguous().expand(B, -1, -1) for table in phases]
+    for first in range(0, B, entries):
+        batch = slice(first, first + entries)
+        cos_q, sin_q, cos_k, sin_k = (table[batch] for table in tables)
+        for group in range(0, G, groups):
+            keys, queries = slice(group, group + groups), slice(group * n, (group + groups) * n)
+            yield _Part(
+                (batch, queries),
+                (batch, keys),
+                (query[batch, queries], (cos_q, sin_q), None if shift is None else shift[queries].contiguous()),
+                (key[batch, keys], (cos_k, sin_k), None),
+                value[batch, keys],
+                None if ranges is None else ranges[batch],
+            )
+
+
+def _join(parts: list[tuple[tuple[slice, slice], torch.Tensor]], shape: Sequence[int]) -> torch.Tensor:
+    """Returns the tensor (B, H or G, ...) of the given shape whose parts these are."""
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = torch.empty(*shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
+    for place, part in parts:
+        whole[place] = part
+    return whole
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::pope_forward", mutates_args=())
@@ -46,8 +184,13 @@ def _forward(
     ranges: torch.Tensor | None,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    polar = _polar(query, (cos_q, sin_q, cos_k, sin_k), shift)
-    return flash_forward(query, key, value, scaling=scaling, ranges=ranges, polar=polar)
+    out, lse = [], []
+    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges):
+        turned = _turn(*part.query), _turn(*part.key)
+        part_out, part_lse = flash_forward(*turned, part.value, scaling=scaling, ranges=part.ranges)
+        out.append((part.queries, part_out))
+        lse.append((part.queries, part_lse))
+    return _join(out, query.shape), _join(lse, query.shape[:3])
 
 
 @_forward.register_fake
@@ -71,15 +214,21 @@ def _backward(
     lse: torch.Tensor,
     scaling: float,
 ) -> list[torch.Tensor]:
-    settings: dict[str, Any] = {
-        "scaling": scaling,
-        "ranges": ranges,
-        "polar": _polar(query, (cos_q, sin_q, cos_k, sin_k), shift),
-    }
-    tensors = (grad, query, key, value, lse, row_products(grad, out))
-    grad_query, grad_shift = flash_backward_rows(*tensors, **settings)
-    grad_key, grad_value = flash_backward_columns(*tensors, **settings)
-    results = [grad_query, grad_key, grad_value]
+    queries, keys, values = [], [], []
+    grad_shift = None if shift is None else torch.zeros_like(shift)
+    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges):
+        at = part.queries
+        turned = _turn(*part.query), _turn(*part.key)
+        grad_query, grad_key, grad_value, _ = flash_backward(
+            grad[at], *turned, part.value, out[at], lse[at], scaling=scaling, ranges=part.ranges
+        )
+        grad_query, part_shift = _turn_backward(grad_query, *part.query)
+        if grad_shift is not None and part_shift is not None:
+            grad_shift[at[1]] += part_shift
+        queries.append((at, grad_query))
+        keys.append((part.keys, _turn_backward(grad_key, *part.key)[0]))
+        values.append((part.keys, grad_value))
+    results = [_join(queries, query.shape), _join(keys, key.shape), _join(values, value.shape)]
     return results if grad_shift is None else [*results, grad_shift]
 
 
@@ -102,7 +251,7 @@ def _decode(
     ranges: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    polar = _polar(query, (cos_q, sin_q, cos_k, sin_k), shift)
+    polar = (cos_q, sin_q, cos_k, sin_k, shift)
     return flash_decode(query, key, value, scaling=scaling, ranges=ranges, polar=polar)
 
 

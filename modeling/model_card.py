@@ -1,8 +1,8 @@
 """The short model card (README.md) that saving and pushing writes; `whatwhere card` writes the full one, with results.
 
-A generated card ends in a comment with a digest of its text, the fingerprint of the weights it is about and the number
-of its own tags: a card that nobody has edited is replaced when other weights are saved beside it, and travels with its
-weights; one that somebody has edited stays.
+A generated card ends in a comment with a digest of its text, the fingerprint of its weights and the number of its tags.
+A generated card without edits is replaced when other weights are saved to the folder, and copied with its weights.
+Edited cards are kept.
 """
 
 import hashlib
@@ -13,12 +13,13 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-# In the cards that Transformers writes when a model is pushed to a repository without one, and its Trainer.
+# Texts in the cards written by Transformers (when a model is pushed without a card) and by its Trainer.
 _GENERIC = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
 _TRAINER = "This model card has been generated automatically according to the information the Trainer had access to."
 _MARK = "\n<!-- whatwhere card: text={text} weights={weights} tags={tags} -->\n"
 _MARKED = re.compile(_MARK.format(text=r"(?P<text>\w+)", weights=r"(?P<weights>\w+)", tags=r"(?P<tags>\d+)") + r"\Z")
-_PIPELINES = {
+# The Hub's pipeline tag of each head.
+PIPELINES = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
@@ -36,6 +37,11 @@ def weights_fingerprint(folder: str | pathlib.Path) -> str:
     return digest.hexdigest()
 
 
+def encoding_text(position_encoding: str | list[str]) -> str:
+    """Returns `config.position_encoding` for readers: a name, or the names of a plan by layer, such as `rope, cope`."""
+    return position_encoding if isinstance(position_encoding, str) else ", ".join(position_encoding)
+
+
 def card_tags(config: Any) -> list[str]:
     """Returns the tags of a model's card."""
     parts = dict.fromkeys(part for name in config.layer_pattern for part in name.split("+"))
@@ -45,12 +51,12 @@ def card_tags(config: Any) -> list[str]:
 def card_head(config: Any) -> tuple[str, str | None]:
     """Returns the Auto class that loads a model, and the Hub's pipeline tag."""
     architecture = (config.architectures or ["ForCausalLM"])[0]
-    head = next((head for head in _PIPELINES if architecture.endswith(head)), "")
-    return f"AutoModel{head}", _PIPELINES.get(head)
+    head = next((head for head in PIPELINES if architecture.endswith(head)), "")
+    return f"AutoModel{head}", PIPELINES.get(head)
 
 
 def sign(data: ModelCardData, text: str, weights: str) -> ModelCard:
-    """Returns a card with the comment at its end that says that it is generated; `weights` is their fingerprint."""
+    """Returns a card with the comment that marks it as generated; `weights` is their fingerprint."""
     text = text.rstrip() + "\n"
     mark = _MARK.format(text=_digest(text), weights=weights, tags=len(data.tags or []))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}{mark}")
@@ -61,7 +67,7 @@ def _digest(text: str) -> str:
 
 
 def _read(folder: str | pathlib.Path | None) -> tuple[ModelCard | None, re.Match[str] | None]:
-    """Returns the card in a folder, and its comment if it was generated here and nobody has edited it."""
+    """Returns the card in a folder, and its comment if it was generated here and not edited."""
     if folder is None or not (path := pathlib.Path(folder) / "README.md").is_file():
         return None, None
     card = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
@@ -77,7 +83,8 @@ def _short_text(config: Any, name: str) -> str:
     title = re.sub(r"[\\`*_\[\]<|]", r"\\\g<0>", " ".join(name.split()))
     code = f"from transformers import {auto}\n\nname = {json.dumps(name, ensure_ascii=False)}\n"
     code += f"model = {auto}.from_pretrained(name, trust_remote_code=True)"
-    text = f"A `{config.model_type}` model with position encoding `{config.position_encoding}`, made with `whatwhere`. "
+    encoding = encoding_text(config.position_encoding)
+    text = f"A `{config.model_type}` model with position encoding `{encoding}`, made with `whatwhere`. "
     text += f"`{auto}` loads it, with the code in this repository:"
     end = "No results are recorded for these weights. Their licence is not known to this card."
     table = "\n".join(["| parameter | value |", "|---|---|", *rows])
@@ -87,11 +94,11 @@ def _short_text(config: Any, name: str) -> str:
 def complete_card(
     folder: str | pathlib.Path, config: Any, *, source: str | pathlib.Path | None = None, name: str | None = None
 ) -> None:
-    """Writes README.md into a folder of freshly saved weights, unless it holds a card that somebody wrote or edited.
+    """Writes README.md into a folder of newly saved weights, unless it has a user's card or an edited card.
 
-    A card of the Trainer keeps its text and gets the metadata that it lacks: licence, library, pipeline and tags. A
-    generated card about the same weights in `source`, the folder that the model was loaded from, is taken over without
-    its figures. `name` is the Hub id, by default the folder's name.
+    A card of the Trainer keeps its text, and missing metadata are added: licence, library, pipeline and tags. A
+    generated card of the same weights in `source`, the folder that the model was loaded from, is copied without its
+    figures. `name` is the Hub id, by default the folder's name.
     """
     folder = pathlib.Path(folder)
     name, weights = name or folder.resolve().name, weights_fingerprint(folder)
@@ -115,7 +122,7 @@ def complete_card(
         text = re.sub(r'^name = "[^\n]*?"', lambda _: f"name = {json.dumps(name)}", text, flags=re.MULTILINE)
     card = sign(data, text, weights)
     if old is not None:
-        # What somebody has added: tags after ours, and a licence.
+        # Additions by the user: tags after ours, and a licence.
         added = (old.data.get("tags") or [])[int(mark["tags"]) if mark else 0 :]
         card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *added]))
         if mark and old.data.get("license") not in (None, "unknown"):

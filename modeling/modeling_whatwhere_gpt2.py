@@ -32,7 +32,7 @@ from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
 from .position_base import PositionContext
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import WhatWhereGenerationMixin, WhatWherePreTrainedModel, causal_lm_output, prepare_forward
+from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, prepare_forward
 
 
 def _norm(config: WhatWhereGPT2Config) -> nn.Module:
@@ -69,8 +69,7 @@ class WhatWhereGPT2Attention(AttentionBlock):
             states.view(shape).transpose(1, 2) for states in self.c_attn(hidden_states).split(self.split_sizes, dim=2)
         )
         if self.config.reorder_and_upcast_attn:
-            query, key = query.float(), key.float()
-            value = value.float()
+            query, key, value = query.float(), key.float(), value.float()
         context = self.layer_context(position_context, value)
         query, key = self.before_cache(query, key, context)
         key, value = self.update_cache(hidden_states, key, context, past_key_values)
@@ -121,6 +120,7 @@ class WhatWhereGPT2PreTrainedModel(WhatWherePreTrainedModel):
 
     config: WhatWhereGPT2Config
     base_model_prefix = "transformer"
+    _input_embed_layer = "wte"
     _no_split_modules = ["WhatWhereGPT2Block"]
     _can_record_outputs = {"hidden_states": WhatWhereGPT2Block, "attentions": WhatWhereGPT2Attention}
     # Causal masks that old GPT-2 checkpoints carry.
@@ -152,12 +152,6 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.wte
-
-    def set_input_embeddings(self, new_embeddings: Any) -> None:
-        self.wte = new_embeddings
-
     @merge_with_config_defaults
     @capture_outputs
     def forward(  # type: ignore[misc]
@@ -185,7 +179,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
-                than the encoding reaches.
+                than the encoding supports.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -211,7 +205,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), past_key_values=past_key_values)
 
 
-class WhatWhereGPT2ForCausalLM(WhatWhereGenerationMixin, WhatWhereGPT2PreTrainedModel, GenerationMixin):
+class WhatWhereGPT2ForCausalLM(WhatWhereGPT2PreTrainedModel, GenerationMixin):
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
@@ -268,7 +262,7 @@ class WhatWhereGPT2ForSequenceClassification(GenericForSequenceClassification, W
     base_model_prefix = "transformer"
 
     def __init__(self, config: WhatWhereGPT2Config) -> None:
-        # The generic constructor asks AutoModel, which does not know classes loaded from a checkpoint.
+        # The generic constructor uses AutoModel, which has no entry for classes loaded from a checkpoint.
         WhatWhereGPT2PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.transformer = WhatWhereGPT2Model(config)
@@ -277,7 +271,7 @@ class WhatWhereGPT2ForSequenceClassification(GenericForSequenceClassification, W
 
 
 class WhatWhereGPT2ForTokenClassification(GenericForTokenClassification, WhatWhereGPT2PreTrainedModel):
-    """The decoder with a classification head on every token; a token sees only those before it."""
+    """The decoder with a classification head on every token; attention is causal."""
 
     base_model_prefix = "transformer"
 
@@ -296,7 +290,7 @@ class WhatWhereGPT2ForTokenClassification(GenericForTokenClassification, WhatWhe
 
 
 class WhatWhereGPT2ForQuestionAnswering(GenericForQuestionAnswering, WhatWhereGPT2PreTrainedModel):
-    """The decoder with a head that marks where an answer starts and ends."""
+    """The decoder with a head for the start and the end of an answer."""
 
     base_model_prefix = "transformer"
 
@@ -319,12 +313,3 @@ WhatWhereGPT2ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 WhatWhereGPT2ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 WhatWhereGPT2ForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 WhatWhereGPT2ForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
-
-__all__ = [
-    "WhatWhereGPT2ForCausalLM",
-    "WhatWhereGPT2ForQuestionAnswering",
-    "WhatWhereGPT2ForSequenceClassification",
-    "WhatWhereGPT2ForTokenClassification",
-    "WhatWhereGPT2Model",
-    "WhatWhereGPT2PreTrainedModel",
-]

@@ -29,7 +29,6 @@ from .configuration_whatwhere_llama import WhatWhereLlamaConfig
 from .position_base import PositionContext
 from .position_registry import SharedPositionEncodings, embedding
 from .pretrained_model import (
-    WhatWhereGenerationMixin,
     WhatWherePreTrainedModel,
     causal_lm_output,
     first_own_layer,
@@ -148,7 +147,7 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
-                than the encoding reaches.
+                than the encoding supports.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -174,7 +173,7 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
-class WhatWhereLlamaForCausalLM(WhatWhereGenerationMixin, WhatWhereLlamaPreTrainedModel, GenerationMixin):
+class WhatWhereLlamaForCausalLM(WhatWhereLlamaPreTrainedModel, GenerationMixin):
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -237,7 +236,7 @@ class WhatWhereLlamaForSequenceClassification(GenericForSequenceClassification, 
 
 
 class WhatWhereLlamaForTokenClassification(GenericForTokenClassification, WhatWhereLlamaPreTrainedModel):
-    """The decoder with a classification head on every token; a token sees only those before it."""
+    """The decoder with a classification head on every token; attention is causal."""
 
     def __init__(self, config: WhatWhereLlamaConfig) -> None:
         WhatWhereLlamaPreTrainedModel.__init__(self, config)
@@ -261,11 +260,7 @@ class WhatWhereLlamaForQuestionAnswering(GenericForQuestionAnswering, WhatWhereL
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Loads a checkpoint; see the base class. Stock ones of this head call the decoder `transformer`."""
         kwargs.setdefault("key_mapping", {r"^transformer\.": "model."})
-        loaded = super().from_pretrained(*args, **kwargs)
-        # Transformers would save the weights under the names that they had in the file.
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model._weight_conversions = None
-        return loaded
+        return super().from_pretrained(*args, **kwargs)
 
 
 WhatWhereLlamaConfig.register_for_auto_class()
@@ -274,12 +269,3 @@ WhatWhereLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 WhatWhereLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 WhatWhereLlamaForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 WhatWhereLlamaForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
-
-__all__ = [
-    "WhatWhereLlamaForCausalLM",
-    "WhatWhereLlamaForQuestionAnswering",
-    "WhatWhereLlamaForSequenceClassification",
-    "WhatWhereLlamaForTokenClassification",
-    "WhatWhereLlamaModel",
-    "WhatWhereLlamaPreTrainedModel",
-]

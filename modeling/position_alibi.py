@@ -20,8 +20,8 @@ class ALiBiParameters(Parameters):
     """Parameters of ALiBi.
 
     Attributes:
-        head_fraction: the share of heads, the first ones, that have a slope, in (0, 1], rounded down to whole heads;
-            the others see no positions. One half is a baseline of the ICML version of the PoPE paper.
+        head_fraction: the share of heads with a slope (the first ones), in (0, 1], rounded down to whole heads; other
+            heads have no positions. One half is a baseline of the ICML version of the PoPE paper.
     """
 
     head_fraction: float = 1.0
@@ -93,7 +93,7 @@ class ALiBi(PositionEncoding):
 
     name = "alibi"
     paper = "Press et al. 2022 (2108.12409)"
-    summary = "fixed linear penalty of the distance, another slope for each head"
+    summary = "fixed linear penalty of the distance, with a slope for each head"
     parameters_class = ALiBiParameters
     bias_reads = "nothing"
     term = ALiBiTerm
@@ -104,3 +104,20 @@ class ALiBi(PositionEncoding):
         slopes = [*alibi_slopes(sloped), *[0.0] * (heads - sloped)][context.head_offset :]
         positions = context.query_positions, context.key_positions
         return (torch.tensor(slopes, device=positions[0].device), *positions), ()
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        ranges: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        from .kernel_plain import plain_attention
+
+        (slopes, *positions), _ = self.term_inputs(context, scaling)
+        slopes = -slopes[: query.shape[1], None].double()
+        rows, keys = (slopes * one[:, None] for one in positions)
+        return plain_attention(query, key, value, decay=(rows, keys), ranges=ranges, scaling=scaling)

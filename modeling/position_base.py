@@ -1,17 +1,6 @@
 """What every position encoding is made of: its hooks, its parameters, and the context of a forward pass.
 
 Axes: B batch, H query heads, G key heads (H % G == 0), Q query length, K key length, D head dim, E hidden size.
-
-An encoding overrides the hooks it needs; the rest do nothing:
-
-    embedding          a module that adds positions to the token embeddings
-    shared             a module that exists once per model and runs once per forward pass
-    before_cache       changes new queries and keys before the keys are cached
-    cached_state       a state of each new token, cached beside its key
-    after_cache        changes queries and all keys, cached ones included
-    bias               what is added to the attention logits
-    attend             replaces softmax attention
-    kernel             attention by a Triton kernel
 """
 
 import dataclasses
@@ -23,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
 # A logit below this is masked: additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
 HIDDEN = -5e3
@@ -33,14 +21,14 @@ HIDDEN = -5e3
 class Parameters:
     """Base of an encoding's parameters: a frozen dataclass with a default for every field.
 
-    Fields are annotated with `bool`, `int`, `float`, `str`, `Literal[...]` or a union of these with `None`.
+    Fields are annotated with `bool`, `int`, `float`, `str`, `Literal` of strings, or a union of these with `None`.
     """
 
     # A sentence that the error for an unknown key ends with.
     unknown_key_hint: ClassVar[str] = ""
 
     def resolve(self, config: Any) -> "Parameters":
-        """Returns a copy in which every default that depends on `config` is filled in."""
+        """Returns a copy in which every default that depends on `config` is filled in; may raise ValueError."""
         return self
 
     def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
@@ -57,14 +45,11 @@ class Parameters:
 
 
 def matches_type(value: Any, annotation: Any) -> bool:
-    """Returns True if `value` is of the annotated type: `bool`, `int`, `float`, `str`, `Literal`, or a union."""
-    origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType):
+    """Returns True if `value` is of the annotated type; see `Parameters`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return any(matches_type(value, argument) for argument in typing.get_args(annotation))
-    if origin is typing.Literal:
-        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(annotation))
-    if annotation is type(None):
-        return value is None
+    if typing.get_origin(annotation) is Literal:
+        return value in typing.get_args(annotation)
     if annotation in (int, float):
         return isinstance(value, (int, annotation)) and not isinstance(value, bool)
     return isinstance(value, annotation)
@@ -72,10 +57,10 @@ def matches_type(value: Any, annotation: Any) -> bool:
 
 def describe_type(annotation: Any) -> str:
     """Returns the words in which an error message says what is allowed."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(describe_type(argument) for argument in typing.get_args(annotation))
+        return " or ".join(map(describe_type, typing.get_args(annotation)))
     return "None" if annotation is type(None) else f"of type {annotation.__name__}"
 
 
@@ -100,7 +85,7 @@ def parse_parameters(cls: type[Parameters], values: dict, config: Any, field: st
         ValueError: an unknown key, a value of the wrong type or out of range.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{field}={values!r} is not valid: it must be a dictionary or None.")
+        raise ValueError(f"{field}={values!r} is not valid: it must be a dictionary.")
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     for key, value in values.items():
@@ -198,19 +183,6 @@ class PositionContext:
         missing = max(0, self.key_length - visible.shape[-1])
         return nn.functional.pad(visible, (0, missing))[:, : self.key_length]
 
-    def rows(self, rows: slice, keys: int) -> "PositionContext":
-        """Returns the context of some query rows, and of the first `keys` key slots."""
-        return dataclasses.replace(
-            self,
-            query_positions=self.query_positions[:, rows],
-            query=self.query[:, :, rows],
-            value=self.value[:, :, :keys],
-            new_value=self.new_value[:, :, rows],
-            states={name: state[:, :, :keys] for name, state in self.states.items()},
-            key_length=keys,
-            _computed={"key_positions": self.key_positions[:, :keys]},
-        )
-
     def to(self, *args: Any, **kwargs: Any) -> "PositionContext":
         """Returns a copy on another device: what accelerate calls when layers are on several."""
 
@@ -222,21 +194,6 @@ class PositionContext:
             return {name: move(entry) for name, entry in value.items()} if isinstance(value, dict) else value
 
         return dataclasses.replace(self, **{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
-
-
-def split_digits(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Writes float32 numbers (..., c) as two numbers of `dtype` each, (..., 2 c): the nearest, and what is left.
-
-    In bfloat16 the sum has 16 binary digits instead of 8. `join_digits` gives it back.
-    """
-    high = states.to(dtype)
-    return torch.cat((high, (states - high.to(states.dtype)).to(dtype)), dim=-1)
-
-
-def join_digits(states: torch.Tensor) -> torch.Tensor:
-    """Returns what `split_digits` split, (..., 2 c) to (..., c): float64 for float64, float32 for the rest."""
-    high, low = states.to(torch.promote_types(states.dtype, torch.float32)).chunk(2, dim=-1)
-    return high + low
 
 
 class PositionEncoding(nn.Module):
@@ -303,7 +260,7 @@ class PositionEncoding(nn.Module):
         """Returns the state of new tokens that is cached beside their keys: (B, G, Q, c), in the type of the keys.
 
         It is cached in additional channels of the keys, so that every cache of Transformers can hold it. What needs
-        more digits than a half-precision key has is cached as the sum of two numbers: see `split_digits`.
+        more digits than a half-precision key has is cached as the sum of two numbers.
 
         Args:
             hidden: (B, Q, E), the input of the attention layer.
@@ -354,7 +311,7 @@ class PositionEncoding(nn.Module):
             context: the context of this layer.
             scaling: the factor on q.k.
             dropout: the probability of dropping an attention weight; 0 outside training.
-            implementation: "eager", "blockwise" or "sdpa".
+            implementation: "eager", "blockwise", "sdpa" or "flex_attention".
 
         Returns:
             The output (B, H, Q, V) and the weights (B, H, Q, K) or None; or None: softmax attention does it.
@@ -382,21 +339,6 @@ class PositionEncoding(nn.Module):
             scaling: the factor on q.k.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel")
-
-
-class HeadLinear(nn.Linear):
-    """A projection of the hidden states to numbers of each head; under tensor parallelism, to those of local heads."""
-
-    tensor_parallel_style = "colwise"
-
-    def __init__(self, inputs: int, outputs: int, std: float, bias: float | None = None) -> None:
-        super().__init__(inputs, outputs, bias=bias is not None)
-        self.std, self.bias_init = std, bias
-
-    def reset(self) -> None:
-        init.normal_(self.weight, mean=0.0, std=self.std)
-        if self.bias_init is not None:
-            init.constant_(self.bias, self.bias_init)
 
 
 def head_dim(config: Any) -> int:

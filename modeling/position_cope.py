@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from .attention_blockwise import MASKED, Block, Term
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
-from .position_rope import rotated
 
 # A content logit below this is masked: half precision's masks begin at -65504.
 HIDDEN = -5e3
@@ -27,14 +27,14 @@ class CoPEParameters(Parameters):
 
     Attributes:
         num_positions: entries of the table; contextual positions are clamped to num_positions - 1. 64 in the paper's
-            language models; Table 8 has 16 and the length of the context, too.
-        gates: what opens the gates (end of Section 4). "key": the content logits themselves. "separate_key": q.x times
-            the same factor, x a projection of the hidden state of its own (no bias), cached beside the keys: G * D more
-            numbers per token. "value": q.v times the factor.
-        scale_positions: multiply q.e[p] by the factor on q.k too (Eq. 6 under one 1/sqrt(d)). False is the paper's
+            language models; Table 8 also has 16 and the length of the context.
+        gates: the logits of the gates (end of Section 4). "key": the content logits. "separate_key": q.x times the same
+            factor, with a separate projection x of the hidden state (no bias), cached with the keys (G * D more numbers
+            per token). "value": q.v times the factor.
+        scale_positions: also multiply q.e[p] by the factor on q.k (Eq. 6 under one 1/sqrt(d)). False is the paper's
             Listing 1, which learns several times faster.
-        share_across_layers: one table for all layers, instead of one in each.
-        every_n_layers: CoPE is in the layers 0, n, 2 n, ...; the others see no positions of CoPE.
+        share_across_layers: one table for all layers, instead of one per layer.
+        every_n_layers: CoPE is in the layers 0, n, 2 n, ...; other layers have no CoPE.
     """
 
     num_positions: int = 64
@@ -357,7 +357,7 @@ class CoPE(PositionEncoding):
         assert self.gate_key is not None, "only separate gate keys are cached"
         states = self.gate_key(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.rotated:
-            states = rotated(states, *context.shared["rope"])
+            states, _ = apply_rotary_pos_emb(states, states[:, :0], *context.shared["rope"])
         return states.to(key.dtype)
 
     def _gate_key(self, context: PositionContext, value: torch.Tensor | None) -> torch.Tensor | None:

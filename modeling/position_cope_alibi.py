@@ -1,4 +1,4 @@
-"""CoPE_ALiBi: ALiBi whose distances are contextual positions (Golovneva et al., 2405.18719, Appendix C, Eq. 10).
+"""CoPE_ALiBi: ALiBi with contextual positions as distances (Golovneva et al., 2405.18719, Appendix C, Eq. 10).
 
 Axes: B batch, H query heads, Q query length, K key length; in blocks: C a chunk of (batch, key head), n heads that
 share a key head, R rows, W columns (newest key first, see `attention_blockwise`).

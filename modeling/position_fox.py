@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .attention_blockwise import Block, Term
-from .position_base import HIDDEN, HeadLinear, Parameters, PositionContext, PositionEncoding, join_digits, split_digits
+from .attention_blockwise import Block, Term, join_digits, split_digits
+from .head_linear import HeadLinear
+from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding
 
 # Rows of a block that take their sums from one reference: the fewer, the smaller the numbers that are rounded.
 REFERENCE_ROWS = 16
@@ -151,3 +152,27 @@ class FoX(PositionEncoding):
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         log_forget = join_digits(context.states[self.name]).transpose(2, 3)
         return (log_forget.flatten(1, 2),), ()
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        ranges: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        from .kernel_plain import plain_attention
+
+        (log_forget,), _ = self.term_inputs(context, scaling)
+        Q, K = query.shape[2], key.shape[2]
+        slots = torch.arange(K - Q, K, device=query.device)[None]
+        if ranges is not None:
+            log_forget = log_forget * (ranges[:, :, Q:, 0] != 0)
+            slots = ranges[:, 0, :Q, 1].long() - 1
+        # In float64: differences of sums over thousands of tokens keep their digits.
+        sums = log_forget.double().cumsum(-1)
+        rows = slots.clamp(min=0)[:, None].expand(sums.shape[0], sums.shape[1], -1)
+        decay = sums.detach().gather(2, rows), sums
+        return plain_attention(query, key, value, decay=decay, ranges=ranges, scaling=scaling)

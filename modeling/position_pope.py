@@ -51,7 +51,7 @@ class PoPEParameters(Parameters):
             )
 
 
-# Positions whose cosines and sines a model keeps on a CPU: at 64 channels a table has 64 MiB.
+# Maximum number of positions in a cached table of cosines and sines on a CPU (64 MiB at 64 channels).
 KEPT_POSITIONS = 131072
 
 # A decoding step on a CPU multiplies so many numbers of keys per thread at once: about what stays in a core's cache.

@@ -1,6 +1,6 @@
-"""The list of position encodings, which of them is in which layer, and what a model builds from that.
+"""The registry of position encodings, the encodings of each layer, and the modules that a model builds from them.
 
-What a saved folder may leave out is imported here only.
+Modules that a saved folder may leave out are imported in this file only.
 """
 
 import dataclasses
@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_autograd import blockwise_attention_by_autograd
 from .attention_blockwise import blockwise_path
 from .attention_options import AttentionOptions
 from .attention_triton import auto_kernel, check_available, triton_attention_forward
+from .checkpoint_conversion import older_weights
 from .position_absolute import AbsolutePositionEncoding
 from .position_alibi import ALiBi
 from .position_base import PositionContext, PositionEncoding, parse_parameters, suggest
@@ -27,9 +29,8 @@ from .position_sinusoidal import SinusoidalPositionEncoding
 from .position_stick_breaking import StickBreaking
 from .position_token_gated_cope import TokenGatedCoPE
 
-# Transformers ships the files that it can read in `from .x import` lines, so the list cannot be discovered. A saved
-# folder has the same file with only the encodings that its configuration names; of the modules above it has those that
-# these need, and None for the functions of the others.
+# Transformers saves the files named in `from .x import` lines, so the list must be explicit. A saved folder has this
+# file with its own encodings only; names from the modules above that these do not need are set to None.
 POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
     cls.name: cls
     for cls in (
@@ -50,7 +51,8 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
 }
 # False in a saved folder.
 COMPLETE = True
-# Sums that are defined, tested and documented, written in this order.
+HINT = "install the package whatwhere, or restart Python if the folder has changed."
+# Supported sums, with their names in this order.
 COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi", "fox+rope", "token_gated_cope+rope")
 
 Part = tuple[type[PositionEncoding], Any]
@@ -64,11 +66,10 @@ def list_position_encodings() -> list[str]:
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name not in list_position_encodings():
-        reordered = [one for one in list_position_encodings() if sorted(one.split("+")) == sorted(str(name).split("+"))]
-        hint = f"Did you mean {reordered[0]!r}? " if reordered else ""
-        if not COMPLETE:
-            hint += "This checkpoint has only the code of its own encodings; install the package whatwhere for others. "
-        raise ValueError(f"position_encoding={name!r} is not valid. {hint}{suggest(name, list_position_encodings())}")
+        parts = sorted(str(name).split("+"))
+        meant = next((one for one in list_position_encodings() if sorted(one.split("+")) == parts), name)
+        hint = "" if COMPLETE else f"This checkpoint has only the code of its own encodings; {HINT} "
+        raise ValueError(f"position_encoding={name!r} is not valid. {hint}{suggest(meant, list_position_encodings())}")
 
 
 def _check_pattern(pattern: list, config: Any) -> None:
@@ -76,8 +77,7 @@ def _check_pattern(pattern: list, config: Any) -> None:
     if not pattern or layers % len(pattern):
         field = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         raise ValueError(
-            f"position_encoding={pattern!r} is not valid: the list has {len(pattern)} names, which must divide "
-            f"{field}={layers}."
+            f"position_encoding={pattern!r} is not valid: its length must be at least 1 and divide {field}={layers}."
         )
     for name in pattern:
         _check_name(name)
@@ -100,27 +100,22 @@ def parse(config: Any) -> dict[str, Part]:
         _check_pattern(pattern, config)
     else:
         _check_name(pattern)
-    if given is not None and not isinstance(given, dict):
-        raise ValueError(f"{field}={given!r} is not valid: it must be a dictionary or None.")
     names = list(dict.fromkeys(part for name in config.layer_pattern for part in name.split("+")))
+    fields = {name: f"{field}[{name!r}]" for name in names}
     if not is_nested(pattern):
-        return {
-            name: (cls := POSITION_ENCODINGS[name], parse_parameters(cls.parameters_class, given or {}, config, field))
-            for name in names
-        }
+        given, fields = {pattern: given or {}}, {pattern: field}
     for key in given or {}:
         if key not in names:
             raise ValueError(
                 f"{field} has the unknown key {key!r}; for position_encoding={pattern!r} it is nested by name. "
                 f"{suggest(key, names)}"
             )
-    return {
-        name: (
-            cls := POSITION_ENCODINGS[name],
-            parse_parameters(cls.parameters_class, (given or {}).get(name, {}), config, f"{field}[{name!r}]"),
-        )
-        for name in names
-    }
+    parts = {}
+    for name in names:
+        cls = POSITION_ENCODINGS[name]
+        values = (given or {}).get(name, {})
+        parts[name] = cls, parse_parameters(cls.parameters_class, values, config, fields[name])
+    return parts
 
 
 def is_nested(position_encoding: str | list[str]) -> bool:
@@ -135,18 +130,23 @@ def check(config: Any) -> dict:
         ValueError: an unknown encoding, parameter or combination, a wrong type or range.
     """
     parts = parse(config)
-    for cls, _ in parts.values():
+    planned = {cls for layer in layer_plan(config) for cls, _ in layer}
+    for cls, parameters in parts.values():
+        if cls not in planned:
+            raise ValueError(f"{parameters!r} is not valid: it excludes all layers of {config.position_encoding!r}.")
         if config.key_value_shift and cls.overrides("before_cache"):
             raise ValueError(
                 f"key_value_shift=True is not valid for position_encoding={config.position_encoding!r}: {cls.name!r} "
                 "changes keys before they are cached, each by its own position. It must be False."
             )
+    if AttentionOptions is None and config.has_attention_options:
+        raise ValueError(f"output_gate, output_norm, qk_norm and key_value_shift have no code in this folder: {HINT}")
     resolved = {name: dataclasses.asdict(parameters) for name, (_, parameters) in parts.items()}
     return resolved if is_nested(config.position_encoding) else next(iter(resolved.values()))
 
 
 def layer_plan(config: Any) -> list[list[Part]]:
-    """Returns the encodings of each layer: the pattern repeated, without those whose parameters leave a layer out."""
+    """Returns the encodings of each layer: the repeated pattern, without encodings that exclude the layer."""
     parts = parse(config)
     return [
         [parts[name] for name in config.layer_encodings(layer) if parts[name][1].in_layer(layer)]
@@ -176,7 +176,7 @@ def supported_implementations(config: Any) -> list[str]:
     kernels = {layer_kernel(parts) for parts in plan}
     defaults = {layer_default(parts) for parts in plan}
     classes = {cls for parts in plan for cls, _ in parts}
-    # `auto` is for models with a kernel, and for those whose layers differ.
+    # `auto` is for models with a kernel, or with different layers.
     automatic = bool(kernels - {"", None}) or len(defaults) > 1
     names = ["auto"] if automatic else [*defaults]
     names += ["triton"] if kernels - {""} and None not in kernels else []
@@ -187,8 +187,7 @@ def supported_implementations(config: Any) -> list[str]:
             names += ["flex_attention"]
             if not reads and not any(cls.overrides("after_cache") for cls in classes):
                 names += ["flash_attention"]
-    if any(cls.overrides("after_cache") or cls.overrides("bias") or not cls.softmax for cls in classes):
-        names += ["blockwise"]
+    names += ["blockwise"] if "blockwise" in defaults else []
     return list(dict.fromkeys([*names, "eager"]))
 
 
@@ -222,20 +221,21 @@ class SharedPositionEncodings(nn.ModuleDict):
 class PositionEncodings(nn.ModuleDict):
     """The encodings of one attention layer, by name; their hooks, composed."""
 
+    # Blockwise attention for a bias without a term.
+    attention_by_autograd = staticmethod(blockwise_attention_by_autograd)
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         parts = layer_plan(config)[layer_idx]
         super().__init__({cls.name: cls(config, parameters, layer_idx) for cls, parameters in parts})
         self.kernel_name = layer_kernel(parts)
         self.default = layer_default(parts)
-        # Hooks that do nothing are not called: a decoding step is short.
-        self.hooks: dict[str, list[Any]] = {
-            hook: [self[name] for name in self if self[name].uses(hook)]
+        # Default hooks are not called, to keep decoding steps fast.
+        modules: list[Any] = [*self.values()]
+        self.hooks = {
+            hook: [part for part in modules if part.uses(hook)]
             for hook in ("before_cache", "cached_state", "after_cache", "bias", "attend")
         }
         self.bias_reads_mask = any(part.bias_reads == "mask" for part in self.hooks["bias"])
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(name)
 
     def before_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
@@ -271,20 +271,21 @@ class PositionEncodings(nn.ModuleDict):
                 return found
         return None
 
+    def kernel(self, *arguments: Any, **settings: Any) -> torch.Tensor:
+        """See `PositionEncoding.kernel`; plain attention in a layer whose encodings have none."""
+        if self.kernel_name:
+            return self[self.kernel_name].kernel(*arguments, **settings)  # type: ignore[operator]
+        from .kernel_plain import plain_attention
 
+        return plain_attention(*arguments[:3], **settings)
+
+
+# Of what a saved folder may leave out, and other modules use.
 __all__ = [
-    "POSITION_ENCODINGS",
     "AttentionOptions",
-    "PositionEncodings",
-    "SharedPositionEncodings",
     "auto_kernel",
     "blockwise_path",
-    "check",
     "check_available",
-    "embedding",
-    "list_position_encodings",
-    "max_length",
-    "parse",
-    "supported_implementations",
+    "older_weights",
     "triton_attention_forward",
 ]

@@ -22,7 +22,7 @@ class RelativeParameters(Parameters):
 
     Attributes:
         num_positions: entries of the table, for the distances 0 .. num_positions - 1. None: max_position_embeddings.
-        beyond: what a larger distance gets: "error" (longer sequences are refused), "none" (no embedding: 0), "last"
+        beyond: for larger distances: "error" (longer sequences raise an error), "none" (no embedding: 0), "last"
             (the last entry: "relative-capped").
     """
 
@@ -165,7 +165,7 @@ class RelativePosition(PositionEncoding):
     """Relative position embeddings on the keys: logit = q_i . (k_j + e[i - j]) / sqrt(d).
 
     The distance is that of the positions of the two tokens, so left padding and packed documents need no care. Beyond
-    the table, see `RelativeParameters.beyond`; the default refuses longer sequences.
+    the table, see `RelativeParameters.beyond`; by default longer sequences raise an error.
     """
 
     name = "relative"

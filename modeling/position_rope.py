@@ -1,14 +1,155 @@
-"""RoPE, by Transformers' own implementation, with all of its `rope_parameters`."""
+"""RoPE, by Transformers' own implementation, with all of its `rope_parameters`, which are checked here."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding, apply_rotary_pos_emb
 
-from .position_base import Parameters, PositionContext, PositionEncoding
+from .position_base import Parameters, PositionContext, PositionEncoding, head_dim, suggest
+
+# What Transformers' functions in `modeling_rope_utils` read, by `rope_type`: required and optional keys. All read
+# `rope_theta` and `partial_rotary_factor`. A missing `original_max_position_embeddings` is max_position_embeddings.
+_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ("original_max_position_embeddings",)),
+    "linear": (("factor",), ("original_max_position_embeddings",)),
+    "dynamic": (("factor",), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor"),
+        ("original_max_position_embeddings", "factor", "attention_factor"),
+    ),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "proportional": ((), ("factor", "original_max_position_embeddings")),
+}
+_SHARED_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+ALL_KEYS = _SHARED_KEYS.union(*(keys for both in _KEYS.values() for keys in both))
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= torch.finfo(torch.float32).max
+
+
+# What a value must be, by key; of all other keys, a number greater than 0.
+_POSITIVE = ("a number greater than 0, finite in float32", lambda value: _is_number(value) and value > 0)
+_NOT_NEGATIVE = ("a number at least 0, finite in float32", lambda value: _is_number(value) and value >= 0)
+_NUMBERS = ("a list of numbers greater than 0", lambda value: type(value) is list and all(map(_POSITIVE[1], value)))
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "rope_theta": ("a number greater than 1, finite in float32", lambda value: _is_number(value) and value > 1),
+    "partial_rotary_factor": ("a number greater than 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
+    "mscale": _NOT_NEGATIVE,
+    "mscale_all_dim": _NOT_NEGATIVE,
+    "truncate": ("True or False", lambda value: type(value) is bool),
+    "original_max_position_embeddings": ("an integer, at least 2", lambda value: type(value) is int and value >= 2),
+    "short_factor": _NUMBERS,
+    "long_factor": _NUMBERS,
+}
+
+
+def _rope_type(parameters: dict[str, Any]) -> Any:
+    return parameters.get("rope_type", parameters.get("type", "default"))
+
+
+def _check_value(field: str, key: str, value: Any) -> None:
+    allowed, holds = _VALUES.get(key, _POSITIVE)
+    if not holds(value):
+        raise ValueError(f"{field}={value!r} is not valid: it must be {allowed}.")
+
+
+def check_rope_parameters(field: str, parameters: Any, config: Any) -> None:
+    """Checks the keys and values of `rope_parameters`; `field` is their name in messages.
+
+    Raises:
+        ValueError: not a dictionary; an unknown type, a key that the type does not use or one that it needs and that is
+            missing; a value of the wrong type or out of range; a number of rotated channels that is odd or too small.
+    """
+    if not isinstance(parameters, dict):
+        raise ValueError(f"{field}={parameters!r} is not valid: it must be a dictionary or None.")
+    kind = _rope_type(parameters)
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise ValueError(f"{field}['rope_type']={kind!r} is not valid. {suggest(kind, _KEYS)}")
+    if parameters.get("type", kind) != kind:
+        raise ValueError(f"{field} has 'type' and 'rope_type' that differ: {parameters['type']!r} and {kind!r}.")
+    required, optional = _KEYS[kind]
+    allowed = sorted(_SHARED_KEYS.union(required, optional) - {"type"})
+    for key in unused_keys(parameters):
+        if key not in ALL_KEYS:
+            raise ValueError(f"{field} has the unknown key {key!r}. {suggest(key, allowed)}")
+        problem = f"has no effect with rope_type={kind!r}: remove it. Allowed: {allowed}."
+        raise ValueError(f"{field}[{key!r}]={parameters[key]!r} {problem}")
+    for key in required:
+        if parameters.get(key) is None:
+            raise ValueError(f"{field}[{key!r}] is missing: rope_type={kind!r} needs {list(required)}.")
+    for key, value in parameters.items():
+        if key not in ("rope_type", "type") and (value is not None or key in _SHARED_KEYS):
+            _check_value(f"{field}[{key!r}]", key, value)
+    if kind == "llama3" and not parameters["high_freq_factor"] > parameters["low_freq_factor"]:
+        raise ValueError(
+            f"{field}['high_freq_factor']={parameters['high_freq_factor']!r} is not valid: it must be greater than "
+            f"low_freq_factor={parameters['low_freq_factor']!r}."
+        )
+    channels, factor = head_dim(config), parameters.get("partial_rotary_factor", 1.0)
+    rotated, least = int(channels * factor), 4 if kind == "dynamic" else 2
+    if rotated < least or rotated % 2:
+        what = f"{field}['partial_rotary_factor']={factor!r}" if factor != 1 else f"head_dim={channels!r}"
+        what = f"{field}['rope_type']={kind!r}" if rotated == 2 else what
+        raise ValueError(
+            f"{what} is not valid: of {channels} channels of a head it rotates {rotated}; it must be an even number, "
+            f"at least {least}."
+        )
+    for key in ("short_factor", "long_factor"):
+        if key in parameters and len(parameters[key]) != rotated // 2:
+            raise ValueError(
+                f"{field}[{key!r}] has {len(parameters[key])} numbers; allowed: {rotated // 2}, one for each pair of "
+                "rotated channels."
+            )
+
+
+def unused_keys(parameters: dict[str, Any]) -> list[str]:
+    """Returns the keys that the type in `rope_parameters` does not use; none if there is no such type."""
+    required, optional = _KEYS.get(str(_rope_type(parameters)), (ALL_KEYS, parameters))
+    return [key for key in parameters if key not in _SHARED_KEYS.union(required, optional)]
+
+
+def merged_parameters(given: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Returns `rope_parameters` from the fields of a configuration that set them, under present and older names.
+
+    Raises:
+        ValueError: two fields that differ, and as `check_rope_parameters`.
+    """
+    names = [name for name in ("rope_parameters", "rope_scaling") if name in given]
+    for name in names:
+        check_rope_parameters(name, given[name], config)
+    if len(names) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+        raise ValueError(
+            f"rope_parameters={given['rope_parameters']!r} and rope_scaling={given['rope_scaling']!r} differ: they "
+            "are two names of one field; give rope_parameters only."
+        )
+    merged = dict(given[names[0]]) if names else {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in given:
+            _check_value(key, key, given[key])
+            if merged.setdefault(key, given[key]) != given[key]:
+                raise ValueError(
+                    f"{key}={given[key]!r} and {names[0]}[{key!r}]={merged[key]!r} differ: give one of them."
+                )
+    kind = _rope_type(merged)
+    merged.pop("type", None)
+    return {**merged, "rope_type": kind}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +157,12 @@ class RotaryParameters(Parameters):
     """None of its own: RoPE is set by the configuration's `rope_parameters`."""
 
     unknown_key_hint = "RoPE is set by the field rope_parameters, for example rope_parameters={'rope_theta': 10000.0}."
+
+    def resolve(self, config: Any) -> "RotaryParameters":
+        """Checks the configuration's `rope_parameters`."""
+        if getattr(config, "rope_parameters", None) is not None:
+            check_rope_parameters("rope_parameters", config.rope_parameters, config)
+        return self
 
 
 class RotaryTables(nn.Module):
@@ -51,15 +198,4 @@ class RotaryPositionEncoding(PositionEncoding):
     def before_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = context.shared[self.name]
-        return rotated(query, cos, sin), rotated(key, cos, sin)
-
-
-def rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first R channels of states (B, H, Q, D); cos and sin (1 or B, Q, R)."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    R = cos.shape[-1]
-    if states.shape[-1] == R:
-        return states * cos + rotate_half(states) * sin
-    turned, plain = states[..., :R], states[..., R:]
-    return torch.cat((turned * cos + rotate_half(turned) * sin, plain), dim=-1)
+        return apply_rotary_pos_emb(query, key, *context.shared[self.name])

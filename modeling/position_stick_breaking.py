@@ -22,10 +22,10 @@ from .attention_blockwise import (
     Block,
     _add_product,
     _Attention,
-    _check,
     _product,
     _reversed,
     _without_autocast,
+    check_inputs,
     compute_dtype,
 )
 from .attention_mask import causal_mask, dense_mask, is_ranges
@@ -328,7 +328,7 @@ def stick_breaking_attention(
         float64), and with `direct=True` the weights (B, H, Q, K), otherwise None. Rows that see nothing give 0, and a
         remainder of 1.
     """
-    _check(query, key, value, mask.detach() if direct and mask is not None else mask)
+    check_inputs(query, key, value, mask.detach() if direct and mask is not None else mask)
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -377,7 +377,7 @@ class HeadNorm(nn.Module):
 
 
 class StickBreaking(PositionEncoding):
-    """Stick-breaking attention: the newest key that matches takes what it wants, older ones share what is left.
+    """Stick-breaking attention: each key, from the newest to the oldest, gets a share of the remaining weight.
 
         beta_ij = sigmoid(z_ij), z_ij the scaled, masked logit
         A_ij = beta_ij * product of (1 - beta_ik) over j < k < i (with `inclusive`: j <= i, and j < k <= i)
@@ -390,7 +390,7 @@ class StickBreaking(PositionEncoding):
 
     name = "stick_breaking"
     paper = "Tan et al. 2024 (2410.17980)"
-    summary = "not softmax: the newest key that matches takes its share of the stick, older ones of what is left"
+    summary = "replaces softmax: each key, from the newest to the oldest, gets a share of the remaining weight"
     parameters_class = StickBreakingParameters
     softmax = False
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .attention_blockwise import compute_dtype
-from .position_base import Parameters, PositionContext, PositionEncoding, join_digits, split_digits
+from .attention_blockwise import compute_dtype, join_digits, split_digits
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 # Below every content logit, above those that a mask hides: -1e4, the lowest number of any type, -inf.
 HIDDEN = -5e3

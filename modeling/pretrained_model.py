@@ -1,4 +1,4 @@
-"""What the models of both families share: loading, saving, generation, and the preparation of a forward pass.
+"""Shared code of the models of both families: loading, saving, generation, and the preparation of a forward pass.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
@@ -10,44 +10,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import logging
 
 from .attention import choose_implementation
 from .attention_mask import is_ranges
-from .model_card import card_tags, complete_card
+from .model_card import PIPELINES, card_tags, complete_card
 from .position_base import PositionContext
-from .position_registry import (
-    POSITION_ENCODINGS,
-    check,
-    parse,
-    supported_implementations,
-)
-
-logger = logging.get_logger(__name__)
-
-# Keywords of `from_pretrained` that locate files.
-_LOCATION = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
-
-# Names of weights before version 3.
-_MOVED = ("output_gate", "output_norm", "query_norm", "key_norm", "key_shift", "value_shift")
-_RENAMED = {
-    **{rf"attn\.position_encoding\.fox\.{part}\.": f"attn.options.{part}." for part in _MOVED},
-    r"attn\.position_encoding\.": "attn.encodings.",
-    r"position_encoding\.": "shared_encodings.",
-}
+from .position_registry import POSITION_ENCODINGS, check, layer_plan, older_weights, parse, supported_implementations
 
 
 class WhatWherePreTrainedModel(PreTrainedModel):
     """Base of both families' `PreTrainedModel`s.
 
-    The attention implementation is chosen by the position encoding: `supported_implementations(config)` lists those
-    that serve it, the default first.
+    The default attention implementation depends on the position encoding; `supported_implementations(config)` lists the
+    supported ones, the default first.
     """
 
     supports_gradient_checkpointing = True
@@ -77,8 +58,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         super().post_init()
         if self.config.base_model_tp_plan is None:
             return
-        # On every rank, position parameters see the gradient of the local heads only; a projection of the hidden states
-        # is sharded by heads instead, because the gradient of its input would be partial too.
+        # On every rank, position parameters get the gradient of the local heads only. Projections of the hidden states
+        # are sharded by heads instead, because the gradient of their input would also be partial.
         assert self._tp_plan is not None, "the base class takes it from the configuration"
         for name, module in self.named_modules():
             ours = hasattr(module, "reset") or hasattr(module, "tensor_parallel_style")
@@ -88,13 +69,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention is None and self.config.output_attentions:
-            # As Transformers does where the field is assigned.
             requested_attention = "eager"
         chosen = choose_implementation(self.config, requested_attention)
-        if requested_attention is None and chosen != "sdpa":
-            logger.info(
-                "attn_implementation=%r: the fast one for position_encoding=%r.", chosen, self.config.position_encoding
-            )
         # Transformers' own check does not know these.
         ours = chosen in ("auto", "triton", "blockwise")
         return chosen if ours else super().get_correct_attn_implementation(chosen, is_init_check)
@@ -102,34 +78,22 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # The parts of position encodings fill themselves.
+        # Modules of position encodings initialise themselves.
         reset = getattr(module, "reset", None)
         if callable(reset):
             reset()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a model as `PreTrainedModel.from_pretrained` does; brings weights of older versions up to date."""
-        version = cls.config_class.weights_version  # type: ignore[union-attr]
-        if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
-            location = {key: kwargs[key] for key in _LOCATION if key in kwargs}
-            try:
-                # The version belongs to the weights, so it is read from their folder and not from a passed config.
-                saved, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **location)
-            except OSError:
-                saved = {}
-            if saved.get("model_type") == cls.config_class.model_type:  # type: ignore[union-attr]
-                version = saved.get("_weights_version", 1)
-        if version < 3:
-            kwargs["key_mapping"] = {**_RENAMED, **kwargs.get("key_mapping", {})}
+        """Loads a model, see `PreTrainedModel.from_pretrained`; converts weights of older versions."""
+        upgrade = None
+        if older_weights is not None:
+            upgrade = older_weights(cls.config_class, pretrained_model_name_or_path, kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if version < 2:
-            for module in model.modules():
-                upgrade = getattr(module, "upgrade", None)
-                if callable(upgrade):
-                    upgrade()
-        # Transformers would save the weights under the names that they had in the file.
+        if upgrade is not None:
+            upgrade(model)
+        # Otherwise Transformers would save the weights under their old names.
         model._weight_conversions = None
         model.config._weights_version = model.config.weights_version
         return loaded
@@ -142,98 +106,81 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 
         Raises:
             NotADirectoryError: `save_directory` is a file. (Transformers logs that and returns without saving.)
+            FileExistsError: it has Python files of other code that would be overwritten.
         """
-        if os.path.isfile(save_directory):
-            raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; it must be a folder.")
+        folder = pathlib.Path(save_directory)
+        if folder.is_file():
+            raise NotADirectoryError(f"save_directory={str(folder)!r} is a file; it must be a folder.")
+        clash = [name for name in self._code_files(pathlib.Path(__file__).parent) if (folder / name).exists()]
+        if clash and not (folder / "position_registry.py").exists():
+            raise FileExistsError(f"save_directory={str(folder)!r} has {clash!r}; the model's code needs these names.")
         family = type(self).__module__.rpartition(".")[2]
         prefix = type(self.config).__name__.removesuffix("Config")
         self.config.auto_map = {
             "AutoConfig": f"{family.replace('modeling', 'configuration', 1)}.{prefix}Config",
             "AutoModel": f"{family}.{prefix}Model",
-            "AutoModelForCausalLM": f"{family}.{prefix}ForCausalLM",
-            "AutoModelForQuestionAnswering": f"{family}.{prefix}ForQuestionAnswering",
-            "AutoModelForSequenceClassification": f"{family}.{prefix}ForSequenceClassification",
-            "AutoModelForTokenClassification": f"{family}.{prefix}ForTokenClassification",
+            **{f"AutoModel{head}": f"{family}.{prefix}{head}" for head in PIPELINES},
         }
         self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True) and os.path.isdir(save_directory):
-            self._reduce_code(pathlib.Path(save_directory))
-            complete_card(os.fspath(save_directory), self.config, source=self._loaded_from())
+            self._reduce_code(folder)
+            complete_card(folder, self.config, source=self.config._name_or_path or None)
 
     def _reduce_code(self, folder: pathlib.Path) -> None:
         """Removes from a saved folder the code of encodings that the configuration does not name."""
         registry = folder / "position_registry.py"
-        # Never in the folder that this code runs from.
+        # Never in the folder of this code.
         if not registry.is_file() or folder.samefile(pathlib.Path(__file__).parent):
             return
-        used = parse(self.config)
-        dropped = {cls.__name__ for name, cls in POSITION_ENCODINGS.items() if name not in used}
-        supported = supported_implementations(self.config)
+        used = [cls for cls, _ in parse(self.config).values()]
+        dropped = {cls.__name__ for cls in POSITION_ENCODINGS.values() if cls not in used}
+        kernels = {any(cls.overrides("kernel") for cls, _ in parts) for parts in layer_plan(self.config)}
         needed = {
-            "attention_blockwise": "blockwise" in supported,
-            "attention_triton": any(cls.overrides("kernel") for cls, _ in used.values()),
+            "attention_autograd": any(cls.overrides("bias") and cls.term is None for cls in used),
+            "attention_blockwise": any(cls.overrides("bias") or not cls.softmax for cls in used),
+            "attention_triton": True in kernels,
             "attention_options": self.config.has_attention_options,
+            "checkpoint_conversion": False,
+            "kernel_plain": kernels == {True, False},
         }
         lines = []
         for line in registry.read_text(encoding="utf-8").splitlines():
-            imported = re.match(r"from \.(\w+) import (.+)$", line)
-            module, names = imported.groups() if imported else ("", line.strip().rstrip(","))
+            imported = re.match(r"( *)from \.(\w+) import (.+)$", line)
+            indent, module, names = imported.groups() if imported else ("", "", line.strip().rstrip(","))
             if names in dropped:
                 continue
-            line = line if needed.get(module, True) else f"{names.replace(',', ' =')} = None"
+            line = line if needed.get(module, True) else f"{indent}{names.replace(',', ' =')} = None"
             lines.append("COMPLETE = False" if line == "COMPLETE = True" else line)
         registry.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        name = f"{type(self).__module__.rpartition('.')[2]}.py"
-        copied, kept = (
-            {os.path.basename(path) for path in get_relative_import_files(place / name)}
-            for place in (pathlib.Path(__file__).parent, folder)
-        )
-        for unused in copied - kept:
+        for unused in self._code_files(pathlib.Path(__file__).parent) - self._code_files(folder):
             (folder / unused).unlink(missing_ok=True)
+
+    def _code_files(self, folder: pathlib.Path) -> set[str]:
+        """Returns the names of the files in a folder that the model's own file imports."""
+        name = f"{type(self).__module__.rpartition('.')[2]}.py"
+        return {os.path.basename(path) for path in get_relative_import_files(folder / name)}
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # Called between the generic card, which Transformers writes when it pushes, and the upload; with
-        # `save_pretrained(push_to_hub=True)` before `save_pretrained` goes on here.
+        # `save_pretrained(push_to_hub=True)` continues here before it returns.
         self._reduce_code(pathlib.Path(working_dir))
-        complete_card(os.fspath(working_dir), self.config, source=self._loaded_from(), name=repo_id)
+        complete_card(os.fspath(working_dir), self.config, source=self.config._name_or_path or None, name=repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
-    def _loaded_from(self) -> str | None:
-        path = self.config._name_or_path
-        return path if path and os.path.isdir(path) else None
-
-
-class WhatWhereGenerationMixin:
-    """Refuses by name the generation modes that an encoding does not support."""
-
     def _get_static_cache_init_shape(self) -> tuple[int, int] | None:
-        # Cached keys may be wider than a head: the first update knows how wide.
+        # Cached keys may be wider than a head, so their width is set at the first update.
         return None
 
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Continuous batching; see `transformers.generation.ContinuousMixin`.
-
-        Raises:
-            ValueError: the encoding changes cached keys or adds to the logits, which paged attention does not support.
-        """
-        self.refuse_continuous_batching()
-        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
-
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """See `generate_batch`."""
-        self.refuse_continuous_batching()
-        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-
-    def refuse_continuous_batching(self) -> None:
-        """Raises ValueError if paged attention does not support the encoding."""
-        config = self.config  # type: ignore[attr-defined]
-        if "flash_attention" not in supported_implementations(config):
+        """What `generate_batch` calls; raises ValueError where paged attention does not support the encoding."""
+        if "flash_attention" not in supported_implementations(self.config):
             raise ValueError(
-                f"Continuous batching does not support position_encoding={config.position_encoding!r}: paged attention "
-                "has no bias and no rotation of cached keys. Use generate(). Allowed: "
-                "'none', 'absolute', 'sinusoidal', 'rope'."
+                f"Continuous batching does not support position_encoding={self.config.position_encoding!r}: paged "
+                "attention has no bias and no rotation of cached keys. Use generate(). Allowed: 'none', 'absolute', "
+                "'sinusoidal', 'rope'."
             )
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
 
 def prepare_forward(
@@ -246,14 +193,7 @@ def prepare_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, PositionContext, Cache | None]:
     """Returns position ids, the attention mask, the position context and the cache of one forward pass.
 
-    Args:
-        model: the base model, with `config` and `shared_encodings`.
-        inputs_embeds: (B, Q, E).
-        attention_mask: (B, past + Q) with 0 for padding, or a 4D mask (B, 1 or H, Q, K), or None; or what
-            `create_masks_for_generate` made.
-        position_ids: int64 (1 or B, Q), or None for consecutive positions after the cached ones.
-        past_key_values: the cache, or None.
-        use_cache: whether to make a cache if there is none.
+    Arguments are those of the base model `model`, whose mask may also be what `create_masks_for_generate` returned.
 
     Raises:
         ValueError: a mask of the wrong shape, or a sequence longer than the encoding supports.
@@ -273,11 +213,11 @@ def prepare_forward(
     _check_positions(position_ids, batch, length)
     _check_length(config, model.shared_encodings.max_length, position_ids)
     key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
-    _check_mask(config, attention_mask, batch, length, past_length, key_length)
+    _check_mask(config, attention_mask, batch, length, past_length, key_length, past_key_values is None)
     given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
     context = PositionContext(position_ids, given, past_length, key_length, consecutive)
     model.shared_encodings(inputs_embeds, context)
-    # Transformers looks for packed documents only where no cache is given; an empty one hides nothing.
+    # Transformers detects packed documents only without a cache; an empty cache is equivalent.
     empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
     mask: Any = create_causal_mask(
         config=config,
@@ -306,7 +246,9 @@ def _check_positions(position_ids: torch.Tensor, batch: int, length: int) -> Non
         )
 
 
-def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_length: Any, key_length: int) -> None:
+def _check_mask(
+    config: Any, attention_mask: Any, batch: int, length: int, past_length: Any, key_length: int, paged: bool
+) -> None:
     if not isinstance(attention_mask, torch.Tensor):
         return
     shape = tuple(attention_mask.shape)
@@ -317,11 +259,8 @@ def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_
                 f"({batch}, {past_length + length}), or a 4D mask."
             )
         return
-    if (
-        config._attn_implementation in ("auto", "blockwise", "triton")
-        and is_ranges(attention_mask)
-        and shape == (batch, 1, length + key_length, 2)
-    ):
+    has_ranges = config._attn_implementation in ("auto", "blockwise", "triton")
+    if has_ranges and is_ranges(attention_mask) and shape == (batch, 1, length + key_length, 2):
         # Made by `create_masks_for_generate` for a static cache.
         return
     fits = (
@@ -329,8 +268,8 @@ def _check_mask(config: Any, attention_mask: Any, batch: int, length: int, past_
         and shape[0] in (1, batch)
         and shape[1] in (1, config.num_attention_heads)
         and shape[2] == length
-        # A paged cache, which only the attention layers see, brings more keys.
-        and shape[3] >= key_length
+        # A paged cache, which only the attention layers see, adds more keys.
+        and (shape[3] >= key_length if paged else shape[3] == key_length)
         and (attention_mask.dtype == torch.bool or attention_mask.is_floating_point())
     )
     if not fits:
@@ -360,9 +299,7 @@ def causal_lm_output(
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
     """Applies `model.lm_head` to the kept hidden states (B, Q, E), and the loss if there are labels (B, Q)."""
-    kept = (
-        slice(-logits_to_keep if logits_to_keep else None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-    )
+    kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     hidden_states: Any = outputs.last_hidden_state
     logits = model.lm_head(hidden_states[:, kept])
     loss = None

@@ -1,11 +1,11 @@
-"""How what users write is checked: types, ranges and misspelt keys, by pydantic, with all errors together.
+"""Validation of user input with pydantic: types, ranges and misspelt keys, with all errors in one message.
 
-A class derived from `Checked` declares its fields; rules across fields go into `problems`. Every message names the
-field by its whole path, shows the value and says what is allowed.
+Subclasses of `Checked` declare fields; rules across fields go into `problems`. Every message gives the field's full
+path, its value and what is allowed.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -24,9 +24,9 @@ NotNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
 
 
 class Refused(ValueError):
-    """Input of a user that is not valid, with all known reasons."""
+    """User input is not valid; the message has all known problems."""
 
-    # What is refused, for the message.
+    # What is not valid, for the message.
     what = "the input"
 
     def __init__(self, *problems: str) -> None:
@@ -36,12 +36,12 @@ class Refused(ValueError):
 
 
 class Checked(pydantic.BaseModel):
-    """Base of what users write: unknown keys, values of another type and numbers that are not finite are refused."""
+    """Base class of user input. Unknown keys, values of another type and non-finite numbers are errors."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the fields together, which are valid one by one: a field, and the reason."""
+        """Yields (field, reason) for problems across fields that are valid separately."""
         yield from ()
 
     @pydantic.model_validator(mode="after")
@@ -56,9 +56,9 @@ def parse(cls: type[C], values: Any, *, path: str = "", error: type[Refused] = R
 
     Args:
         cls: its class.
-        values: what the user wrote.
-        path: what stands before the names of fields in messages, such as `data.`.
-        error: what is raised.
+        values: the user's input.
+        path: prefix of field names in messages, such as `data.`.
+        error: the class of the error.
 
     Raises:
         Refused: of the class `error`, with all problems.
@@ -82,17 +82,19 @@ def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) ->
         if entry["type"] == "extra_forbidden":
             message = f"unknown key {name!r} (given: {entry['input']!r}). {suggest(names[-1], owner.model_fields)}"
         elif entry["type"] == "missing":
+            if names[-1] != entry["loc"][-1]:
+                name += f".{entry['loc'][-1]}"
             message = f"{name} is missing."
         else:
             reason = "input should be a mapping" if entry["type"].startswith("model_") else entry["msg"]
             message = f"{name}={entry['input']!r} is not valid: {reason[0].lower()}{reason[1:]}."
-        # Each type of a union has its own error: the first one counts.
+        # A union gives an error for each of its types; only the first is reported.
         messages.setdefault(f"{name}: {entry['type'] == 'missing'}", message)
     return list(messages.values())
 
 
 def _place(cls: type[Checked], place: tuple[int | str, ...]) -> tuple[list[str], type[Checked]]:
-    """Returns the names of the fields on the way to an error, and the class that has the last of them."""
+    """Returns the field names on the path to an error, and the class of the last field."""
     names: list[str] = []
     for number, part in enumerate(place, 1):
         names.append(str(part))
@@ -103,8 +105,3 @@ def _place(cls: type[Checked], place: tuple[int | str, ...]) -> tuple[list[str],
             break
         cls = inner
     return names, cls
-
-
-def checked_fields(name: str, fields: Mapping[str, Any]) -> type[Checked]:
-    """Returns a class with these fields, by their annotations; all of them must be given."""
-    return pydantic.create_model(name, __base__=Checked, **{key: (kind, ...) for key, kind in fields.items()})  # type: ignore[call-overload]

@@ -1,11 +1,12 @@
-"""The command `whatwhere`: finds the sub-command and runs it. Nothing is imported before it is needed."""
+"""The command `whatwhere`, which imports and runs a sub-command."""
 
 import difflib
 import importlib
+import os
 import sys
 from typing import Any
 
-from .extras import explain
+from .training.errors import reported
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`.
 COMMANDS = (
@@ -15,17 +16,18 @@ COMMANDS = (
     ("evaluate", "length", "perplexity beyond the trained length", "demo/rope demo/pope", "evaluation.length"),
     ("evaluate", "zero-shot", "zero-shot tasks, by lm-eval", "demo/pope --limit 100", "evaluation.zero_shot"),
     ("evaluate", "task", "error rates on a toy task", "runs/flip_flop", "evaluation.task"),
-    ("compare", "reproduce", "a table of the papers beside our results", "cope_2 --small", "commands.reproduce"),
+    ("compare", "reproduce", "a table of the papers and our results", "cope_2 --small", "commands.reproduce"),
     ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "analysis.__main__"),
     ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "cards.command"),
     ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.__main__"),
     ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--no-benchmark", "gpu_check"),
+    ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),
 )
 _MODULES = {name: module for _, name, _, _, module in COMMANDS}
 
 
 def help_text() -> str:
-    """Returns the help of the command: a line for each sub-command, with its example."""
+    """Returns the help: a line for each sub-command, with an example."""
     lines = ["usage: whatwhere COMMAND [OPTIONS]", "", "Position encodings for Hugging Face Transformers."]
     group = None
     for title, name, summary, example, _ in COMMANDS:
@@ -35,14 +37,25 @@ def help_text() -> str:
         lines.append(f"  {name:<10} {summary:<43} whatwhere {name} {example}")
     lines += [
         "",
-        "`whatwhere COMMAND --help` explains a command. On several GPUs: accelerate launch -m whatwhere train RECIPE",
+        "`whatwhere COMMAND --help` describes a command. On several GPUs: accelerate launch -m whatwhere train RECIPE",
     ]
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Runs the command line; returns what the sub-command returns, its exit status or None."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Runs the command line; returns the result of the sub-command, its exit status or None."""
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader closed the pipe, as `head` does. Without this, Python prints a traceback when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
@@ -51,7 +64,5 @@ def main(arguments: list[str] | None = None) -> Any:
         near = difflib.get_close_matches(name, _MODULES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         sys.exit(f"error: command={name!r} is not valid. {hint}Allowed: {', '.join(_MODULES)}.")
-    try:
+    with reported():
         return importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
-    except ImportError as error:
-        sys.exit(f"error: {explain(error)}")

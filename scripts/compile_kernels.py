@@ -1,25 +1,26 @@
-"""Compiles every Triton kernel for several GPUs, on a machine that needs none, and shows what the code uses.
+"""Compiles every Triton kernel for several GPUs, on a machine without a GPU, and shows the resources of the code.
 
     python -m whatwhere.scripts.compile_kernels                                  # all kernels, four targets
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward pope bf16 D=64"
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
-    python -m whatwhere.scripts.compile_kernels --analysis                       # operations, bytes, least time
+    python -m whatwhere.scripts.compile_kernels --analysis                       # operations, bytes, minimum time
 
-The interpreter accepts code that does not compile, and a kernel that compiles can ask for more shared memory than a
-device has. So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in their
-order, until one fits the target: that is what `kernel_launch` falls back to there. `--all-tiles` compiles them all.
-The variants are what some calls of CoPE, PoPE and plain attention launch; the launches are recorded and do not happen.
+The interpreter accepts code that does not compile, and a compiled kernel can need more shared memory than a device has.
+So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in order, until one fits
+the target, as in the fallback of `kernel_launch`. `--all-tiles` compiles all. The variants are the launches of some
+calls of CoPE, PoPE and plain attention, which are recorded but not executed.
 
-One line each: tiles (query rows x keys), warps, stages, bytes of shared memory, registers of a thread, bytes that a
-thread spills (on gfx942: registers spilled), how many warps one multiprocessor can hold, seconds to compile. "unknown"
-where the tool that tells registers is missing (cuobjdump, which Triton's package carries).
+The columns: tiles (query rows x keys), warps, stages, bytes of shared memory, registers per thread, spilled bytes per
+thread (on gfx942: spilled registers), maximum number of warps per multiprocessor, seconds to compile. Values are
+"unknown" without cuobjdump, which is part of Triton's package.
 
 The exit code is 1 if some tiles do not compile, or if no tiles of a variant fit a target; 2 for a wrong command.
-TRITON_INTERPRET must not be set: kernels are then made for the interpreter, and can not be compiled.
+TRITON_INTERPRET must not be set, because kernels for the interpreter cannot be compiled.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -42,11 +43,11 @@ class Target:
     """A kind of GPU.
 
     Attributes:
-        shared: bytes of shared memory of a block, at most.
-        registers: of a thread, at most.
-        unit_shared: bytes of shared memory of a multiprocessor.
-        unit_registers: 32-bit registers of a multiprocessor.
-        unit_warps: warps of a multiprocessor, at most.
+        shared: maximum bytes of shared memory per block.
+        registers: maximum registers per thread.
+        unit_shared: bytes of shared memory per multiprocessor.
+        unit_registers: 32-bit registers per multiprocessor.
+        unit_warps: maximum warps per multiprocessor.
     """
 
     backend: str
@@ -86,51 +87,87 @@ class Compiled:
     fits: bool = False
 
 
-# Kernel, signature, constants, attributes, tiles.
-Entry = tuple[Any, dict[str, str], dict[str, Any], dict[tuple[int], list], Any]
+# Kernel, arguments, constants, tiles.
+Entry = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch of a kernel, with the grid of its first candidate."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    candidates: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within it, launches are recorded and not run: with tensors on the meta device, no GPU is needed."""
+    from whatwhere import kernel_cope, kernel_flash, kernel_pope
+
+    found: list[Launch] = []
+
+    def record(kernel, grid, candidates, key, arguments, constants, **settings):
+        grid = grid(candidates[0]) if callable(grid) else grid
+        found.append(Launch(kernel, grid, tuple(candidates), tuple(arguments), constants))
+
+    modules: tuple[Any, ...] = (kernel_cope, kernel_flash, kernel_pope)
+    original = kernel_flash.launch
+    for module in modules:
+        module.launch = record
+    try:
+        yield found
+    finally:
+        for module in modules:
+            module.launch = original
 
 
 @functools.cache
 def variants() -> dict[str, list[Entry]]:
-    """Returns, by name, what the calls of `calls` launch: an entry for each of the tiles, in order."""
-    from whatwhere.kernel_launch import recording
-
+    """Returns the launches of `calls` by name, with an entry for each tile size in order."""
     grouped: dict[str, list[Entry]] = {}
     known: list[tuple[Any, ...]] = []
     for label, call in calls():
         with recording() as launches:
             call()
         for one in launches:
-            described = _described(one.kernel, one.arguments, one.constants)
-            # The plain part of CoPE does not know about gates, for example.
-            if (one.kernel, *described) not in known:
-                known.append((one.kernel, *described))
+            types = str([_type(argument) for argument in one.arguments])
+            # Different flags can give the same kernel: the plain part of CoPE does not depend on gates.
+            if (one.kernel, types, one.constants) not in known:
+                known.append((one.kernel, types, one.constants))
                 name = f"{one.kernel.fn.__name__.strip('_').removesuffix('_kernel')} {label}"
-                grouped[name] = [(one.kernel, *described, tiles) for tiles in one.candidates]
+                # Both directions of a kernel, or its calls for queries and keys.
+                name += f" {sum(other.startswith(name) for other in grouped) + 1}" if name in grouped else ""
+                grouped[name] = [(one.kernel, one.arguments, one.constants, tiles) for tiles in one.candidates]
     return grouped
 
 
-def _described(
-    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]
-) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
-    """Returns signature, constants and attributes of a launch with these arguments, as Triton finds them."""
-    signature, values, attributes = {}, dict(constants), {}
-    for index, (parameter, argument) in enumerate(zip(kernel.params, arguments)):
-        name = parameter.name
-        if isinstance(argument, torch.Tensor):
-            signature[name] = "*" + POINTERS[argument.dtype]
-            # What PyTorch allocates is aligned.
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(argument, float):
-            signature[name] = "fp32"
-        elif argument is None or (argument == 1 and not parameter.do_not_specialize):
-            values[name] = argument
-        else:
-            signature[name] = "i32" if abs(argument) < 2**31 else "i64"
-            if argument % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys((*values, *(name for name in kernel.arg_names if name not in signature)), "constexpr")
-    return signature, values, attributes
+def _type(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return [_type(part) for part in argument]
+    return argument.dtype if isinstance(argument, torch.Tensor) else None if argument is None else type(argument)
+
+
+class _Driver:
+    """A driver that reports a target to Triton's compiler, without a GPU."""
+
+    def __init__(self, target_name: str) -> None:
+        # Triton caches compiled kernels by device number.
+        self.number = list(TARGETS).index(target_name)
+        self.target = TARGETS[target_name]
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.target.backend, self.target.arch, self.target.warp)
 
 
 POINTERS = {
@@ -145,7 +182,7 @@ POINTERS = {
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields name and call: forward and backward, and decoding, of CoPE, PoPE and plain attention.
 
-    All flags at the head dim 64 in bfloat16; other head dims, and float32, with causal attention.
+    All flags with head dim 64 in bfloat16; other head dims and float32 with causal attention only.
     """
     cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
     all_flags: list[tuple[str, ...]] = [(), ("ranges",), ("ranges", "separate gates")]
@@ -161,7 +198,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             if len(of_pope) == len(flags):
                 yield f"pope {what}{'+'.join(of_pope) or 'causal'}", _pope_call(dtype, D, rows, flags)
             if len(of_pope) == len(of_cope) == len(flags):
-                yield f"plain {what}{'+'.join(flags) or 'causal'}", _plain_call(dtype, D, rows, flags)
+                for more in ([], ["decay"]):
+                    flags_of_plain = [*flags, *more]
+                    name = f"plain {what}{'+'.join(flags_of_plain) or 'causal'}"
+                    yield name, _plain_call(dtype, D, rows, flags_of_plain)
 
 
 def _inputs(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> tuple[list[torch.Tensor], Any]:
@@ -215,34 +255,27 @@ def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> 
 
     inputs, ranges = _inputs(dtype, D, rows, flags)
     query, key, value = inputs
-    return lambda: _run(lambda: plain_attention(query, key, value, ranges=ranges, scaling=0.125), inputs, rows > 1)
+    decay = None
+    if "decay" in flags:
+        decay = torch.empty(1, 16, rows), torch.empty(1, 16, 1024, requires_grad=rows > 1)
+    options: dict[str, Any] = {"decay": decay, "ranges": ranges, "scaling": 0.125}
+    return lambda: _run(lambda: plain_attention(query, key, value, **options), inputs, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
     """Compiles one variant with some tiles for a target."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
 
-    kernel, signature, constants, attributes, tiles = entry
+    kernel, arguments, constants, tiles = entry
     target = TARGETS[target_name]
     result = Compiled(name, target_name, f"{tiles.rows}x{tiles.columns}", tiles.warps, tiles.stages)
-    for argument, size in (("BLOCK_M", tiles.rows), ("BLOCK_N", tiles.columns)):
-        if argument in kernel.arg_names:
-            constants = {argument: size, **constants}
-            signature = {argument: "constexpr", **signature}
-    # In the order of the arguments.
-    signature = {argument: signature[argument] for argument in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    driver.set_active(_Driver(target_name))
     start = time.perf_counter()
     try:
-        compiled = triton.compile(
-            source,
-            target=GPUTarget(target.backend, target.arch, target.warp),
-            options={"num_warps": tiles.warps, "num_stages": tiles.stages},
-        )
+        compiled = kernel.warmup(*arguments, **constants, **options, grid=(1,))
     except Exception as error:
-        # Whatever a compiler raises is a finding, for this line of the table.
+        # Any compiler error is reported in this line of the table.
         result.error = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
         return result
     finally:
@@ -255,7 +288,7 @@ def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
 
 
 def resources(assembly: Any, target: Target) -> tuple[int | None, int | None]:
-    """Returns registers of a thread and what it spills: bytes, or on AMD registers."""
+    """Returns the registers and the spills of a thread, in bytes or on AMD in registers."""
     if target.backend == "hip":
         text = assembly["amdgcn"]
         counts = [re.search(rf"\.{field}:\s*(\d+)", text) for field in ("vgpr_count", "vgpr_spill_count")]
@@ -282,10 +315,10 @@ def _cuobjdump() -> str | None:
 
 
 def occupancy(registers: int | None, shared: int, warps: int, target: Target) -> int | None:
-    """Returns how many warps of such a kernel one multiprocessor can hold."""
+    """Returns the maximum number of warps of a kernel per multiprocessor."""
     if registers is None:
         return None
-    # Registers are given to a warp in units of 256 (AMD: of 8 for each lane); a block takes 1 KiB more shared memory.
+    # Registers are allocated per warp in units of 256 (AMD: 8 per lane); a block needs 1 KiB more shared memory.
     unit = 8 * target.warp
     a_warp = -(-max(registers, 1) * target.warp // unit) * unit
     extra = 1024 if target.backend == "cuda" else 0
@@ -295,7 +328,7 @@ def occupancy(registers: int | None, shared: int, warps: int, target: Target) ->
 
 
 def compile_variant(name: str, target: str, all_tiles: bool) -> list[Compiled]:
-    """Compiles a variant with its tiles in their order, up to the first that fit."""
+    """Compiles a variant with its tiles in order, up to the first that fit."""
     results = []
     for entry in variants()[name]:
         results.append(compile_one(name, entry, target))
@@ -307,7 +340,7 @@ def compile_variant(name: str, target: str, all_tiles: bool) -> list[Compiled]:
 def compile_all(
     targets: Sequence[str], names: Sequence[str], *, all_tiles: bool, jobs: int
 ) -> Iterable[tuple[str, str, list[Compiled]]]:
-    """Yields target, variant and what was compiled, target by target."""
+    """Yields target, variant and compiled kernels, target by target."""
     tasks = [(name, target) for target in targets for name in names]
     if jobs == 1:
         for name, target in tasks:
@@ -320,7 +353,7 @@ def compile_all(
 
 
 def show(results: Sequence[Compiled], name: str) -> None:
-    """Prints a line for each of the tiles of a variant."""
+    """Prints a line for each tile size of a variant."""
 
     def number(value: int | None) -> str:
         return "unknown" if value is None else str(value)
@@ -335,7 +368,7 @@ def show(results: Sequence[Compiled], name: str) -> None:
         print(line + ("" if result.fits else "  does not fit"))
 
 
-# What attention costs at least.
+# Minimum cost of attention.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,17 +380,17 @@ class Cost:
     bytes: float
 
     def seconds(self, flops: float, exponentials: float, bandwidth: float) -> float:
-        """The least time: the largest of the three, each at its full rate."""
+        """The minimum time: the largest of the three, each at its full rate."""
         return max(self.flops / flops, self.exponentials / exponentials, self.bytes / bandwidth)
 
 
 def costs(batch: int, heads: int, length: int, head_dim: int, num_positions: int) -> dict[str, tuple[Cost, Cost]]:
     """Returns forward and backward of causal attention in a type of 2 bytes, by encoding.
 
-    Counted: matrix products (2 operations for each multiplication), one exponential for each logit computed (two where
-    a gate is), and each tensor once through memory. The backward of ours has two passes, over rows and over columns,
-    which both recompute the logits (7 products of a query-key pair with D channels, SDPA: 5). CoPE has half open gates:
-    its window is 2 P keys and half a block of 64 rows more, counted in whole key blocks of 32.
+    The costs are matrix products (2 operations for each multiplication), one exponential for each logit (two with a
+    gate), and each tensor read or written once. Our backward has two passes, over rows and over columns, which both
+    recompute the logits (7 products of a query-key pair with D channels, SDPA: 5). CoPE has half open gates: its window
+    is 2 P keys and half a block of 64 rows, rounded up to key blocks of 32.
     """
     rows = batch * heads * length
     pairs = rows * (length + 1) / 2
@@ -365,7 +398,7 @@ def costs(batch: int, heads: int, length: int, head_dim: int, num_positions: int
     window = rows * min(2 * P + 32 + 32, (length + 1) / 2)
     tensor = 2.0 * rows * D
     statistics = 4.0 * rows
-    # Rotating queries and keys reads and writes both; its backward likewise.
+    # The rotation reads and writes queries and keys, in forward and backward.
     rotation = 4 * tensor
     values = 4.0 * rows * P
     return {
@@ -377,7 +410,7 @@ def costs(batch: int, heads: int, length: int, head_dim: int, num_positions: int
             Cost(6 * pairs * D, pairs, 4 * tensor + rotation),
             Cost(22 * pairs * D, 2 * pairs, 10 * tensor + rotation),
         ),
-        # In the window: gates, and the table's values written and read in float32.
+        # In the window: gates, and values of the table that are written and read in float32.
         "cope kernel": (
             Cost(4 * pairs * D + 2 * rows * D * P, pairs + window, 4 * tensor + 2 * values + 2 * statistics),
             Cost(
@@ -390,9 +423,9 @@ def costs(batch: int, heads: int, length: int, head_dim: int, num_positions: int
 
 
 def analysis(lengths: Sequence[int], head_dims: Sequence[int], rates: tuple[float, float, float]) -> list[str]:
-    """Returns a table of least times, and their ratios to RoPE's."""
+    """Returns a table of minimum times, and their ratios to RoPE's."""
     lines = [
-        "\nleast time of attention in bf16, at most "
+        "\nminimum time of attention in bf16 with "
         f"{rates[0] / 1e12:.0f} TFLOP/s, {rates[1] / 1e12:.1f} T exponentials/s, {rates[2] / 1e12:.1f} TB/s:",
         f"{'shape':18} {'attention':12} {'direction':16} {'GFLOP':>9} {'G exp':>8} {'MB':>8} {'ms':>9} "
         f"{'bound by':>10} {'ratio':>6}",
@@ -435,10 +468,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--all-tiles", action="store_true", help="do not stop at the first tiles that fit")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=pathlib.Path, help="also write the results to this file")
-    parser.add_argument("--analysis", action="store_true", help="print what attention costs at least, compile nothing")
+    parser.add_argument("--analysis", action="store_true", help="print the minimum cost of attention, compile nothing")
     parser.add_argument("--tflops", type=float, default=780.0, help="of --analysis: bf16 products, measured on an H200")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="of --analysis: TB/s of a copy on an H200")
-    # 132 multiprocessors, 16 exponentials a cycle, 1.83 GHz under load.
+    # 132 multiprocessors, 16 exponentials per cycle, 1.83 GHz under load.
     parser.add_argument("--exponentials", type=float, default=3.9, help="of --analysis: 10^12 a second")
     parsed = parser.parse_args(arguments)
     parsed.targets = parsed.targets.split(",")
@@ -450,8 +483,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
     if interpreted and not parsed.analysis:
         parser.error(
-            f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels are then made for the interpreter "
-            "and can not be compiled; unset it"
+            f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels for the interpreter cannot be "
+            "compiled; unset it"
         )
     return parsed
 
@@ -497,7 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spilling = [r for r in of_target if r.spills]
         print(
             f"\n{target}: {len({r.variant for r in of_target})} variants fit, {len({r.variant for r in later})} of "
-            f"them not with their first tiles, {len(spilling)} spill"
+            f"them not with the first tiles, {len(spilling)} spill"
         )
     print(f"\n{len(found)} compiled in {time.perf_counter() - start:.0f} s")
     if parsed.json:
@@ -505,7 +538,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for failure in failures:
         print(failure, file=sys.stderr)
     if not found:
-        print(f"nothing was compiled: --only={parsed.only!r} names no variant", file=sys.stderr)
+        print(f"nothing was compiled: --only={parsed.only!r} matches no variant", file=sys.stderr)
         return 2
     return 1 if failures else 0
 

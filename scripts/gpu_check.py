@@ -6,29 +6,30 @@
 
 The check, for CoPE and PoPE in float32, bfloat16 and float16, head dims 16 to 256:
 
-* lengths 1, 63, 100, 257, 1000; more keys than queries; grouped heads; gates closed, half open and open; gates with
-  keys of their own; tables of 2 to 300 positions; PoPE with and without phase shifts, and on some channels only;
-* padding on both sides, holes, packed documents, rows that see nothing;
-* output and every gradient, table and phase shifts included, against full-matrix attention in float64: the error may be
-  at most twice that of full-matrix attention by PyTorch in the same type. (Or, because sums in another order cancel
-  differently: 5e-5 in float32, half a unit in the last place in the others, as a share of the norm of the reference, or
-  of a tenth of the norm of the incoming gradient if that is more.)
-* of CoPE rows with a contextual position within 5e-5 of an integer get no gradient (one row in a hundred): the slope
-  jumps there, and rounding decides on which side a position is;
-* all memory that PyTorch hands out is filled with NaN first: what a kernel does not write, shows;
-* two runs give the same bits;
+* lengths 1, 63, 100, 257, 1000; more keys than queries; grouped heads; gates closed, half open and open; separate gate
+  keys; tables of 2 to 300 positions; PoPE with and without phase shifts, and on part of the channels;
+* padding on both sides, gaps in the mask, packed documents, fully masked rows;
+* output and all gradients, including those of table and phase shifts, against full-matrix attention in float64. The
+  maximum error is twice that of PyTorch's full-matrix attention in the same type, or 5e-5 in float32 and half a unit in
+  the last place in other types, relative to the norm of the reference or a tenth of the norm of the incoming gradient,
+  whichever is larger;
+* CoPE rows with a contextual position within 5e-5 of an integer (one row in a hundred) get no gradient, because the
+  derivative is discontinuous there;
+* new memory is filled with NaN, to detect elements that a kernel does not write;
+* two runs are bitwise equal;
 * decoding one row without gradients;
-* whole models with `attn_implementation="triton"` against the eager ones: logits and gradients of a padded batch,
-  logits of cached steps;
-* the shapes of the benchmark with the tiles that are chosen by timing.
+* models with `attn_implementation="triton"` against eager ones: logits and gradients of a padded batch, logits of
+  cached steps;
+* the benchmark's shapes.
 
-The kernels are compiled in `--jobs` processes at a time. The benchmark then gets what is left of `--minutes`, and
-finds the compiled kernels in Triton's cache. It runs even if a check failed: each of its numbers has a check of its
-own. The exit code is 1 if a check failed, and 2 if there is no GPU: nothing is pretended. Speeds do not change it.
+The kernels are compiled in `--jobs` parallel processes. The benchmark then gets the remaining time of `--minutes`, and
+finds the compiled kernels in Triton's cache. It runs even if a check failed, since it checks each measurement itself.
+The exit code is 1 if a check failed, and 2 if there is no GPU. Speeds do not affect it.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import multiprocessing
@@ -40,14 +41,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# Read when CUDA's libraries start: without it their products may differ from run to run.
+# Must be set before CUDA's libraries are loaded, for deterministic matrix products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
-# The benchmark begins with at least so many minutes, however long the check took.
+# Minimum time of the benchmark, in minutes.
 LEAST_BENCHMARK_MINUTES = 1.0
-# Largest share of the rows of a case that may be left out.
+# Maximum share of rows in a case that are not compared.
 MOST_UNDECIDED = 0.1
 
 
@@ -58,8 +59,8 @@ class Case:
     Attributes:
         queries, keys: lengths.
         mask: "causal", or one of `MASKS`.
-        gates: of CoPE: "half", "open" or "closed".
-        positions: of CoPE, entries of the table.
+        gates: "half", "open" or "closed" (CoPE).
+        positions: entries of the table (CoPE).
     """
 
     queries: int
@@ -81,10 +82,10 @@ class Group:
 
     Attributes:
         what: "cope", "pope", "model cope", "model pope" or "tuned".
-        gate: of CoPE: "key", "separate" or "value". In a model, the last two come with a layer without CoPE.
-        rotated: of PoPE, channels with a phase.
-        shift: of PoPE, whether there is one.
-        provider: of "tuned", the benchmark's.
+        gate: "key", "separate" or "value" (CoPE). In a model, the last two come with a layer without CoPE.
+        rotated: channels with a phase (PoPE).
+        shift: whether there is a phase shift (PoPE).
+        provider: of the benchmark, for "tuned".
     """
 
     what: str
@@ -110,7 +111,7 @@ class Group:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a group: how many checks, the largest error as a share of what is allowed, and what failed."""
+    """The outcome of a group: number of checks, largest error as a share of the allowed error, and failures."""
 
     checks: int = 0
     largest: float = 0.0
@@ -140,7 +141,7 @@ def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.devi
             low = torch.where(own >= start, start, low)
     else:
         raise ValueError(f"mask={mask!r} is not valid; allowed: 'causal', {', '.join(map(repr, MASKS))}")
-    # Rows of padding see nothing.
+    # Padding rows are fully masked.
     high = torch.where(valid[:, keys - queries :], own + 1, low)
     tail = torch.stack([valid.long(), torch.zeros_like(valid, dtype=torch.long)], -1)
     return torch.cat([torch.stack([low, high], -1), tail], 1)[:, None].int().contiguous()
@@ -153,10 +154,10 @@ MASKS = ("padding", "holes", "packed")
 
 
 class Poisoned:
-    """Fills the memory that PyTorch hands out with NaN (and lets no kernel choose its tiles by timing)."""
+    """Fills new memory with NaN."""
 
     def __enter__(self) -> None:
-        # PyTorch's own operations without a deterministic version say so; two runs are compared anyway.
+        # PyTorch warns about operations without a deterministic version; two runs are compared in any case.
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
         torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -170,9 +171,9 @@ SEED = 0
 def attention_of(
     group: Group, case: Case, device: torch.device
 ) -> tuple[list[torch.Tensor], Callable, Callable, Callable]:
-    """Returns inputs, and as functions of them: the kernel, the reference (in any type), and its undecided rows.
+    """Returns inputs, and three functions of them: the kernel, the reference (in any type), and the undecided rows.
 
-    Those are bool (B, H, Q) of inputs in float64, see `undecided_rows`.
+    The last takes inputs in float64 and returns bool (B, H, Q), see `undecided_rows`.
     """
     from whatwhere.position_pope import pope_frequencies
     from whatwhere.scripts.benchmark.references import cope_reference, pope_reference, undecided_rows
@@ -192,7 +193,7 @@ def attention_of(
         from whatwhere.kernel_pope import pope_attention
 
         R = group.rotated
-        # Cached tokens first; in a batch with padding each entry counts its own positions.
+        # Cached tokens come first; with padding, each batch entry has its own positions.
         positions = torch.arange(case.keys, device=device).expand(case.batch if ranges is not None else 1, -1)
         if ranges is not None:
             positions = positions - torch.arange(case.batch, device=device)[:, None]
@@ -219,7 +220,7 @@ def attention_of(
     from whatwhere.kernel_cope import cope_attention
 
     if case.gates != "half":
-        # One channel that all share puts every gate's logit near 8 or -8.
+        # One shared channel sets every gate logit to about 8 or -8.
         query[..., 0] = 8.0
         gates = {"key": key, "separate": gate_key, "value": value}[group.gate]
         gates[..., 0] = (1.0 if case.gates == "open" else -1.0) * D**0.5
@@ -246,7 +247,7 @@ def attention_of(
 
 
 def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, float]:
-    """Checks one shape; returns how many comparisons, and the largest error as a share of what is allowed.
+    """Checks one shape; returns the number of comparisons, and the largest error as a share of the allowed error.
 
     Raises:
         CheckFailed: something differs.
@@ -262,7 +263,7 @@ def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, flo
     grad = torch.randn(truth_out.shape, generator=torch.Generator(device).manual_seed(1), device=device)
     with torch.no_grad():
         left_out = undecided(*exact_inputs)
-    # One row is always allowed: it is a large share of a small case.
+    # One row may always be left out, since it is a large share of a small case.
     if left_out.sum() > max(1, MOST_UNDECIDED * left_out.numel()):
         raise CheckFailed(f"{left_out.sum()} of {left_out.numel()} rows are not compared: choose other inputs")
     grad = grad.masked_fill(left_out[..., None], 0).to(inputs[0].dtype)
@@ -287,11 +288,11 @@ def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, flo
     return len(runs[0]) + 1, largest
 
 
-# Whole models, and the benchmark's shapes with the tiles that are chosen by timing.
+# Models, and the benchmark's shapes.
 
 
 def check_model(group: Group, device: torch.device) -> tuple[int, float]:
-    """Compares a small model on the kernels with its eager self in a wider type.
+    """Compares a small model on the kernels with the same eager model in a wider type.
 
     Logits, gradients of all parameters, and the logits of tokens generated after a padded batch.
     """
@@ -324,7 +325,7 @@ def check_model(group: Group, device: torch.device) -> tuple[int, float]:
     tokens = torch.randint(3, 64, (2, length), device=device)
     mask = torch.ones_like(tokens)
     mask[0, : length // 3] = 0
-    # A row of padding sees nothing: what it predicts is nobody's business.
+    # Logits of padding rows are not compared.
     labels = tokens.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
     continuation = torch.randint(3, 64, (2, 4), device=device)
 
@@ -350,8 +351,8 @@ def check_model(group: Group, device: torch.device) -> tuple[int, float]:
     names, found = run("triton", dtype)
     (_, plain), (wanted, exact) = run("eager", dtype), run("eager", torch.float64)
     if names != wanted:
-        raise RuntimeError(f"not the same parameters have gradients: {sorted(set(names) ^ set(wanted))}")
-    # The rest of the model rounds too: one unit, not half of one.
+        raise RuntimeError(f"gradients of other parameters than expected: {sorted(set(names) ^ set(wanted))}")
+    # The rest of the model also rounds, so the tolerance is one unit instead of half a unit.
     tolerance = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
     scale = 0.01 * max(tensor.norm().item() for name, tensor in zip(wanted, exact) if name.startswith("gradient"))
     return len(found), relative_errors(found, plain, exact, names, factor=2, tolerance=tolerance, scale=scale).share
@@ -380,7 +381,7 @@ def check_tuned(group: Group, device: torch.device) -> tuple[int, float]:
 
 
 def check_group(group: Group, device_name: str) -> Outcome:
-    """Checks all cases of a group; whatever goes wrong is written down."""
+    """Checks all cases of a group, and collects failures."""
     from whatwhere.scripts.benchmark.measure import one_line
 
     device = torch.device(device_name)
@@ -395,7 +396,7 @@ def check_group(group: Group, device_name: str) -> Outcome:
             else:
                 checks, largest = check_case(group, case, device)
         except Exception as error:
-            # The other cases are still worth checking.
+            # Continue with the other cases.
             outcome.failures.append(f"{group}, {case}: {type(error).__name__}: {one_line(error)}")
             continue
         outcome.checks += checks
@@ -418,7 +419,7 @@ def _masked(**options: Any) -> tuple[Case, ...]:
 
 
 def groups_on_gpu() -> Iterator[Group]:
-    """Yields what is checked on a GPU, what takes longest first."""
+    """Yields the groups to check on a GPU, the slowest first."""
     for head_dim in (64, 128):
         for length in (4096, 16384):
             shape = Case(length, length, batch=max(1, 16384 // length), heads=2048 // head_dim, groups=2048 // head_dim)
@@ -454,9 +455,9 @@ def groups_on_gpu() -> Iterator[Group]:
 
 
 def groups_on_cpu() -> Iterator[Group]:
-    """Yields what the interpreter can check in a minute: every kind of check, on tiny shapes.
+    """Yields groups for the interpreter (a minute): every kind of check, on tiny shapes.
 
-    Not bfloat16: the interpreter cuts it off where it should round, which doubles the error.
+    Without bfloat16, which the interpreter truncates instead of rounding.
     """
     small: dict[str, Any] = {"batch": 1, "heads": 2, "positions": 8}
     few = (Case(33, 33, groups=1, **small), Case(9, 40, groups=2, gates="closed", **small))
@@ -475,7 +476,7 @@ def groups_on_cpu() -> Iterator[Group]:
 
 
 def check_all(groups: Sequence[Group], device: str, jobs: int) -> Iterator[tuple[Group, Outcome]]:
-    """Yields groups with what came of them."""
+    """Yields groups with their outcomes."""
     if jobs == 1:
         for group in groups:
             yield group, check_group(group, device)
@@ -500,12 +501,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for check and benchmark together")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark")
     parser.add_argument("--jobs", type=int, default=None, help="processes; default: half the cores, at most 12")
     parser.add_argument("--only", action="append", default=[], help="groups whose name contains this; repeatable")
+    parser.add_argument(
+        "--tiles", type=pathlib.Path, help="write the measured tile sizes to this file, for WHATWHERE_TILES"
+    )
     parser.add_argument("--no-benchmark", action="store_true", help="check only")
     parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"), help="of the benchmark"
+        "--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"), help="file of the benchmark"
     )
     parsed = parser.parse_args(arguments)
     for name in ("minutes", "jobs"):
@@ -517,8 +521,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
     if parsed.device == "cuda" and not torch.cuda.is_available():
         parser.error(
-            f"PyTorch {torch.__version__} finds no CUDA device: nothing was checked, and nothing measured. Without a "
-            "GPU, `make test` runs the kernels in Triton's interpreter"
+            f"PyTorch {torch.__version__} finds no CUDA device: nothing was checked. Without a GPU, `make test` runs "
+            "the kernels in Triton's interpreter"
         )
     if parsed.device == "cuda" and interpreted:
         parser.error(f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels would not run on the GPU")
@@ -534,9 +538,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = list(groups_on_gpu() if parsed.device == "cuda" else groups_on_cpu())
     groups = [group for group in groups if not parsed.only or any(part in str(group) for part in parsed.only)]
     if not groups:
-        print(f"--only={parsed.only!r} names no group", file=sys.stderr)
+        print(f"--only={parsed.only!r} matches no group", file=sys.stderr)
         return 2
-    print(f"{'checked':62} {'checks':>6} {'error':>7} {'seconds':>8}   (error: largest share of what is allowed)")
+    print(f"{'checked':62} {'checks':>6} {'error':>7} {'seconds':>8}   (error: as a share of the allowed error)")
     checks, failures = 0, []
     for group, outcome in check_all(groups, parsed.device, parsed.jobs):
         verdict = "" if not outcome.failures else f"  {len(outcome.failures)} FAILED"
@@ -551,9 +555,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.no_benchmark or parsed.device == "cpu":
         return code
     from whatwhere.scripts.benchmark.__main__ import main as benchmark
+    from whatwhere.scripts.kernel_tiles import measured
 
     left = max(LEAST_BENCHMARK_MINUTES, parsed.minutes - minutes)
-    return max(code, benchmark(["--device", "cuda", "--minutes", f"{left:.2f}", "--output", str(parsed.output)]))
+    with measured(parsed.tiles) if parsed.tiles else contextlib.nullcontext():
+        return max(code, benchmark(["--device", "cuda", "--minutes", f"{left:.2f}", "--output", str(parsed.output)]))
 
 
 if __name__ == "__main__":

@@ -75,3 +75,17 @@ def data_dir() -> pathlib.Path:
     if not os.path.isdir(folder):
         pytest.fail(f"WHATWHERE_DATA_DIR={folder!r} is not a folder")
     return pathlib.Path(folder)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs `whatwhere` with arguments that it refuses, and returns its message."""
+    from whatwhere.scripts import cli
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(list(map(str, arguments)))
+        assert stop.value.code not in (0, None)
+        return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
+
+    return run

@@ -4,6 +4,7 @@ Kernels run in Triton's interpreter, which conftest.py asks for. Their own tests
 """
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask
 import whatwhere
 import whatwhere.attention as attention
 import whatwhere.attention_triton as attention_triton
-from tiny import FAMILIES, position_context, slow_but, tiny_config, tiny_model, tokens
+from test_attention_blockwise import LargestTensor
+from tiny import FAMILIES, position_context, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_mask import dense_mask, is_ranges, ranges_mask
 from whatwhere.position_base import PositionContext
 from whatwhere.position_cope import CoPE
@@ -32,7 +34,7 @@ ENCODINGS = {
     "pope": ("pope", {}),
     "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),
 }
-WITH_KERNELS = ("cope", "cope+rope", "pope")
+WITH_KERNELS = ("alibi", "cope", "cope+rope", "fox", "fox+rope", "pope")
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 # CoPE with other gates, and not in every layer.
 GATES = {
@@ -46,7 +48,7 @@ GATES = {
 
 def build(encoding, implementation="triton", family="llama", **fields):
     """A model of one layer with two heads that share a key head: the interpreter takes a while for each program."""
-    name, parameters = {**ENCODINGS, **GATES}[encoding]
+    name, parameters = {**ENCODINGS, **GATES}.get(encoding, (encoding, {}))
     own = {
         "hidden_size": 16,
         "num_attention_heads": 2,
@@ -224,10 +226,10 @@ def test_names_of_the_implementations():
     [
         (["cope", "pope"], ["auto", "triton", "blockwise", "eager"]),
         (["cope", "rope"], ["auto", "triton", "blockwise", "eager"]),
-        (["pope", "none"], ["auto", "triton", "sdpa", "flex_attention", "blockwise", "eager"]),
-        (["pope", "alibi"], ["auto", "sdpa", "flex_attention", "blockwise", "eager"]),
-        (["cope+rope", "fox"], ["auto", "blockwise", "eager"]),
-        (["alibi", "rope"], ["auto", "sdpa", "flex_attention", "blockwise", "eager"]),
+        (["pope", "none"], ["auto", "triton", "sdpa", "flex_attention", "eager"]),
+        (["pope", "alibi"], ["auto", "triton", "sdpa", "flex_attention", "blockwise", "eager"]),
+        (["cope+rope", "fox"], ["auto", "triton", "blockwise", "eager"]),
+        (["alibi", "rope"], ["auto", "triton", "sdpa", "flex_attention", "blockwise", "eager"]),
         (["rope", "none"], ["sdpa", "flex_attention", "flash_attention", "eager"]),
         (["cope", "cope"], ["auto", "triton", "blockwise", "eager"]),
     ],
@@ -307,13 +309,15 @@ def test_auto_without_a_gpu_is_the_pytorch_path(encoding, monkeypatch):
     monkeypatch.setattr(attention_triton, "kernel_attention", None)
     ids = tokens(2, 21)
     model = build(encoding, None)
-    # PyTorch's attention takes quadratic memory for a mask.
-    for mask, name in ((padding("left"), "blockwise"), (None, {"cope": "blockwise", "pope": "sdpa"}[encoding[:4]])):
+    for mask in (padding("left"), None):
         model.set_attn_implementation("auto")
         found = results(model, mask, input_ids=ids)
-        model.set_attn_implementation(name)
-        for one, other in zip(found, results(model, mask, input_ids=ids)):
-            assert torch.equal(one, other)
+        model.set_attn_implementation({"cope": "blockwise", "pope": "sdpa"}[encoding[:4]])
+        expected = results(model, mask, input_ids=ids)
+        if encoding.startswith("cope") or mask is None:
+            assert all(torch.equal(one, other) for one, other in zip(found, expected))
+        else:
+            all_close(found, expected)
 
 
 @pytest.mark.parametrize("encoding", slow_but(["pope"], WITH_KERNELS))
@@ -390,7 +394,7 @@ def test_auto_is_never_the_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["pope", "cope", ["pope", "none"]], ids=str)
 def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
-    """What `auto` hands on: the fewest rows and hidden keys with PyTorch's attention, no quadratic mask for others."""
+    """What `auto` hands on: ranges; and to PyTorch's attention a mask where its own causal one would be wrong."""
     model, seen = tiny_model("llama", encoding, "auto", num_key_value_heads=4), []
     functions = attention.ALL_ATTENTION_FUNCTIONS
     for name in ("sdpa", "blockwise"):
@@ -403,17 +407,16 @@ def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
     ids, mask = tokens(2, 21), padding("left")
     fast = "blockwise" if encoding == "cope" else "sdpa"
     cases = (
-        # rows, past, mask; the implementation, and the mask's type.
-        (21, 0, None, fast, None),
-        (1, 20, None, fast, None),
-        (3, 18, None, fast, torch.bool),
-        (9, 12, None, "blockwise", None),
-        (21, 0, mask, "blockwise", torch.int32),
-        (3, 18, mask, fast, torch.bool),
-        (1, 20, mask, fast, torch.bool),
+        # rows, past, mask; the type of the mask for PyTorch's attention.
+        (21, 0, None, None),
+        (1, 20, None, None),
+        (9, 12, None, torch.int32),
+        (21, 0, mask, torch.int32),
+        (3, 18, mask, torch.int32),
+        (1, 20, mask, torch.int32),
     )
     with torch.no_grad():
-        for rows, past, given, name, dtype in cases:
+        for rows, past, given, dtype in cases:
             cache = DynamicCache(config=model.config)
             if past:
                 model(ids[:, :past], attention_mask=None if given is None else given[:, :past], past_key_values=cache)
@@ -421,11 +424,40 @@ def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
             model(ids[:, past:], attention_mask=given, past_key_values=cache)
             assert len(seen) == 2
             for found, *shape, made in seen:
-                assert (found, shape) == (name, [rows, past + rows])
+                assert (found, shape) == (fast, [rows, past + rows])
                 if fast == "sdpa":
                     assert (None if made is None else made.dtype) == dtype
                 elif made is not None:
                     assert is_ranges(made)
+
+
+@pytest.mark.parametrize("encoding", ["pope", ["pope", "none"], ["rope", "alibi"]], ids=str)
+@pytest.mark.parametrize("kind", ["left", "right", "both", "hole", "packed", "static"])
+def test_rows_at_a_time_are_eager_attention(encoding, kind, monkeypatch):
+    """With few rows at a time: some see nothing, some have one document, and keys are further than the rows."""
+    monkeypatch.setattr(attention, "CPU_ROWS", 4)
+    model, ids = tiny_model("gpt2", encoding, "auto"), tokens(2, 21)
+    masks = {"both": padding("left", "right"), "packed": None, "static": padding("left")}
+    inputs = {"mask": masks[kind] if kind in masks else padding(kind), "input_ids": ids}
+    if kind == "packed":
+        inputs["position_ids"] = PACKED
+    if kind == "static":
+        inputs["past_key_values"] = StaticCache(model.config, max_cache_len=40)
+    found = results(model, **inputs)
+    model.set_attn_implementation("eager")
+    if kind == "static":
+        inputs["past_key_values"] = StaticCache(model.config, max_cache_len=40)
+    all_close(found, results(model, **inputs))
+
+
+def test_rows_at_a_time_need_no_quadratic_mask():
+    query, key, value = torch.rand(1, 2, 1024, 8), torch.rand(1, 2, 1024, 8), torch.rand(1, 2, 1024, 4)
+    module = types.SimpleNamespace(encodings=types.SimpleNamespace(hooks={"bias": []}))
+    ranges = ranges_of([-1] * 100 + [0] * 924, 1024)
+    with torch.no_grad(), LargestTensor() as largest:
+        attention._PATHS["sdpa"](module, query, key, value, ranges, 0.3, 0.0, None)
+    assert largest.largest <= 4 * attention.CPU_ROWS * 1024
+    assert attention.CPU_ROWS <= 256
 
 
 # Every kind of mask with one encoding; the other pairs are slow.
@@ -519,39 +551,55 @@ def test_layers_without_the_encoding_have_kernels(on_gpu, monkeypatch):
     assert len(on_gpu) == 4
 
 
+@pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("limited", [False, True])
-def test_plain_attention(limited):
+def test_plain_attention(limited, decay):
     """Against PyTorch's own, with every gradient; one row, without and with gradients; as operators."""
-    query = torch.randn(2, 2, 17, 16, requires_grad=True)
-    key, value = (torch.randn(2, 1, 21, 16, requires_grad=True) for _ in range(2))
+    query = torch.randn(2, 4, 17, 16, requires_grad=True)
+    key, value = (torch.randn(2, 2, 21, 16, requires_grad=True) for _ in range(2))
     inputs, ranges, mask = (query, key, value), None, torch.ones(17, 21, dtype=torch.bool).tril(4)
     if limited:
         ranges = ranges_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
         mask = dense_mask(ranges, 17)
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    numbers = None
+    if decay:
+        # Far from 0, as after thousands of tokens.
+        keys = 1e5 - torch.rand(2, 4, 21, dtype=torch.float64).cumsum(-1)
+        keys.requires_grad_()
+        inputs, numbers = (*inputs, keys), (keys.detach()[:, :, 4:], keys)
+        bias = bias + (keys[:, :, 4:, None].detach() - keys[:, :, None]).float()
     truth = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
-    )
-    out = plain_attention(*inputs, ranges=ranges, scaling=0.3)
+        query, key, value, attn_mask=bias, scale=0.3, enable_gqa=True
+    ).nan_to_num()
+    out = plain_attention(*inputs[:3], decay=numbers, ranges=ranges, scaling=0.3)
     grad = torch.randn_like(out)
+    if limited:
+        grad = grad * (mask.any(-1)[..., None])
     all_close([out, *torch.autograd.grad(out, inputs, grad)], [truth, *torch.autograd.grad(truth, inputs, grad)], 1e-5)
     last = None if ranges is None else ranges[:, :, 16:]
     step = (query[:, :, 16:], key, value)
+    of_step = None if numbers is None else (numbers[0][:, :, 16:], numbers[1])
     for trained in (True, False):
         with torch.set_grad_enabled(trained):
-            row = plain_attention(*step, ranges=last, scaling=0.3)
+            row = plain_attention(*step, decay=of_step, ranges=last, scaling=0.3)
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(kernel_plain._forward, (*inputs, None, 0.3), test_utils=tests)
+        both = numbers or (None, None)
+        torch.library.opcheck(kernel_plain._forward, (*inputs[:3], *both, None, 0.3), test_utils=tests)
         step = [tensor.detach() for tensor in step]
-        torch.library.opcheck(kernel_plain._decode, (*step, None, 0.3), test_utils=tests)
+        both = (None, None) if of_step is None else (of_step[0], of_step[1].detach())
+        torch.library.opcheck(kernel_plain._decode, (*step, *both, None, 0.3), test_utils=tests)
 
 
 def test_plain_attention_refuses():
     query, key = torch.randn(1, 2, 5, 16, requires_grad=True), torch.randn(1, 2, 5, 16)
     with pytest.raises(ValueError, match=r"scaling=0\.0 is not valid"):
         plain_attention(query, key, key, scaling=0.0)
+    with pytest.raises(ValueError, match=r"decay=\(1, 2, 4\)"):
+        plain_attention(query, key, key, scaling=1.0, decay=(torch.zeros(1, 2, 4), torch.zeros(1, 2, 5)))
     (grad,) = torch.autograd.grad(plain_attention(query, key, key, scaling=1.0).sin().sum(), query, create_graph=True)
     with pytest.raises(NotImplementedError, match="eager"):
         grad.sum().backward()

@@ -43,7 +43,7 @@ def test_rows(tmp_path):
 
 
 def test_every_direction_and_backend(tmp_path):
-    """A backend that does not serve the shape says why; the others are checked and timed."""
+    """A backend that does not support the shape gives the reason; the others are checked and timed."""
     names = ["rope-sdpa-flash", "rope-sdpa-math", "rope-sdpa-cudnn", "sdpa-math", "cope-open"]
     names += ["pope-sdpa-padded-flash", "pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-math"]
     directions = "forward,backward,forward+backward,decoding"
@@ -113,7 +113,7 @@ def test_a_lost_gpu():
     budget.attempt(result, shape, fail)
     assert not budget.failures
     assert result.status.startswith("RuntimeError: CUDA error")
-    assert budget.refuse("attention 2", "pope-triton", shape).startswith("left out: the GPU can not be used after")
+    assert budget.refuse("attention 2", "pope-triton", shape).startswith("left out: the GPU cannot be used after")
 
 
 @pytest.mark.parametrize(("provider", "failed"), [("rope-sdpa-cudnn", 0), ("cope-triton-half", 1), ("llama-cope", 1)])

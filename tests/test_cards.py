@@ -23,7 +23,7 @@ from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data
 from whatwhere.scripts.evaluation.results import collect_lm_eval, read_results, write_json
-from whatwhere.scripts.reproduction.report import card_from_results
+from whatwhere.scripts.reproduction import report
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
 ORIGIN = {"command": "whatwhere length runs/tiny", "date": "2031-02-03T04:05:06+00:00", "versions": {"torch": "9.8.7"}}
@@ -100,7 +100,7 @@ def run_folder(folder, *, encoding="pope", tokenizer="bytes", seed=0, **results)
         vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=2 if isinstance(encoding, list) else 1,
         num_attention_heads=2,
         max_position_embeddings=32,
         position_encoding=encoding,
@@ -194,7 +194,7 @@ def test_the_first_screen(place):
         "54,321 parameters",
         "](length_pg19.png)",
         "| **this model** | pope | 32 | 51.25 ± 0.51 | 1,234 ± 12 | - |",
-        "| **this model**, yarn | pope | 32 | - | 60.75 ± 0.61 | cannot reach |",
+        "| **this model**, yarn | pope | 32 | - | 60.75 ± 0.61 | not supported |",
         "| [tiny_small_rope](../tiny_small_rope/README.md) | rope | 32 | 42.50 ± 0.42 | - | - |",
         "```python",
         TRAINING["command"],
@@ -285,7 +285,9 @@ def test_the_card_beside_the_weights(place, capsys):
 @pytest.mark.parametrize("change", [0.0, 1.0])
 def test_a_card_travels_with_its_weights_and_only_these(place, change):
     run = place / "runs" / "tiny"
-    write_json(run / "length.json", {"data": DATA, "checkpoints": [], "weights_sha256": weights_fingerprint(run)})
+    write_json(
+        run / "length.json", {"data": DATA, "checkpoints": [], **ORIGIN, "weights_sha256": weights_fingerprint(run)}
+    )
     (run / "README.md").write_text(text_of(command.write_card(run).parent), encoding="utf-8")
     model = WhatWhereLlamaForCausalLM.from_pretrained(run)
     with torch.no_grad():
@@ -366,6 +368,13 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     assert card.data.base_model == "openai-community/gpt2"
     # That of the base model is not known here.
     assert card.data.license == "unknown"
+    # A local folder: the licence that its card states.
+    training |= {"base_model": None, "base_folder": "mine", "base_weights_sha256": "0"}
+    assert model_card(WhatWhereLlamaConfig(), {"results": training}, name="x", weights="0").data.license == "unknown"
+    card = model_card(WhatWhereLlamaConfig(), {"results": {**training, "licence": "mit"}}, name="x", weights="0")
+    assert card.data.license == "mit"
+    assert ", fine-tuned from `mine`" in card.text
+    assert "Weights: mit, as in the card of `mine`." in card.text
 
 
 def test_a_toy_task():
@@ -424,52 +433,56 @@ def test_paths_of_a_machine_stay_there(place):
     results["command"] = f"whatwhere train tiny_small --data-dir '/data/of me/x' --output {run}"
     results["recipe"]["data"]["tokenizer"] = "/somewhere/else/tokenizer"
     write_json(run / "results.json", results)
-    command.make([run], place / "model_cards", published="me/tiny", figures=False)
+    command.make([run], place / "model_cards", figures=False)
     folder = card_of(place)
     assert "tokenizer: tokenizer\n" in (folder / "recipe.yaml").read_text()
-    assert 'name = "me/tiny"' in text_of(folder)
-    assert "not published" not in text_of(folder)
+    assert 'name = "tiny"' in text_of(folder)
     assert str(place) not in text_of(folder) + (folder / "results.json").read_text(encoding="utf-8")
 
 
 def test_tables_and_the_list(place):
     table = json.loads((SHIPPED / "cope_3_small" / "results.json").read_text(encoding="utf-8"))
-    # A run of that table: its seconds are the run's own.
-    table["cells"][0]["ours"]["seeds"][0].update(seed=3, steps=77, parameters=54321, seconds=89.625)
     output = place / "model_cards"
     write_json(output / "cope_3_small" / "results.json", table)
     (output / "README.md").write_text(f"before\n{command.INDEX[0]}\nold\n{command.INDEX[1]}\nafter\n")
     assert command.make([], output, figures=False)[-1] == output / "README.md"
-    assert "](../cope_3_small/README.md)" in text_of(card_of(place))
-    assert text_of(output / "cope_3_small") == card_from_results(output / "cope_3_small" / "results.json")
+    assert text_of(output / "cope_3_small") == report.card(table)
     text = text_of(output)
     assert (text.startswith("before\n"), text.endswith("\nafter\n"), "\nold\n" in text) == (True, True, False)
     assert "[`tiny_small_pope`](tiny_small_pope/README.md)" in text
     assert "[`cope_3_small`](cope_3_small/README.md)" in text
 
 
+def test_a_plan_by_layer(tmp_path):
+    run = run_folder(tmp_path / "run", encoding=["rope", "cope+rope"])
+    assert "position encoding `rope, cope+rope`, made with" in text_of(run)
+    (card, *_) = command.make([run], tmp_path / "cards")
+    assert card.parent.name == "tiny_small_rope-cope_rope"
+    assert "the position encoding `rope, cope+rope`" in card.read_text(encoding="utf-8")
+    assert "| `rope, cope+rope` |" in command.index(tmp_path / "cards")
+
+
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ("unfinished", ["runs/tiny", "--output", "model_cards"], "no results.json"),
+        ("unfinished", ["runs/tiny", "--output", "model_cards"], "results.json"),
         ("trained further", ["runs/tiny", "--output", "model_cards"], "run='runs/tiny'"),
         ("broken", ["runs/tiny"], "not valid JSON"),
         ("stock", ["stock"], "'gpt2'"),
         (None, ["nowhere"], "no config.json"),
-        (None, ["runs/tiny", "--output", "model_cards", "--name", "a/b"], "name='a/b'"),
         (None, ["runs/tiny", "--output", "model_cards", "--name", "cope"], "name='cope'"),
-        (None, ["runs/tiny", "runs/other", "--output", "model_cards", "--published", "me/x"], "one RUN"),
-        (None, ["runs/tiny", "runs/tiny", "--output", "model_cards"], "tiny_small_pope"),
-        (None, ["runs/tiny", "--output", "model_cards", "--results", "nothing.json"], "results='nothing.json'"),
+        (None, ["runs/tiny", "runs/tiny", "--output", "model_cards"], "same card folder"),
+        (None, ["runs/tiny", "--output", "model_cards", "--results", "nothing.json"], "nothing.json"),
         (None, ["runs/tiny", "--output", "model_cards", "--results", "length_none.json"], "length_none.json"),
-        (None, ["--published", "me/x"], "--output"),
+        (None, ["--name", "x"], "--output"),
         (None, ["--output", "empty"], "output='empty'"),
         (None, [], "--output"),
     ],
 )
-def test_errors_of_the_command_line(place, monkeypatch, capsys, change, arguments, message):
+def test_errors_of_the_command_line(place, monkeypatch, refused, change, arguments, message):
     monkeypatch.chdir(place)
-    write_json(pathlib.Path("model_cards/cope/results.json"), {})
+    pathlib.Path("model_cards/cope").mkdir()
+    pathlib.Path("model_cards/cope/notes.txt").touch()
     write_json(pathlib.Path("length_none.json"), {"checkpoints": [entry("tiny", "1" * 64, [])], "data": DATA, **ORIGIN})
     results = pathlib.Path("runs/tiny/results.json")
     if change == "unfinished":
@@ -480,10 +493,7 @@ def test_errors_of_the_command_line(place, monkeypatch, capsys, change, argument
         results.write_text("{", encoding="utf-8")
     elif change == "stock":
         write_json(pathlib.Path("stock/config.json"), {"model_type": "gpt2"})
-    with pytest.raises(SystemExit) as stop:
-        command.main(arguments)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("card", *arguments)
 
 
 def snippet_of(folder):
@@ -547,6 +557,25 @@ def test_shipped_snippets_run(name, tmp_path, monkeypatch, capsys):
     exec(snippet, {})
     prompt = json.loads(re.search(r'tokenizer\((".*"), return', snippet)[1])
     assert capsys.readouterr().out.startswith(prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("results.json", ("metrics",), "results.json: metrics is missing"),
+        ("length_pg19.json", ("checkpoints", 0, "cells", 0, "length"), r"checkpoints\[0\]\[0\].length is missing"),
+        ("lm_eval.json", ("tasks", "piqa", "metrics"), r"tasks.metrics is missing"),
+    ],
+)
+def test_broken_results_are_refused_with_the_field(place, name, keys, message):
+    path = card_of(place) / name
+    content = part = json.loads(path.read_text())
+    for key in keys[:-1]:
+        part = part[key]
+    del part[keys[-1]]
+    write_json(path, content)
+    with pytest.raises(ValueError, match=message):
+        command.write_card(card_of(place), figures=False)
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):

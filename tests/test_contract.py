@@ -389,7 +389,7 @@ def test_every_parameter_gets_a_gradient(family, encoding):
 
 @every_model_in_turn
 def test_trains_after_inference_mode(family, encoding):
-    # What a model keeps from one forward to the next must not be inference tensors: autograd can not save them.
+    # Tensors that a model caches must not be inference tensors, which autograd cannot save.
     model = build(family, encoding)
     ids = tokens(1, 8)
     with torch.inference_mode():
@@ -629,7 +629,7 @@ def test_classification(family, encoding):
 
 @every_model_in_turn
 def test_memory_is_freed_without_the_garbage_collector(family, encoding):
-    # A cycle that holds tensors grows by gigabytes in training before Python happens to collect it.
+    # A reference cycle with tensors keeps gigabytes in training until the next garbage collection.
     model, ids = build(family, encoding), tokens(2, 24)
     # What is made once and kept.
     model(ids, labels=ids, use_cache=False).loss.backward()

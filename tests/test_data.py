@@ -1,6 +1,7 @@
 """Corpora, tokenizers and packing."""
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from whatwhere.scripts.data.pack import (
     make_blocks,
     pad_blocks,
 )
-from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, evaluation_stream, tokenize_documents
+from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
 
@@ -143,7 +144,7 @@ def test_text_of_jsonl_is_taken_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", bytes(1000), r"a\.txt' is not UTF-8 text: it holds NUL characters"),
+        ("a.txt", bytes(1000), r"a\.txt' is not UTF-8 text: it contains NUL characters"),
         ("a.txt", "text".encode("utf-16"), r"a\.txt' cannot be read as UTF-8 text"),
         ("a.txt", b"caf\xe9", r"a\.txt' cannot be read as UTF-8 text"),
         ("a.txt.gz", b"no gzip", r"a\.txt\.gz' cannot be read as UTF-8 text"),
@@ -152,7 +153,7 @@ def test_text_of_jsonl_is_taken_as_it_is(tmp_path):
             gzip.compress(os.urandom(4000).hex().encode())[:2000],
             r"a\.txt\.gz' cannot be read as UTF-8 text",
         ),
-        ("a.jsonl", bytes(1000), r"a\.jsonl' holds NUL bytes"),
+        ("a.jsonl", bytes(1000), r"a\.jsonl' contains NUL bytes"),
     ],
     ids=["nul", "utf-16", "latin-1", "no gzip", "cut gzip", "nul jsonl"],
 )
@@ -174,7 +175,7 @@ def test_patterns_stay_inside_the_data_folder(folder, pattern):
 
 
 def documents_of(rows):
-    """The documents of rows, of which some may be pieces."""
+    """Returns the documents of rows; rows can be pieces of documents."""
     documents = {}
     for number, row in enumerate(rows):
         key = row.get("document", number)
@@ -261,8 +262,8 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"train_file": "nothing.txt"}, "train_file='nothing.txt' is not valid: there is no such file"),
         ({"train_file": ["valid.jsonl", "no*"], **books}, r"train_file='no\*' is not valid"),
         ({"train_file": "valid.jsonl", "validation_file": "nix"}, "validation_file='nix'"),
-        ({"train_file": "empty"}, "the folder holds no .txt"),
-        ({"train_file": "table.csv"}, "'table.csv' has an unknown kind"),
+        ({"train_file": "empty"}, "the folder has no .txt"),
+        ({"train_file": "table.csv"}, "'table.csv' has an unknown ending"),
         ({"train_file": "."}, "train_file mixes json and text files"),
         ({"validation_file": "valid.jsonl"}, "validation_file='valid.jsonl'"),
         ({"train_file": "valid.jsonl", "splits": {"train": "a"}}, "splits={'train': 'a'}"),
@@ -511,10 +512,10 @@ def test_bad_tokenizers(options, message):
         build_tokenizer(**options)
 
 
-def test_evaluation_stream_counts_every_byte(tokenizer):
-    ids, sizes = evaluation_stream(tokenizer, TEXTS)
-    assert ids.shape == sizes.shape
-    assert ids.dtype == sizes.dtype == torch.int64
+def test_bytes_per_token_counts_every_byte(tokenizer):
+    ids = torch.tensor(list(itertools.chain(*tokenize_documents(tokenizer, TEXTS))))
+    sizes = bytes_per_token(tokenizer)[ids]
+    assert sizes.dtype == torch.int64
     assert sizes.sum().item() == sum(len(text.encode()) for text in TEXTS)
     ends = (ids == tokenizer.eos_token_id).nonzero().flatten().tolist()
     assert len(ends) == len(TEXTS)
@@ -536,8 +537,8 @@ def test_bytes_per_token_of_sentencepiece_and_refusal_of_others():
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     # one more byte a document: the space that SentencePiece puts before it
-    _, sizes = evaluation_stream(tokenizer, ["ab aé", "b"])
-    assert sizes.sum().item() == len("ab aé".encode()) + len("b") + 2
+    ids = [*itertools.chain(*tokenize_documents(tokenizer, ["ab aé", "b"]))]
+    assert bytes_per_token(tokenizer)[ids].sum().item() == len("ab aé".encode()) + len("b") + 2
 
     words = Tokenizer(models.WordLevel({"a": 0, "[EOS]": 1}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -584,7 +585,7 @@ def test_separate_documents_are_padded():
     assert blocks[[0, 1]]["input_ids"].shape == (2, 9)
     assert blocks[[1]]["labels"].tolist() == [tokenizer(WORDS[1]["text"])["input_ids"][:9]]
     assert len(make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate", limit=2)) == 2
-    with pytest.raises(ValueError, match="holds fewer tokens"):
+    with pytest.raises(ValueError, match="has fewer tokens"):
         make_blocks(WORDS[2:3], tokenizer, sequence_length=9, pack="separate")
 
 
@@ -643,7 +644,7 @@ def test_documents_restart_positions_and_lose_their_first_label():
 
 def test_packing_loses_nothing_before_the_last_block(tokenizer):
     rows = [{"text": text} for text in TEXTS * 3]
-    stream, _ = evaluation_stream(tokenizer, [row["text"] for row in rows])
+    stream = torch.tensor(list(itertools.chain(*tokenize_documents(tokenizer, [row["text"] for row in rows]))))
     for length in (3, 16, 63):
         blocks = [block["input_ids"] for block in iterate_blocks(rows, tokenizer, length, "concat")]
         assert len(blocks) == len(stream) // length

@@ -35,6 +35,9 @@ def test_python_snippets_run(page, tmp_path, monkeypatch):
     pushed = []
     monkeypatch.setattr(PreTrainedModel, "push_to_hub", lambda self, name: pushed.append((name, self)))
     names = {}
+    if any("kernels import" in code for code in blocks(page, "python")):
+        pytest.importorskip("kernels", reason="the package `kernels` is not installed: pip install kernels")
+        cli.main(["kernel-hub", "attention", "--build"])
     for code in blocks(page, "python"):
         exec(compile(code, page, "exec"), names)
     if page == "README.md":

@@ -168,7 +168,13 @@ def test_lora_with_a_new_encoding(run, stock, family, encoding):
 
 
 def test_lora_of_our_own_checkpoint(run, stock):
-    own, _ = run(stock["llama"], "--position-encoding", "cope", output="own")
+    own, results = run(stock["llama"], "--position-encoding", "[rope, cope]", output="own")
+    assert AutoModelForCausalLM.from_pretrained(own).config.position_encoding == ["rope", "cope"]
+    assert (results["base_model"], results["base_folder"], results["licence"]) == (None, "llama", None)
+    card = (own / "README.md").read_text(encoding="utf-8")
+    assert "license: unknown" in card
+    assert "the position encoding `rope, cope`, fine-tuned from `llama`" in card
+    assert "is not stated; that of `llama` applies." in card
     output, results = run(str(own), "--lora", "--lora-rank", "2", output="lora")
     assert results["newly_initialised"] == []
     assert not (output / "base").exists()
@@ -280,6 +286,8 @@ def test_text_options_without_effect(stock, tmp_path, arguments, message):
     [
         (["--train-file", "no.txt"], "train_file='no.txt' is not valid: there is no such file"),
         (["--data", "local"], "splits=None"),
+        (["--dataset", "foo"], "dataset='foo' is not valid: it has no effect with data='stdlib'"),
+        (["--text-field", "page"], "text_field='page' is not valid: it has no effect with data='stdlib'"),
         (["--data", "local", "--validation-file", "no.txt"], "validation_file=.*train_file"),
     ],
 )
@@ -289,6 +297,19 @@ def test_errors_of_the_text_come_before_the_model(stock, tmp_path, monkeypatch, 
     with pytest.raises(ValueError, match=message):
         finetune([stock["llama"], *arguments, "--output", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_text_field_has_no_effect_on_text_files(stock, tmp_path):
+    (tmp_path / "a.txt").write_text("how now brown cow")
+    with pytest.raises(ValueError, match="text_field='page' has no effect: all files are text files"):
+        finetune([stock["llama"], "--train-file", str(tmp_path / "a.txt"), "--text-field", "page", "--output", "run"])
+
+
+@pytest.mark.parametrize("value", ["{num:3}", "{'a': 1}"])
+def test_what_is_not_json_is_named(value, capsys):
+    with pytest.raises(SystemExit):
+        command.parser().parse_args(["x", "--output", "y", "--position-encoding-parameters", value])
+    assert f"--position-encoding-parameters: {value!r} is not valid JSON" in capsys.readouterr().err
 
 
 def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
@@ -389,22 +410,11 @@ def test_resume_executes_nothing(run, interrupted, tmp_path):
     assert not (tmp_path / "trap").exists()
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(
-        ["optimizer.pt", "model.safetensors"], ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"]
-    ),
-)
-def test_damaged_checkpoint(run, interrupted, tmp_path, name):
-    file = tmp_path / "parts" / "checkpoints" / "checkpoint-2" / name
-    content = file.read_bytes()
-    for damaged in (None, content[:-20]):
-        file.unlink() if damaged is None else file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"{name}' is damaged: .* to continue from 'checkpoint-1'\.$"):
-            run(*interrupted, "--resume", output="parts")
-    # as if it was killed while it saved
-    (file.parent / "trainer_state.json").unlink()
+def test_incomplete_checkpoint(run, interrupted, tmp_path, capsys):
+    """As if it was killed while it saved: an earlier checkpoint is taken."""
+    (tmp_path / "parts" / "checkpoints" / "checkpoint-2" / "optimizer.pt").unlink()
     run(*interrupted, "--resume", output="parts")
+    assert "checkpoint-2' is incomplete" in capsys.readouterr().out
 
 
 def test_one_run_a_folder(run, stock, tmp_path):
@@ -434,6 +444,11 @@ def test_what_resume_refuses(run, stock):
         (["--rope-parameters", '{"rope_type": "yarm"}'], "yarm"),
         (["--position-encoding", "absolute", "--sequence-length", "64"], "sequence_length=64.*32"),
         (["--merge"], "merge=True"),
+        (["--lora-rank", "4"], "lora_rank=4 is not valid: it has no effect without lora"),
+        (["--lora-alpha", "4"], "lora_alpha=4.0"),
+        (["--lora-dropout", "0.5"], "lora_dropout=0.5"),
+        (["--warmup-steps", "4"], "warmup_steps=4 is not valid: it must be below steps=4"),
+        (["--position-encoding", "[rope, popes]"], "position_encoding='popes'"),
         (["--tokenizer", "./no/tokenizer"], "no tokenizer"),
     ],
 )
@@ -446,7 +461,7 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     with pytest.raises(ValueError, match="no/such/folder"):
         run("./no/such/folder")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match="model_type is 'None'"):
         run(str(tmp_path / "empty"))
     BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match=r"model_type is 'bert'\. Allowed: .*'whatwhere_llama'"):
@@ -472,7 +487,3 @@ def test_options_out_of_range(tmp_path):
     for name, value in {**values, "schedule": "step"}.items():
         assert any(text.startswith(f"{name.replace('-', '_')}={value!r} ") for text in caught.value.problems), name
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_has_every_setting():
-    assert {name.replace("-", "_") for name in command.OPTIONS} == set(script.Settings.model_fields) - {"checkpoint"}

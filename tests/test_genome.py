@@ -118,7 +118,7 @@ def test_splits_by_chromosome(tmp_path, monkeypatch, style):
     monkeypatch.setattr("datasets.DownloadManager.download_and_extract", lambda self, address: str(file))
     assert load_corpus("genome", "test")["text"] == found["test"]
     write(file, [("chr21", "AC"), ("chr1", "AC")])
-    with pytest.raises(ValueError, match="lacks the chromosomes 22 of split 'test'"):
+    with pytest.raises(ValueError, match="has no chromosomes 22 for split 'test'"):
         load_corpus("genome", "test", data_dir=tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_real_genome(data_dir, tokenizer):
     rows = {
         split: load_corpus("genome_chr2", split, data_dir=data_dir)["text"] for split in ("train", "validation", "test")
     }
-    # 388 whole pieces, the first of which is N throughout
+    # 388 complete pieces; the first contains only N
     assert {split: len(texts) for split, texts in rows.items()} == {"train": 348, "validation": 19, "test": 20}
     assert all(len(text) == 6000 for texts in rows.values() for text in texts)
     blocks = make_blocks([{"text": text} for text in rows["test"]], tokenizer, sequence_length=1000, pack="separate")

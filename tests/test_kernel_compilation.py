@@ -56,7 +56,7 @@ def test_every_kernel_compiles_and_fits(tmp_path, targets, only):
     assert {target for target, _ in fitting} == set(targets)
     kernels = {variant.split()[0] for _, variant in fitting}
     assert kernels >= {"forward", "backward_rows", "backward_columns", "row_products", "decode", "combine"}
-    assert kernels >= {"position_values", "window_forward", "window_rows", "table_rows", "window_columns"}
+    assert kernels >= {"position_values", "window_forward", "window_rows", "window_columns"}
     for result in found:
         if result.fits:
             assert result.shared <= TARGETS[result.target].shared
@@ -106,7 +106,6 @@ def test_flags_of_launches_and_tiles_that_do_not_fit(tmp_path):
         assert f"{kernel} cope bf16 D=64 causal" in names
         assert f"{kernel} cope bf16 D=64 ranges" in names
         assert f"{kernel} cope bf16 D=64 ranges+separate gates" in names
-    assert "table_rows cope bf16 D=64 position query" in names
     assert "backward_columns pope bf16 D=64 grouped heads" in names
     assert "window_forward cope bf16 D=64 decoding causal" in names
     assert "backward_rows plain bf16 D=64 ranges" in names

@@ -12,7 +12,8 @@ from tiny import slow_but
 from whatwhere import kernel_cope
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
-from whatwhere.kernel_launch import Tiles, recording
+from whatwhere.kernel_launch import Tiles
+from whatwhere.scripts.compile_kernels import recording
 
 SHIPPED_TILES = kernel_cope._window_tiles
 
@@ -213,11 +214,11 @@ def test_windows_end_where_positions_do():
     query, key, value, table, _ = inputs(1, 1, 1, 257, 257, 16, positions=16, openness=12.0)
     window = kernel_cope._Pass(query, key, value, table, None, None, None, 0.25, 0.25).window_forward()
     first_rows = torch.arange(0, 257, kernel_cope.WINDOW_ROWS)
-    assert (first_rows - window["start"][0, 0] <= 16 + kernel_cope.MOST_COLUMNS).all()
+    assert (first_rows - window.start[0, 0] <= 16 + kernel_cope.MOST_COLUMNS).all()
     key = key.detach().clone()
     key[..., 0] = -12.0
     window = kernel_cope._Pass(query, key, value, table, None, None, None, 0.25, 0.25).window_forward()
-    assert (window["start"] == 0).all()
+    assert (window.start == 0).all()
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
@@ -302,8 +303,8 @@ def test_backward_with_gates_of_another_rounding(shift, visited, monkeypatch):
     backward = kernel_cope._Pass.window_backward
 
     def shifted(self, grad, delta, window):
-        assert (window["total"] > 10 << 21).all()
-        return backward(self, grad, delta, window | {"total": window["total"] + shift})
+        assert (window.total > 10 << 21).all()
+        return backward(self, grad, delta, window._replace(total=window.total + shift))
 
     monkeypatch.setattr(kernel_cope._Pass, "window_backward", shifted)
     compare([query, key, value, table, None], tolerance=1e-4)
@@ -355,13 +356,13 @@ def test_grids_of_many_heads():
         window = attention.window_forward()
         attention.window_backward(query, meta(*heads, 64), window)
         row = meta(*heads, 1, 16)
-        kernel_cope._decode(row, query, query, table, None, None, None, 0.25, 0.25)
+        kernel_cope._decode._init_fn(row, query, query, table, None, None, None, 0.25, 0.25)
         flash_forward(query, query, query, scaling=1.0)
         flash_backward_rows(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         flash_backward_columns(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         row_products(query, query)
     names = {one.kernel.fn.__name__ for one in launches}
-    assert names >= {"_position_values", "_window_forward", "_window_rows", "_table_rows", "_window_columns"}
+    assert names >= {"_position_values", "_window_forward", "_window_rows", "_window_columns"}
     assert names >= {"forward_kernel", "backward_rows_kernel", "backward_columns_kernel", "decode_kernel"}
     for one in launches:
         x, *others = one.grid
@@ -396,7 +397,7 @@ def test_operator(separate, rotated):
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
     row = (query[:, :, :1], *others, None, None, None, 0.25, 0.25)
-    torch.library.opcheck(kernel_cope._decode_op, row, test_utils=OPERATOR_TESTS)
+    torch.library.opcheck(kernel_cope._decode, row, test_utils=OPERATOR_TESTS)
 
 
 def test_second_derivative_is_refused():

@@ -1,8 +1,10 @@
 """The flash-attention kernels, run by Triton's interpreter, against full matrices in float64."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ pytest.importorskip("triton")
 
 from tiny import slow_but
 from whatwhere import kernel_flash, kernel_launch
-from whatwhere.kernel_flash import Polar
 from whatwhere.kernel_launch import Tiles
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
@@ -80,12 +81,12 @@ def visible_by(ranges: torch.Tensor | None, Q: int, K: int) -> torch.Tensor:
     return (slots >= low) & (slots < high) & (ranges[:, :, None, Q:, 0] != 0)
 
 
-def polar_of(R: int, B: int, H: int, Q: int, K: int, *, shifted: bool, same: bool = True) -> Polar:
-    """Tables of random phases, float32; `same`: one table for all entries of the batch."""
-    query_phases = torch.rand(1 if same else B, Q, R) * 20 - 10
-    key_phases = torch.rand(1 if same else B, K, R) * 20 - 10
-    shift = -2 * math.pi * torch.rand(H, R) if shifted else None
-    return Polar(query_phases.cos(), query_phases.sin(), key_phases.cos(), key_phases.sin(), shift)
+def polar_of(R: int, B: int, H: int, K: int) -> tuple[torch.Tensor, ...]:
+    """Random phases of a decoding step, as cosines and sines, and shifts: float32."""
+    query_phases = torch.rand(B, 1, R) * 20 - 10
+    key_phases = torch.rand(B, K, R) * 20 - 10
+    shift = -2 * math.pi * torch.rand(H, R)
+    return query_phases.cos(), query_phases.sin(), key_phases.cos(), key_phases.sin(), shift
 
 
 def turned(features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
@@ -98,10 +99,11 @@ def turned(features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shift: 
     return torch.cat((polar * phase.cos(), polar * phase.sin(), features[..., R:]), dim=-1)
 
 
-def reference(query, key, value, visible, scaling, polar=None, shift=None, constant=None, others=None):
+def reference(query, key, value, visible, scaling, polar=None, constant=None, others=None):
     """Output and log-sum-exp in float64; `others` are logits (B, H, Q, X) and values (B, H, X, D) of further keys."""
     if polar is not None:
-        query, key = turned(query, polar.cos_q, polar.sin_q, shift), turned(key, polar.cos_k, polar.sin_k, None)
+        cos_q, sin_q, cos_k, sin_k, shift = polar
+        query, key = turned(query, cos_q, sin_q, shift), turned(key, cos_k, sin_k, None)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     logits = query @ key.mT * scaling
@@ -117,12 +119,13 @@ def reference(query, key, value, visible, scaling, polar=None, shift=None, const
     return weights @ value, torch.where(seen[..., 0], lse, 1e30)
 
 
-def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, V: int | None = None) -> list[torch.Tensor]:
     """query, key, value, gradient of the output; not all contiguous."""
     B, H, G, Q, K, D = shape
+    V = V or D
     query = torch.randn(B, Q, H, D).to(dtype).transpose(1, 2)
-    key, value = torch.randn(B, K, 2 * G, D).to(dtype).transpose(1, 2).chunk(2, 1)
-    return [query, key, value, torch.randn(B, H, Q, D).to(dtype)]
+    both = torch.randn(B, K, G, D + V).to(dtype).transpose(1, 2)
+    return [query, both[..., :D], both[..., D:], torch.randn(B, H, Q, V).to(dtype)]
 
 
 def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -146,37 +149,36 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5)
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-def check(shape, tiles, *, ranges=None, polar=None, bound=None, dtype=torch.float32, tolerance=2e-5) -> None:
+def with_tiles(*tiles: Tiles):
+    """Kernels run with these tiles, instead of the first of their own."""
+    return mock.patch.object(kernel_flash, "_candidates", return_value=tiles)
+
+
+def check(shape, tiles, *, V=None, ranges=None, bound=None, dtype=torch.float32, tolerance=2e-5) -> None:
     B, H, _, Q, K, D = shape
     scaling = 0.7 / math.sqrt(D)
-    tensors = inputs(shape, dtype)
+    tensors = inputs(shape, dtype, V)
     query, key, value, grad = tensors
     wanted = leaves(tensors[:3])
-    shift = None
-    if polar is not None and polar.shift is not None:
-        shift = polar.shift.double().requires_grad_()
     visible = visible_by(ranges, Q, K)
     if bound is not None:
         start, rows = bound
         visible = visible & (torch.arange(K) < start[:, :, torch.arange(Q) // rows, None])
-    out, lse = reference(*wanted, visible, scaling, polar, shift)
-    expected = torch.autograd.grad(out, [*wanted, *([] if shift is None else [shift])], grad.double())
+    out, lse = reference(*wanted, visible, scaling)
+    expected = torch.autograd.grad(out, wanted, grad.double())
 
-    settings = {"scaling": scaling, "ranges": ranges, "polar": polar, "bound": bound, "tiles": [tiles]}
-    actual, actual_lse = kernel_flash.flash_forward(query, key, value, **settings)
+    settings = {"scaling": scaling, "ranges": ranges, "bound": bound}
+    with with_tiles(tiles):
+        actual, actual_lse = kernel_flash.flash_forward(query, key, value, **settings)
+        delta = kernel_flash.row_products(grad, actual)
+        backward = (grad, query, key, value, actual_lse, delta)
+        grad_query = kernel_flash.flash_backward_rows(*backward, **settings)
+        grad_key, grad_value, _ = kernel_flash.flash_backward_columns(*backward, **settings)
     assert actual.dtype == dtype
     close(actual, out, tolerance)
     close(actual_lse, lse, tolerance)
-    delta = kernel_flash.row_products(grad, actual)
     close(delta, (grad.double() * actual.double()).sum(-1))
-    backward = (grad, query, key, value, actual_lse, delta)
-    grad_query, grad_shift = kernel_flash.flash_backward_rows(*backward, **settings)
     close(grad_query, expected[0], tolerance)
-    if shift is None:
-        assert grad_shift is None
-    else:
-        close(grad_shift, expected[3], 5 * tolerance)
-    grad_key, grad_value = kernel_flash.flash_backward_columns(*backward, **settings)
     close(grad_key, expected[1], tolerance)
     close(grad_value, expected[2], tolerance)
     if not visible.any(-1).all():
@@ -244,48 +246,34 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
         *wanted, visible, scaling, constant=constant.double(), others=(logits.double(), other_value.double())
     )
     expected = torch.autograd.grad(out, wanted, grad.double())
-    settings = {"scaling": scaling, "ranges": ranges, "bound": bound, "tiles": [tiles]}
-    actual, actual_lse = kernel_flash.flash_forward(
-        query, key, value, constant=constant, initial=(initial, initial_lse), **settings
-    )
+    settings = {"scaling": scaling, "ranges": ranges, "bound": bound}
+    first = torch.randn(B, H, Q, D)
+    firsts = torch.randn_like(key.contiguous()), torch.randn_like(value.contiguous())
+    with with_tiles(tiles):
+        actual, actual_lse = kernel_flash.flash_forward(
+            query, key, value, constant=constant, initial=(initial, initial_lse), **settings
+        )
+        backward = (grad, query, key, value, actual_lse - constant, kernel_flash.row_products(grad, actual))
+        grad_query = kernel_flash.flash_backward_rows(*backward, initial=first, **settings)
+        grad_key, grad_value, _ = kernel_flash.flash_backward_columns(*backward, initial=firsts, **settings)
     close(actual, out)
     close(actual_lse, lse)
-    backward = (grad, query, key, value, actual_lse - constant, kernel_flash.row_products(grad, actual))
-    first = torch.randn(B, H, Q, D)
-    grad_query, _ = kernel_flash.flash_backward_rows(*backward, initial=first, **settings)
     close(grad_query, expected[0] + first)
-    firsts = torch.randn_like(key.contiguous()), torch.randn_like(value.contiguous())
-    grad_key, grad_value = kernel_flash.flash_backward_columns(*backward, initial=firsts, **settings)
     close(grad_key, expected[1] + firsts[0])
     close(grad_value, expected[2] + firsts[1])
 
 
 @pytest.mark.parametrize(
-    ("part", "shifted", "same", "groups"),
+    ("shape", "mask", "V"),
     slow_but(
-        [(0.3, True, False, 1)],
-        [
-            (1.0, True, True, 2),
-            (1.0, True, True, 1),
-            (0.5, True, False, 2),
-            (0.5, False, True, 2),
-            (0.3, True, False, 1),
-        ],
+        [("square-63", "padding", 20), ("longer-keys", "holes", 61)],
+        [(*pair, V) for pair in zip(SHAPES, MASKS) for V in (SHAPES[pair[0]][0][5] // 2, SHAPES[pair[0]][0][5] - 3)],
     ),
 )
-def test_polar(part: float, shifted: bool, same: bool, groups: int) -> None:
-    """All channels or some of them, with and without a shift, one table or one per entry, grouped heads or not."""
-    B, H, _, Q, K, D = shape = (2, 2, 2 // groups, 40, 70, 40)
-    check(shape, Tiles(32, 32), polar=polar_of(int(part * D), B, H, Q, K, shifted=shifted, same=same))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "mask"), list(zip(SHAPES, MASKS)), ids=SHAPES)
-def test_polar_masks(shape: str, mask: str) -> None:
+def test_values_narrower_than_keys(shape: str, mask: str, V: int) -> None:
     sizes, tiles = SHAPES[shape]
-    B, H, _, Q, K, D = sizes
-    polar = polar_of(D, B, H, Q, K, shifted=True)
-    check(sizes, tiles, ranges=ranges_of(mask, B, Q, K), polar=polar)
+    B, _, _, Q, K, _ = sizes
+    check(sizes, tiles, V=V, ranges=ranges_of(mask, B, Q, K))
 
 
 def _high(on: bool) -> None:
@@ -319,44 +307,44 @@ def test_tf32_as_pytorch_would(switch: Callable[[bool], None], monkeypatch: pyte
         torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "part"),
-    slow_but(
-        [(torch.bfloat16, 0), (torch.float16, 0.5)],
-        [(torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float16, 0), (torch.float16, 0.5)],
-    ),
-)
-def test_low_precision(dtype: torch.dtype, part: float) -> None:
-    B, H, _, Q, K, D = shape = (1, 2, 1, 63, 100, 32)
-    polar = polar_of(int(part * D), B, H, Q, K, shifted=True) if part else None
-    check(shape, Tiles(32, 64), polar=polar, dtype=dtype, tolerance=3e-2 if dtype == torch.bfloat16 else 4e-3)
+@pytest.mark.parametrize(("dtype", "V"), [(torch.bfloat16, 32), (torch.float16, 20)])
+def test_low_precision(dtype: torch.dtype, V: int) -> None:
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
+    check((1, 2, 1, 63, 100, 32), Tiles(32, 64), V=V, dtype=dtype, tolerance=tolerance)
 
 
 def test_tiles_of_the_table() -> None:
     """Without an override, whatever the head dim."""
-    for D in (16, 48, 256):
-        query, key, value, grad = inputs((1, 2, 1, 40, 40, D))
+    for D, V in ((16, 16), (48, 48), (256, 256), (96, 48), (512, 256)):
+        query, key, value, grad = inputs((1, 2, 1, 40, 40, D), V=V)
         out, lse = kernel_flash.flash_forward(query, key, value, scaling=0.1)
         expected, _ = reference(*leaves([query, key, value]), visible_by(None, 40, 40), 0.1)
         close(out, expected)
         backward = (grad, query, key, value, lse, kernel_flash.row_products(grad, out))
-        assert not kernel_flash.flash_backward_rows(*backward, scaling=0.1)[0].isnan().any()
+        assert not kernel_flash.flash_backward_rows(*backward, scaling=0.1).isnan().any()
         assert not kernel_flash.flash_backward_columns(*backward, scaling=0.1)[0].isnan().any()
+
+
+@contextlib.contextmanager
+def decoding_with(splits: int) -> Iterator[None]:
+    """Decoding in this number of splits, with small tiles."""
+    with mock.patch.multiple(kernel_flash, INTERPRETED_SPLITS=splits, _DECODE=(Tiles(16, 32),)):
+        yield
 
 
 # Every mask with one number of splits; the other pairs are slow.
 @pytest.mark.parametrize(
     ("mask", "part", "splits"),
     slow_but(
-        [("causal", 0, None), ("causal", 1, 1), ("window", 0.5, 7), ("padding", 0.5, None), ("nothing", 1, 1)],
+        [("causal", 0, 3), ("causal", 1, 1), ("window", 0.5, 7), ("padding", 0.5, 3), ("nothing", 1, 1)],
         [
             (mask, part, splits)
             for mask, part in [("causal", 0), ("causal", 1), ("window", 0.5), ("padding", 0.5), ("nothing", 1)]
-            for splits in (None, 1, 7)
+            for splits in (3, 1, 7)
         ],
     ),
 )
-def test_decode(mask: str, part: float, splits: int | None) -> None:
+def test_decode(mask: str, part: float, splits: int) -> None:
     B, H, G, K, D = 2, 3, 1, 101, 40
     query, key, value, _ = tensors = inputs((B, H, G, 1, K, D))
     ranges = None
@@ -365,12 +353,10 @@ def test_decode(mask: str, part: float, splits: int | None) -> None:
         first, last = {"window": (37, 90), "padding": (5, K), "nothing": (0, 0)}[mask]
         ranges[:, 0, 0] = torch.tensor([first, last])
         ranges[0, 0, 60:70] = 0
-    polar = polar_of(int(part * D), B, H, 1, K, shifted=True, same=False) if part else None
-    shift = None if polar is None or polar.shift is None else polar.shift.double()
-    expected, _ = reference(*leaves(tensors[:3]), visible_by(ranges, 1, K), 0.2, polar, shift)
-    out = kernel_flash.flash_decode(
-        query, key, value, scaling=0.2, ranges=ranges, polar=polar, splits=splits, tiles=[Tiles(16, 32)]
-    )
+    polar = polar_of(int(part * D), B, H, K) if part else None
+    expected, _ = reference(*leaves(tensors[:3]), visible_by(ranges, 1, K), 0.2, polar)
+    with decoding_with(splits):
+        out = kernel_flash.flash_decode(query, key, value, scaling=0.2, ranges=ranges, polar=polar)
     close(out, expected)
 
 
@@ -391,10 +377,10 @@ def test_decode_continues_an_attention(splits: int) -> None:
     expected, _ = reference(
         *leaves(tensors[:3]), visible, 0.2, constant=constant.double(), others=(logits.double(), other_value.double())
     )
-    out = kernel_flash.flash_decode(
-        query, key, value, scaling=0.2, bound=(start, 1), constant=constant, initial=(initial, initial_lse),
-        splits=splits, tiles=[Tiles(16, 32)],
-    )  # fmt: skip
+    with decoding_with(splits):
+        out = kernel_flash.flash_decode(
+            query, key, value, scaling=0.2, bound=(start, 1), constant=constant, initial=(initial, initial_lse)
+        )
     close(out, expected)
 
 
@@ -413,6 +399,8 @@ def test_wrong_arguments() -> None:
     query, key, value, _ = inputs((1, 2, 1, 40, 40, 16))
     with pytest.raises(ValueError, match="do not fit"):
         kernel_flash.flash_forward(query, key[:, :, 1:], value[:, :, 1:], scaling=1.0)
+    with pytest.raises(ValueError, match="twice as many"):
+        kernel_flash.flash_forward(query, key, value[..., :7], scaling=1.0)
     with pytest.raises(ValueError, match="valid types"):
         kernel_flash.flash_forward(query, key.half(), value, scaling=1.0)
     with pytest.raises(ValueError, match="scaling=-1"):

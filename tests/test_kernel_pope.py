@@ -141,6 +141,25 @@ def test_decoding_equals_the_last_row(shifted, limited):
     assert torch.equal(pope_attention(*detached, tables, ranges=ranges, scaling=0.4), out)
 
 
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_in_parts(key_heads, monkeypatch):
+    """Batch entries, or heads, are computed one after the other where pairs of all would take too much memory."""
+    shape = (6, 2, 2, 20, 20, 16, 8) if key_heads == 2 else (3, 4, 2, 20, 90, 16, 16)
+    arguments = inputs(shape, per_entry=True)
+    ranges = padding_limits(shape[0], shape[3], shape[4])
+    whole = pope_attention(*arguments, ranges=ranges, scaling=0.4)
+    grad = torch.randn(whole.shape)
+    gradients = torch.autograd.grad(whole, wanted(*arguments), grad)
+    monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
+    query, key, value, (*phases, shift) = arguments
+    parts = list(kernel_pope._parts(query, key, value, phases, shift, ranges))
+    assert [part.value.shape[:2] for part in parts] == [(1, key_heads)] * 6
+    again = pope_attention(*arguments, ranges=ranges, scaling=0.4)
+    close(again, whole)
+    for one, other in zip(torch.autograd.grad(again, wanted(*arguments), grad), gradients):
+        close(one, other)
+
+
 def test_decoding_with_a_gradient():
     arguments = inputs((1, 2, 1, 1, 30, 16, 16))
     pope_attention(*arguments, scaling=0.4).sum().backward()

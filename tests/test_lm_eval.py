@@ -42,7 +42,7 @@ def test_questions_depend_on_the_seed_only(corpus):
 
 
 def test_too_few_questions():
-    with pytest.raises(ValueError, match="questions=3: the held-out documents hold only 0"):
+    with pytest.raises(ValueError, match="questions=3 is not valid"):
         code_completion.questions(["x = 1\n"], 3)
 
 
@@ -53,8 +53,3 @@ def test_the_task_is_written(corpus, tmp_path):
     assert "dataset_kwargs" in task.read_text()
     written = [json.loads(line) for line in (tmp_path / f"{code_completion.TASK}.jsonl").read_text().splitlines()]
     assert written == code_completion.questions(texts, 8, seed=3)
-
-
-def test_no_question_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="questions=0 is not valid: it must be at least 1"):
-        code_completion.write_task(tmp_path, ["x = 1\n"], 0)

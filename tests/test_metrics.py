@@ -13,7 +13,7 @@ METRICS = Path(importlib.util.find_spec("whatwhere.scripts").submodule_search_lo
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Loads a metric as a user offline would; any attempt to reach the network fails."""
+    """Loads a metric offline; any network access fails."""
 
     def refuse(*arguments, **options):
         raise AssertionError("a metric tried to open a connection")

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's steps for a new encoding, followed in a copy of the tree: the contract tests must hold for it."""
+"""Follows CONTRIBUTING's steps for a new encoding in a copy of the tree; the contract tests must pass for it."""
 
 import os
 import pathlib

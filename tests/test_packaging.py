@@ -15,6 +15,7 @@ import zipfile
 import pytest
 
 import whatwhere
+from whatwhere.scripts.extras import EXTRAS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -110,6 +111,15 @@ def test_every_import_is_declared() -> None:
             for root in {module.split(".")[0] for module in modules(node)} - set(sys.stdlib_module_names):
                 name = NAMES.get(root, root).lower()
                 assert root == "whatwhere" or name in core | extras, f"{relative(path)} imports {root}"
+
+
+def test_every_import_of_an_extra_has_advice() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for extra in ("train", "eval", "music"):
+        for line in extras[extra]:
+            package = re.split(r"[>=<;\[ ]", line)[0].lower()
+            names = [package, *(module for module, name in NAMES.items() if name == package)]
+            assert extra in {EXTRAS.get(name) for name in names}, package
 
 
 def test_range_of_transformers() -> None:
@@ -256,7 +266,7 @@ print(json.dumps(messages))
 
 
 def test_base_install_is_told_the_extra(tmp_path):
-    """A script whose modules are missing says so in one line. All in one process, which takes seconds to start."""
+    """Missing modules give a one-line error. All scripts run in one process, which takes seconds to start."""
     from tiny import tiny_model
     from whatwhere.scripts.data.tokenize import build_tokenizer
 
@@ -303,7 +313,7 @@ def test_command(capsys):
     cli.main([])
     text = capsys.readouterr().out
     names = ["train", "finetune", "demo", "length", "zero-shot", "task", "reproduce", "analysis", "card"]
-    names += ["benchmark", "gpu-check"]
+    names += ["benchmark", "gpu-check", "kernel-hub"]
     assert [name for _, name, *_ in cli.COMMANDS] == names
     for _, name, summary, example, module in cli.COMMANDS:
         assert f"whatwhere {name} {example}" in text
@@ -311,6 +321,14 @@ def test_command(capsys):
         assert importlib.util.find_spec(f"whatwhere.scripts.{module}")
     with pytest.raises(SystemExit, match=r"'trian'.*'train'"):
         cli.main(["trian"])
+
+
+def test_closed_pipe():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "whatwhere"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_modules_of_the_command_are_not_shipped(tmp_path):

@@ -8,10 +8,10 @@ from transformers import DynamicCache
 import oracles
 import whatwhere.position_fox as module
 from tiny import causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention
+from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention, join_digits
 from whatwhere.attention_options import HeadNorm, previous_slots
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
-from whatwhere.position_base import PositionContext, join_digits
+from whatwhere.position_base import PositionContext
 from whatwhere.position_fox import FoXTerm
 from whatwhere.position_registry import SharedPositionEncodings, supported_implementations
 
@@ -339,8 +339,8 @@ def test_refuses(encoding, fields, message):
 @pytest.mark.parametrize("encoding", ["fox", "fox+rope"])
 def test_claims(encoding):
     config = tiny_config("llama", encoding)
-    assert supported_implementations(config) == ["blockwise", "sdpa", "eager"]
-    with pytest.raises(ValueError, match=r"flex_attention.*is not supported.*Allowed: 'blockwise', 'sdpa', 'eager'"):
+    assert supported_implementations(config) == ["auto", "triton", "sdpa", "blockwise", "eager"]
+    with pytest.raises(ValueError, match=r"flex_attention.*is not supported.*Allowed: 'auto', 'triton', 'sdpa'"):
         tiny_model("llama", encoding, "flex_attention")
 
 

@@ -8,8 +8,8 @@ import torch
 import oracles
 from test_attention_blockwise import LargestTensor
 from tiny import position_context, ranges_of, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, blockwise_attention_by_autograd
-from whatwhere.position_base import join_digits, split_digits
+from whatwhere.attention_autograd import blockwise_attention_by_autograd
+from whatwhere.attention_blockwise import MASKED, join_digits, split_digits
 from whatwhere.position_registry import supported_implementations
 from whatwhere.position_token_gated_cope import TokenGatedCoPE, TokenGatedCoPEParameters
 

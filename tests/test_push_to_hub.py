@@ -17,10 +17,10 @@ from whatwhere.scripts.evaluation.results import write_json
 
 MODELING = pathlib.Path(__file__).parent.parent / "modeling"
 # What a checkpoint of this family with PoPE needs of the package; the list of encodings is shortened.
-CONFIGURATION = {"configuration_common.py", "configuration_rope.py", "configuration_whatwhere_llama.py"}
+CONFIGURATION = {"configuration_common.py", "configuration_whatwhere_llama.py"}
 COPIED = {
-    *("attention.py", "attention_block.py", "attention_blockwise.py", "attention_mask.py", "attention_triton.py"),
-    *("kernel_flash.py", "kernel_launch.py", "kernel_plain.py", "kernel_pope.py", "model_card.py"),
+    *("attention.py", "attention_block.py", "attention_mask.py", "attention_triton.py"),
+    *("kernel_flash.py", "kernel_launch.py", "kernel_pope.py", "model_card.py"),
     *("modeling_whatwhere_llama.py", "position_base.py", "position_pope.py", "pretrained_model.py"),
 }
 CODE = COPIED | CONFIGURATION | {"position_registry.py"}
@@ -155,7 +155,7 @@ def test_the_card_of_the_trainer_is_completed(hub, model, tmp_path):
         "text-generation",
     )
     assert set(written.data.tags) <= set(card.data.tags)
-    # A licence that is there stays.
+    # An existing licence is kept.
     Trainer(model, arguments).push_to_hub(license="mit")
     model.push_to_hub(REPOSITORY)
     assert card_of(hub.files).data.license == "mit"
@@ -170,6 +170,8 @@ def test_measured_results_travel_with_their_weights(hub, model, tmp_path, traine
         "data": {"source": "stdlib", "dataset": None, "split": "test"},
         "recipe": {"name": "tiny"},
         "command": "whatwhere train tiny",
+        "date": "2026-11-22T00:00:00+00:00",
+        "versions": {"torch": "2.13.0"},
         "weights_sha256": weights_fingerprint(folder),
     }
     write_json(folder / "results.json", results)

@@ -2,6 +2,9 @@
 
 import copy
 import itertools
+import re
+import typing
+from typing import Literal
 
 import pytest
 import torch
@@ -10,7 +13,16 @@ import yaml
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 from whatwhere.scripts.training.model import build_config, build_model, build_optimizer
-from whatwhere.scripts.training.recipe import RECIPES, RecipeError, differences, load_recipe, parse_recipe
+from whatwhere.scripts.training.recipe import (
+    RECIPES,
+    DataRecipe,
+    EvaluationRecipe,
+    RecipeError,
+    TrainingRecipe,
+    differences,
+    load_recipe,
+    parse_recipe,
+)
 
 SHIPPED = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 VALID = {
@@ -60,6 +72,17 @@ def test_shipped_recipe_explains_every_key(name):
             # A comment, or the first key of a group that has one.
             assert before.strip(), f"{line!r} has no comment above it"
             assert before not in sections, f"{line!r} has no comment above it"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_comments_of_a_shipped_recipe_list_the_allowed_values(name):
+    text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    for cls in (DataRecipe, TrainingRecipe, EvaluationRecipe):
+        for key, field in cls.model_fields.items():
+            kinds = (field.annotation, *typing.get_args(field.annotation))
+            allowed = next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal), ())
+            for comment in re.findall(rf"^  # (.*)\n(?:  # .*\n)*  {key}:", text, re.MULTILINE) if allowed else ():
+                assert comment.startswith(" | ".join(allowed)), f"{key}: {comment}"
 
 
 def test_demo_recipes_differ_in_the_encoding_alone():
@@ -205,7 +228,7 @@ BAD = {
             model__position_encoding="absolute",
             model__max_position_embeddings=16,
         ),
-        "the longest sample of data.test_sets=40 is not valid: .*'absolute' reaches 16",
+        "the longest sample of data.test_sets=40 is not valid: .*'absolute' supports at most 16",
     ),
 }  # fmt: skip
 
@@ -340,11 +363,11 @@ def test_task_recipe_reaches_its_test_sets():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "no valid YAML"),
+        ("a: [", "not valid YAML"),
         ("- 1", "must be a mapping"),
         ("seed: 1\nseed: 2", "'seed' is given twice"),
         ("training: {steps: 1, steps: 2}", "'steps' is given twice"),
-        ("training: !!python/object:os.system {}", "no valid YAML"),
+        ("training: !!python/object:os.system {}", "not valid YAML"),
     ],
 )
 def test_bad_file(tmp_path, text, message):
@@ -361,7 +384,7 @@ def test_bad_names_and_overrides(tmp_path):
         load_recipe(tmp_path / "missing.yaml")
     with pytest.raises(RecipeError, match=r"must be key\.sub=value"):
         load_recipe("demo_rope", ["seed"])
-    with pytest.raises(RecipeError, match="'seed' is no section"):
+    with pytest.raises(RecipeError, match="'seed' is not a section"):
         load_recipe("demo_rope", ["seed.x=1"])
     with pytest.raises(RecipeError, match=r"unknown key 'training\.step'"):
         load_recipe("demo_rope", ["training.step=1"])

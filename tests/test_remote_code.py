@@ -18,7 +18,7 @@ import whatwhere
 from tiny import FAMILIES, tiny_model, tokens
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Runs in a process in which the package and Triton can not be imported.
+# Runs in a process in which the package and Triton cannot be imported.
 SCRIPT = """
 import importlib.abc, json, sys
 
@@ -56,15 +56,19 @@ def load(place, out, again):
         head = auto.from_pretrained(place, trust_remote_code=True)
         assert type(head).__name__.endswith(auto.__name__.removeprefix("AutoModel")), type(head)
         assert torch.equal(head.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    # Neither a name that it has no code for, nor one that there is not.
-    for name in ("sinusoidal", "pop"):
+    # Neither a name that it has no code for, nor one that there is not, nor a key of RoPE that there is not.
+    wrong = [{"position_encoding": name} for name in ("sinusoidal", "pop")]
+    wrong += [{"rope_parameters": {"rope_typ": "yarn"}} if config.rotates else {"position_encoding": "rope"}]
+    for fields in wrong:
+        ((field, value),) = fields.items()
+        message = f"{field}={value!r} is not valid. This checkpoint has only the code of its own encodings; install the"
         try:
-            AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, position_encoding=name)
+            AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, **fields)
         except ValueError as error:
-            assert f"position_encoding={name!r} is not valid" in str(error), error
-            assert "install the package whatwhere" in str(error), error
+            expected = "has the unknown key 'rope_typ'. Did you mean 'rope_type'" if "rope" in field else message
+            assert expected in str(error), error
         else:
-            raise AssertionError("a wrong name was accepted")
+            raise AssertionError(f"{fields} was accepted")
     try:
         AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, attn_implementation="triton")
     except ValueError as error:
@@ -152,7 +156,7 @@ def test_lora_targets_and_the_tokenizer_in_a_clean_process(tmp_path):
 @pytest.mark.parametrize(
     ("cases", "processes"),
     [
-        ([("gpt2", "absolute"), ("llama", "cope"), ("llama", ["pope", "alibi"])], 1),
+        ([("gpt2", "absolute"), ("llama", "cope"), ("llama", ["pope", "rope"])], 1),
         pytest.param(
             [("llama", "cope+rope"), ("gpt2", ["rope", "none"]), ("llama", "pope"), ("llama", "cope")],
             2,
@@ -195,18 +199,23 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
         check(model, found)
 
 
-KERNELS = {"attention_triton", "kernel_flash", "kernel_launch", "kernel_plain"}
+KERNELS = {"attention_triton", "kernel_flash", "kernel_launch"}
 # What a saved folder has beside the files that all have.
 NEEDED = {
     "rope": {"position_rope"},
     "absolute": {"position_absolute"},
-    "alibi": {"attention_blockwise", "position_alibi"},
-    "cope": {"attention_blockwise", "position_cope", "position_rope", "kernel_cope", *KERNELS},
-    "pope": {"attention_blockwise", "position_pope", "kernel_pope", *KERNELS},
+    "alibi": {"attention_blockwise", "position_alibi", "kernel_plain", *KERNELS},
+    "cope": {"attention_blockwise", "position_cope", "kernel_cope", *KERNELS},
+    "pope": {"position_pope", "kernel_pope", *KERNELS},
     "stick_breaking": {"attention_blockwise", "position_stick_breaking"},
-    "fox+rope": {"attention_blockwise", "position_fox", "position_rope"},
+    "fox+rope": {"attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *KERNELS},
+    "token_gated_cope": {"attention_autograd", "attention_blockwise", "position_token_gated_cope"},
+    "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_plain", *KERNELS},
     "rope,none": {"position_rope", "position_none"},
-    "pope,alibi": {"attention_blockwise", "position_pope", "position_alibi", "kernel_pope", *KERNELS},
+    "pope,alibi": {
+        *("attention_blockwise", "position_pope", "position_alibi", "kernel_pope", "kernel_plain"),
+        *KERNELS,
+    },
 }
 
 
@@ -219,8 +228,8 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
     saved = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
     modeling = {"attention", "attention_block", "attention_mask", "model_card", "position_base", "position_registry"}
     modeling |= {f"modeling_whatwhere_{family}", "pretrained_model"} | NEEDED[encoding]
-    modeling |= {"attention_options"} if options else set()
-    configuration = {"configuration_common", "configuration_rope", f"configuration_whatwhere_{family}"}
+    modeling |= {"attention_options", "head_linear"} if options else set()
+    configuration = {"configuration_common", f"configuration_whatwhere_{family}"}
     assert set(saved) == modeling | configuration
     for folder, names in (("modeling", modeling), ("configuration", configuration)):
         for stem in names - {"position_registry"}:
@@ -236,6 +245,13 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
     assert {stem for stem in imported if stem.startswith("position_")} - {"position_base"} == {
         f"position_{part}" for part in encoding.replace("+", ",").split(",")
     }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_folder_is_short(family, tmp_path):
+    # Who loads it with trust_remote_code=True must read it.
+    tiny_model(family, "rope").save_pretrained(tmp_path)
+    assert sum(len(path.read_text().splitlines()) for path in tmp_path.glob("*.py")) <= 2500
 
 
 def test_two_copies_in_one_process(tmp_path, monkeypatch):
@@ -293,3 +309,15 @@ def test_unwritable_folder_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(NotADirectoryError, match="is a file; it must be a folder"):
         tiny_model("llama", "rope").save_pretrained(tmp_path / "file")
+
+
+def test_other_code_in_a_folder_is_not_overwritten(tmp_path):
+    own = tmp_path / "attention.py"
+    own.write_text("mine = 1\n")
+    with pytest.raises(FileExistsError, match=r"attention\.py"):
+        tiny_model("llama", "rope").save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["attention.py"]
+    own.unlink()
+    for encoding in ("pope", "rope"):
+        tiny_model("llama", encoding).save_pretrained(tmp_path)
+    assert not (tmp_path / "position_pope.py").exists()

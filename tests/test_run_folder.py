@@ -21,7 +21,7 @@ def test_state_of_a_run(tmp_path, record):
         folder.check(SETTINGS, resume=True)
     folder.path.mkdir()
     folder.write_record({**SETTINGS, "sizes": [1, 2]})
-    assert folder.state(SETTINGS) == "begun"
+    assert folder.state(SETTINGS) == "started"
     folder.check(SETTINGS, resume=True)
     with pytest.raises(TrainingError, match="steps: 3 → 4"):
         folder.check({**SETTINGS, "steps": 4}, resume=True)

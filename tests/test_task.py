@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 from toys import toy_recipe
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import task as script
-from whatwhere.scripts.evaluation.answers import choice_likelihoods, count_errors, summarise
+from whatwhere.scripts.evaluation.answers import count_errors, summarise
 from whatwhere.scripts.toy_tasks.registry import task_config
 from whatwhere.scripts.training.loop import train
 
@@ -91,7 +91,7 @@ def test_checkpoint_without_a_recipe(runs, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for saved in (model, transformers.AutoTokenizer.from_pretrained(folder)):
         saved.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"does not say which task.*give --task. Allowed: 'flip_flop'"):
+    with pytest.raises(ValueError, match=r"checkpoint='.*give --task. Allowed: 'flip_flop'"):
         script.evaluate([str(tmp_path)])
     sets = {"short": {"instructions": 4, "ignore": 0.0, "test_samples": 40}}
     (entry,) = script.evaluate([str(tmp_path)], task="flip_flop", sets=sets)
@@ -124,30 +124,21 @@ def test_command_line(runs, tmp_path, capsys):
         (["--task", "flipflop"], "task='flipflop'"),
         (["--samples", "0"], "--samples"),
         (["--batch-size", "0"], "--batch-size"),
-        (["--solved", "2"], "solved=2.0"),
-        (["--solved", "nan"], "solved=nan"),
-        (["--sets", "sparse"], "sets='sparse'"),
-        (["--sets", "sparse=[1]"], "sets='sparse=[1]'"),
+        (["--sets", "sparse"], "--sets"),
+        (["--sets", "sparse=[1]"], "--sets"),
         (["--sets", 'a={"ignor": 1}'], "'ignor'"),
         (["--task", "alice", "--sets", 'a={"sentences": 1}'], "sentences=1"),
-        (["--sets", "a={}", "--sets", "a={}"], "sets='a={}'"),
-        (["--sets", 'a={"seed": 3}'], "seed=3"),
         (["--device", "gpu"], "device='gpu'"),
         (["--task", "alice"], "Alice was"),
         (["--task", "counting"], "symbols of the task"),
     ],
 )
-def test_command_line_errors(runs, arguments, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        script.main([str(runs / "rope-0"), *arguments])
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
+def test_command_line_errors(runs, arguments, message, refused):
+    assert message in refused("task", runs / "rope-0", *arguments)
 
 
 def test_checkpoint_errors(runs, tmp_path):
-    with pytest.raises(ValueError, match=r"no config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         script.evaluate([str(tmp_path)], task="flip_flop")
     with pytest.raises(ValueError, match="rope-0' is given twice"):
         script.evaluate([str(runs / "rope-0")] * 2)
@@ -158,7 +149,8 @@ def test_checkpoint_errors(runs, tmp_path):
     with pytest.raises(ValueError, match=r"results.json' is not valid JSON"):
         script.evaluate([str(tmp_path)])
     text = {"name": "text", "data": {"source": "stdlib", "sequence_length": 8}, "model": {}, "training": {}}
-    (tmp_path / "results.json").write_text(json.dumps({"recipe": text}))
+    results = json.loads((runs / "rope-0" / "results.json").read_text())
+    (tmp_path / "results.json").write_text(json.dumps({**results, "recipe": text}))
     with pytest.raises(ValueError, match=r"data.source: stdlib\): give --task"):
         script.evaluate([str(tmp_path)])
     absolute = toy_recipe("flip_flop", model__position_encoding="absolute", training__steps=1)
@@ -200,17 +192,14 @@ def stock():
 
 
 @torch.no_grad()
-def test_choice_likelihoods_by_hand(stock):
-    """Choices of one and of several tokens, some of which differ only at their end."""
-    model, tokenizer = stock
-    choices = [" 0", " 1", " many", "x"]
-    found = choice_likelihoods(model, tokenizer, "How many? ", choices)
-    for choice, likelihood in zip(choices, found):
-        ids = tokenizer("How many? " + choice)["input_ids"]
+def likelihoods_of(model, tokenizer, prompt, choices):
+    found = []
+    for choice in choices:
+        ids = tokenizer(prompt + choice)["input_ids"]
         chances = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        expected = sum(chances[place - 1, ids[place]].item() for place in range(len("How many? "), len(ids)))
-        assert likelihood.item() == pytest.approx(expected, rel=1e-5)
-    assert len(set(found.tolist())) == 4
+        start = len(tokenizer(prompt)["input_ids"])
+        found.append(sum(chances[place - 1, ids[place]].item() for place in range(start, len(ids))))
+    return found
 
 
 def test_alice_by_hand(stock):
@@ -221,7 +210,7 @@ def test_alice_by_hand(stock):
     for index in range(6):
         row = config.row(config.sample("test", index))
         choices = [f" {number}" for number in range(6)]
-        likelihoods = choice_likelihoods(model, tokenizer, row["prompt"] + "\n\nAnswer:", choices).tolist()
+        likelihoods = likelihoods_of(model, tokenizer, row["prompt"] + "\n\nAnswer:", choices)
         weights = [math.exp(each - max(likelihoods)) for each in likelihoods]
         answers.append(int(row["answer"]))
         right.append(weights.index(max(weights)) == answers[-1])

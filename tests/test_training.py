@@ -194,7 +194,7 @@ def test_progress_in_a_log(data_dir, tmp_path, monkeypatch, capsys):
 
 
 def test_estimate(monkeypatch):
-    """With a clock that goes on by a second each time it is asked: passes and updates take one each."""
+    """With a clock that advances by a second at each call: passes and updates take one second each."""
     ticks = itertools.count()
     monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     state = torch.get_rng_state()
@@ -325,13 +325,13 @@ def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
     other.mkdir()
     for file in data_dir.iterdir():
         (other / file.name).write_text(file.read_text().replace("cow", "sow"))
-    with pytest.raises(TrainingError, match=r"other text.*Different: train, validation, test\.$"):
+    with pytest.raises(TrainingError, match=r"other text.*: train, validation, test\.$"):
         train(recipe(), output, resume=True, data_dir=other)
     for split in ("train", "validation"):
         shutil.copy(data_dir / f"{split}.jsonl", other)
         with pytest.raises(TrainingError, match="other text") as caught:
             train(recipe(), output, resume=True, data_dir=other)
-    assert str(caught.value).endswith("Different: test.")
+    assert str(caught.value).endswith(": test.")
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
@@ -359,7 +359,7 @@ class Trap:
 def test_resume_executes_nothing(finished, interrupted, data_dir, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(interrupted, output)
-    files = [path for path in output.rglob("*") if path.is_file()]
+    files = [path for path in output.rglob("*") if path.is_file() and path.name != ".lock"]
     assert {path.suffix for path in files} == {".safetensors", ".json", ".jsonl", ".yaml"}
     for name in ("custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "scheduler.bin"):
         (output / "checkpoints" / "step-00000004" / name).write_bytes(pickle.dumps(Trap(tmp_path / name)))
@@ -398,7 +398,7 @@ def test_damaged_checkpoint(interrupted, data_dir, tmp_path, name, damage):
         train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
     message = str(caught.value)
     assert str(file) in message or (name == "manifest.json" and "step-00000004" in message)
-    assert message.endswith("'step-00000002' is whole: continue from it with --resume-from 2.")
+    assert message.endswith("'step-00000002' is intact: continue from it with --resume-from 2.")
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
@@ -418,12 +418,12 @@ def test_no_checkpoint_is_whole(interrupted, data_dir, tmp_path):
     shutil.copytree(interrupted, output)
     for file in output.rglob("optimizer.safetensors"):
         file.unlink()
-    with pytest.raises(TrainingError, match=r"optimizer\.safetensors'.*No earlier checkpoint is whole: start again"):
+    with pytest.raises(TrainingError, match=r"optimizer\.safetensors'.*No earlier checkpoint is intact: start again"):
         train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
 
 
 def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
-    """A checkpoint that cannot be written: the one before is named, and the run goes on from it."""
+    """If a checkpoint cannot be written, the error names the one before, and the run continues from it."""
     output, changed = tmp_path / "run", recipe(training__checkpoint_every=2)
     save, (soft, hard) = Run.save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -437,9 +437,7 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save_checkpoint", on_a_full_disk)
-        with pytest.raises(
-            TrainingError, match=r"step-00000004' cannot be written: .*step-00000002', is whole.*--resume"
-        ):
+        with pytest.raises(TrainingError, match=r"step-00000004' cannot be written: .*step-00000002'.*--resume"):
             train(changed, output, data_dir=data_dir)
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
     train(changed, output, resume=True, data_dir=data_dir)
@@ -459,7 +457,7 @@ def test_leftovers_are_removed(finished, interrupted, data_dir, tmp_path):
     (output / ".lock").touch()
     (output / ".lock.json").write_text('{"pid": 1, "host": "gone"}')
     train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
-    assert not list(output.rglob(".*"))
+    assert [path.name for path in output.rglob(".*")] == [".lock"]
     assert_same_run(output, finished[0])
 
 
@@ -504,7 +502,7 @@ def test_damaged_recipe(interrupted, data_dir, tmp_path, content):
 
 
 def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
-    """A second run is refused, and says who holds the folder; the first goes on."""
+    """A second run fails with an error that names the locking process; the first continues."""
     output, train_step, refused = tmp_path / "run", Run.train_step, []
 
     def while_another_starts(self, batch):
@@ -519,7 +517,25 @@ def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
     assert len(refused) == 4
     expected = f"output={str(output)!r} is in use: process {os.getpid()} on {socket.gethostname()} is training there."
     assert all(message.startswith(expected) for message in refused)
-    assert not list(output.glob(".*"))
+    assert [path.name for path in output.glob(".*")] == [".lock"]
+
+
+def test_commit_is_that_of_this_code(tmp_path, monkeypatch):
+    def git(*arguments):
+        names = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
+        return subprocess.run(["git", "-C", tmp_path, *names, *arguments], check=True, capture_output=True, text=True)
+
+    file = tmp_path / "loop.py"
+    file.touch()
+    (tmp_path / "other.py").touch()
+    monkeypatch.setattr(loop, "__file__", str(file))
+    git("init")
+    git("add", "other.py")
+    git("commit", "-m", "another project")
+    assert loop._commit() is None
+    git("add", "loop.py")
+    git("commit", "-m", "this code")
+    assert loop._commit() == git("rev-parse", "HEAD").stdout.strip()
 
 
 # Forking a process with threads is deprecated; this child ends at once. (Another would import for seconds.)
@@ -537,7 +553,7 @@ def test_lock_of_a_killed_process(tmp_path):
     assert (tmp_path / ".lock").exists()
     with RunFolder(tmp_path).lock():
         assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_another_time_out_may_resume(finished, interrupted, data_dir, tmp_path):
@@ -802,7 +818,7 @@ def test_toy_resume_refuses_other_samples(tmp_path, monkeypatch):
         with pytest.raises(Interrupted):
             train(short_toy(), tmp_path / "run")
     changed = short_toy(data__task_parameters={**SOLVABLE["counting"][0], "pass_weight": 3})
-    with pytest.raises(TrainingError, match=r"data\.task_parameters\.pass_weight: 2 → 3"):
+    with pytest.raises(TrainingError, match=r"data\.task_parameters\.pass_weight: 2\.0 → 3\.0"):
         train(changed, tmp_path / "run", resume=True)
     # As after a change of the code, or of numpy's random numbers.
     from whatwhere.scripts.toy_tasks.counting import CountingConfig
@@ -831,6 +847,11 @@ def test_divergence_stops_without_saving(data_dir, tmp_path):
     assert not (output / "checkpoints").exists()
 
 
+def test_an_unknown_tracker_is_named(data_dir, tmp_path):
+    with pytest.raises(TrainingError, match=r"training.trackers=\['wandd'\] is not valid.*Did you mean 'wandb'"):
+        train(recipe(training__trackers=["wandd"]), tmp_path / "run", data_dir=data_dir)
+
+
 @pytest.mark.filterwarnings("ignore:.*no supported trackers:UserWarning")
 def test_missing_tracker(data_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
@@ -845,7 +866,7 @@ def test_folder_with_dots(tmp_path, data_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TrainingError, match="is not empty"):
         train(recipe(), "runs/..", data_dir=data_dir)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", ".lock"}
 
 
 def test_recipe_errors_come_before_the_folder(data_dir, tmp_path):
@@ -994,7 +1015,7 @@ def test_another_process_stops_working(data_dir, tmp_path, number, reason):
     assert one.returncode == 1, said
     message = said.splitlines()[-1]
     assert re.search(f"error: another of 2 processes {reason}", message), said
-    assert re.search(r"The last checkpoint, 'step-0000\d+', is whole: continue from it with --resume\.", message)
+    assert re.search(r"Continue from the last checkpoint, 'step-0000\d+', with --resume\.", message)
 
 
 def test_processes_must_divide_the_batch(data_dir, tmp_path, monkeypatch):
@@ -1048,7 +1069,7 @@ def test_errors_of_model_and_text_come_together(tmp_path):
 
 
 def test_own_text(tmp_path, capsys):
-    """Two files, of which the last lines are held out; a resumed run would find the same text."""
+    """Two files with their last lines held out; a resumed run has the same text."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name}: line {i}\n" for i in range(200)))
     own = recipe(data__source="local", data__splits=None, data__train_file=str(tmp_path / "*.txt"))

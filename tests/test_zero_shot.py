@@ -202,7 +202,7 @@ def test_local_files_ask_what_the_hub_asks(name, local_data, monkeypatch):
         else:
             key = {"EleutherAI/lambada_openai": "lambada", "nyu-mll/blimp": "blimp", "Rowan/hellaswag": "hellaswag"}
             splits = HUB[{**key, "baber/piqa": "piqa", "allenai/ai2_arc": "arc_easy"}[path]]
-            # Splits that lm-eval takes few-shot examples from, of which there are none here.
+            # Splits for lm-eval's few-shot examples, which are not used here.
             splits = {"train": next(iter(splits.values())), "validation": next(iter(splits.values())), **splits}
         return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
 
@@ -298,10 +298,6 @@ def test_cbt_question():
     assert question["gold"] == 1
     row = {**row, "question": "He XXXXX here .", "answer": "'s", "options": ["is", "'s"]}
     assert files.cbt_question(row)["choices"] == [" is here.", "'s here."]
-    with pytest.raises(ValueError, match=r"question='He is here .' has no XXXXX"):
-        files.cbt_question({**row, "question": "He is here ."})
-    with pytest.raises(ValueError, match="answer='was' is not one of the options: is, 's"):
-        files.cbt_question({**row, "answer": "was"})
 
 
 def test_cbt_requests(local_data):
@@ -315,43 +311,21 @@ def test_cbt_requests(local_data):
         assert answers == [4] * len(rows), "the place of every answer in `cbt_rows`"
 
 
-def test_broken_cbt_files():
-    good = [f"{place} A sentence ." for place in range(1, 21)] + ["21 A XXXXX .\tdog\t\tdog|cat"]
-    assert len(list(files.read_cbt([*good, "", *good], "file"))) == 2
-    with pytest.raises(ValueError, match=r"file, line 3: '4 A sentence .' should begin with 3"):
-        list(files.read_cbt([*good[:2], *good[3:]], "file"))
-    with pytest.raises(ValueError, match=r"file, line 21: .* should be: question, answer, nothing, candidates"):
-        list(files.read_cbt([*good[:20], "21 A XXXXX .\tdog\tdog|cat"], "file"))
-    with pytest.raises(ValueError, match="file ends within a question, after sentence 20"):
-        list(files.read_cbt(good[:20], "file"))
-
-
-def test_errors_of_local_data(tmp_path, monkeypatch, local_data):
-    with pytest.raises(ValueError, match=r"data_dir=None and WHATWHERE_DATA_DIR is not set.*--metadata"):
+def test_local_files_that_cannot_be_read(tmp_path, monkeypatch, local_data):
+    with pytest.raises(ValueError, match=r"data_dir='None' is not a folder.*WHATWHERE_DATA_DIR.*--metadata"):
         files.lambada()
     monkeypatch.setenv("WHATWHERE_DATA_DIR", str(local_data))
     assert len(files.lambada()["test"]) == 2
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         files.lambada(data_dir=str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"paradigm='islands' is not in blimp.jsonl.gz. It holds: adjunct_island"):
-        files.blimp("islands")
-    with pytest.raises(ValueError, match=r"word_class='X' is not valid. It must be one of: CN, NE, P, V"):
-        files.cbt("X")
     blimp = (local_data / "blimp/blimp.jsonl.gz").read_bytes()
     for content in (b"{}", blimp[:-9], blimp[:20] + b"x" * 20 + blimp[40:]):
-        files._blimp_rows.cache_clear()
+        files._paradigms.cache_clear()
         (local_data / "blimp/blimp.jsonl.gz").write_bytes(content)
-        with pytest.raises(ValueError, match=r"blimp.jsonl.gz is broken: "):
+        with pytest.raises(ValueError, match=r"blimp.jsonl.gz' cannot be read: "):
             files.blimp("adjunct_island")
-    for content, message in (("", "holds no rows"), ("{", "is broken: ")):
-        (local_data / "lambada/lambada_test.jsonl").write_text(content)
-        with pytest.raises(ValueError, match=rf"lambada_test.jsonl {message}"):
-            files.lambada()
-    (local_data / "piqa/valid-labels.lst").write_text("0\n")
-    with pytest.raises(ValueError, match=r"valid.jsonl holds 2 questions and valid-labels.lst 1 labels"):
-        files.piqa()
     (local_data / "arc/arc_easy_test.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks arc/arc_easy_test.jsonl, the data of arc_easy"):
+    with pytest.raises(ValueError, match=r"arc_easy_test.jsonl' cannot be read"):
         files.arc_easy()
 
 
@@ -362,13 +336,11 @@ def test_choice_of_tasks(local_data):
     tasks, left_out = zero_shot.choose_tasks(None, local_data)
     assert tasks == ["lambada", "blimp", "hellaswag", "piqa", "arc_easy"]
     assert left_out == {"cbt": ["cbt/cbtest_V_test_2500ex.txt"]}
-    with pytest.raises(FileNotFoundError, match=r"lacks files of tasks: cbt: cbt/cbtest_V_test_2500ex.txt"):
+    with pytest.raises(ValueError, match=r"data-dir=.*cbt: cbt/cbtest_V_test_2500ex.txt"):
         zero_shot.choose_tasks("piqa,cbt", local_data)
     with pytest.raises(ValueError, match=r"tasks='lambda': 'lambda' is not a task\. Did you mean 'lambada'\?"):
         zero_shot.choose_tasks("lambda", None)
-    with pytest.raises(ValueError, match="names piqa twice"):
-        zero_shot.choose_tasks("piqa,piqa", None)
-    with pytest.raises(FileNotFoundError, match="lacks files of tasks: lambada"):
+    with pytest.raises(ValueError, match=r"data-dir=.*: lambada"):
         zero_shot.choose_tasks(None, local_data / "cbt")
 
 
@@ -443,7 +415,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
     transformers.GPT2LMHeadModel(stock).save_pretrained(tmp_path / "someone/stock")
     build_tokenizer("bytes").save_pretrained(tmp_path / "someone/stock")
     printed = run_command(["absolute", "someone/stock", "--data-dir", local_data, "--limit", 2], capsys)
-    assert f"PIQA is left out: {str(local_data)!r} lacks piqa/valid.jsonl." in printed
+    assert f"PIQA is left out: {str(local_data)!r} has no piqa/valid.jsonl." in printed
     table = (tmp_path / "zero_shot/zero_shot.md").read_text()
     assert table in printed
     for folder in ("absolute", "someone/stock"):
@@ -477,7 +449,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
         "| chance |  | 0.00 | 50.00 | 10.00 | 25.00 | 25.00 | 22.00 |",
         "**Only the first 2 questions of each task",
         "**PIQA was not run**: missing piqa/valid.jsonl.",
-        "requests were longer than its 200 tokens and lost their beginning.",
+        "requests were longer than 200 tokens and truncated at the beginning.",
     ):
         assert text in table
     assert "someone/stock: " not in table, "nothing was too long for it"
@@ -486,14 +458,13 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
     assert re.search(r"\| whatwhere_local_blimp \| 2.0\+local \| train \| 0 \| first 134 \| acc \| 0\.\d{4} ±", text)
     # Of some questions only: not for the Hub's index.
     assert "model-index" not in text
-    # Other tasks, and fewer questions: what is there stays.
+    # Other tasks, and fewer questions: existing scores are kept.
     before = read_results(tmp_path / "absolute")["lm_eval"]["tasks"]
     options = ["absolute", "--data-dir", local_data, "--tasks", "hellaswag,lambada", "--limit", 1]
     monkeypatch.setattr(zero_shot, "task_manager", manager)
-    printed = run_command([*options, "--output", tmp_path / "fewer"], capsys)
-    assert printed.count("keeps its scores, which are of more questions.") == 2
+    run_command([*options, "--output", tmp_path / "fewer"], capsys)
     after = read_results(tmp_path / "absolute")["lm_eval"]
-    assert after["tasks"] == before
+    assert dict(sorted(after["tasks"].items())) == dict(sorted(before.items()))
     assert "--limit 2" in after["command"]
 
 
@@ -513,23 +484,22 @@ def test_the_command_on_one_task(tmp_path, monkeypatch, capsys, local_data):
     assert "**Only the first 2 questions of each task" in table
 
 
-def test_merge():
-    def content(samples, sha="a", **more):
-        tasks = {name: {"samples": count, "command": f"do {name}"} for name, count in samples.items()}
-        return {"tasks": tasks, "command": "do", "weights_sha256": sha, **more}
+def test_scores_of_more_questions_and_of_other_tasks_are_kept(tmp_path):
+    save_model(tmp_path)
 
-    old = content({"piqa": 10, "cbt": 5})
-    merged, kept = zero_shot.merge(old, content({"cbt": 5, "blimp": 3}))
-    assert kept == []
-    assert list(merged["tasks"]) == ["piqa", "cbt", "blimp"]
-    assert merged["command"] == "do piqa\ndo cbt\ndo blimp"
-    merged, kept = zero_shot.merge(old, content({"piqa": 9, "cbt": 6}))
-    assert kept == ["piqa"]
-    assert [task["samples"] for task in merged["tasks"].values()] == [10, 6]
-    # Other weights, or a model without a folder: nothing of the old.
-    for sha in ("b", None):
-        new = content({"piqa": 1}, sha)
-        assert zero_shot.merge({**old, "weights_sha256": sha and "a"}, new) == (new, [])
+    def save(**samples):
+        tasks = {name: {"metrics": {}, "samples": count, "command": f"do {name}"} for name, count in samples.items()}
+        origin = {"command": "do", "date": "2031-02-03", "versions": {}}
+        zero_shot.save(tmp_path, {"tasks": tasks, **origin}, {})
+        content = json.loads((tmp_path / "lm_eval.json").read_text())
+        return {name: task["samples"] for name, task in content["tasks"].items()}, content["command"]
+
+    assert save(piqa=10, cbt=5) == ({"piqa": 10, "cbt": 5}, "do")
+    assert save(cbt=5, blimp=3) == ({"cbt": 5, "blimp": 3, "piqa": 10}, "do cbt\ndo blimp\ndo piqa")
+    assert save(piqa=9, cbt=6)[0] == {"piqa": 10, "cbt": 6, "blimp": 3}
+    # Other weights.
+    save_model(tmp_path, "cope")
+    assert save(piqa=1) == ({"piqa": 1}, "do")
 
 
 def test_results_of_a_hub_id_go_to_the_output(tmp_path, monkeypatch):
@@ -551,7 +521,7 @@ def test_means_of_the_papers_table():
         ([], "CHECKPOINT"),
         (["model", "model"], "checkpoint='model'"),
         (["model", "--limit", "0"], "--limit"),
-        (["model", "--batch-size", "0"], "batch-size='0'"),
+        (["model", "--batch-size", "0"], "--batch-size"),
         (["model", "--tasks", "hella"], "'hella'"),
         (["model", "--data-dir", "none"], "data_dir='none'"),
         (["folder"], "checkpoint='folder'"),
@@ -559,40 +529,18 @@ def test_means_of_the_papers_table():
         (["model"], "is not valid JSON"),
     ],
 )
-def test_mistakes(options, message, tmp_path, monkeypatch, capsys):
+def test_mistakes(options, message, tmp_path, monkeypatch, refused):
     monkeypatch.delenv(files.DATA_DIR_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     save_model(tmp_path / "model")
     (tmp_path / "model/lm_eval.json").write_text("{")
-    with pytest.raises(SystemExit) as stopped:
-        zero_shot.main(options)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("zero-shot", *options)
 
 
-def test_without_a_network_local_files_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv(files.DATA_DIR_VARIABLE, raising=False)
-    save_model(tmp_path / "model")
-
-    def no_network(*_, **__):
-        raise ConnectionError("Couldn't reach 'nyu-mll/blimp' on the Hub")
-
-    monkeypatch.setattr(zero_shot, "run", no_network)
-    monkeypatch.setattr(zero_shot, "task_manager", manager)
-    with pytest.raises(SystemExit) as stopped:
-        zero_shot.main([str(tmp_path / "model"), "--tasks", "blimp", "--output", str(tmp_path / "out")])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert "error: the questions come from the Hub, which did not answer: Couldn't reach 'nyu-mll/blimp'" in message
-    assert "--data-dir or WHATWHERE_DATA_DIR" in message
-
-
-def test_one_process_only(monkeypatch, capsys):
+def test_one_process_only(monkeypatch, refused):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        zero_shot.main(["model"])
-    assert "WORLD_SIZE='2': this command runs in one process" in capsys.readouterr().err
+    assert "WORLD_SIZE='2': this command runs in one process" in refused("zero-shot", "model")
 
 
 # lm-eval's command line, in a process that fails if anything but the checkpoint's own code defines the model.

@@ -41,7 +41,7 @@ def causal_lm_class(family):
 
 
 def tiny_model(family, encoding, implementation=None, **fields):
-    """A model in eval mode whose position parameters are random too: tables start at zero, which hides mistakes."""
+    """A model in eval mode with random position parameters, because the initial tables of zeros would hide errors."""
     config = tiny_config(family, encoding, **fields)
     model = causal_lm_class(family)._from_config(config, attn_implementation=implementation)
     generator = torch.Generator().manual_seed(1)

@@ -1,1 +1,1 @@
-"""Looks into trained models: which frequencies they use, their learned phases, and what they count."""
+"""Analysis of trained models: used frequencies (RoPE, PoPE), learned phases (PoPE), and gates and positions (CoPE)."""

@@ -1,42 +1,42 @@
-"""Looks into trained checkpoints, and draws what it finds as PNG, SVG and an interactive page.
+"""Analyses trained checkpoints, with figures as PNG and SVG and an interactive HTML page.
 
     whatwhere analysis frequencies runs/rope runs/pope
     whatwhere analysis deltas runs/pope
     whatwhere analysis maps runs/cope --text article.txt --tokens 256
 
-A checkpoint is a folder or a Hub id. On a laptop each takes seconds for a model of 100 million parameters; a GPU is
-used if there is one.
+A checkpoint is a folder or a Hub id. Each command takes seconds on a laptop for a model of 100 million parameters; a
+GPU is used if there is one.
 
-| command | what it shows | files |
+| command | output | files |
 |---|---|---|
 | `frequencies` | mean norms of queries and keys per frequency and layer (PoPE, Figures 3 to 6) | `frequencies.*` |
 | `deltas` | the learned phase shifts of a PoPE model | `deltas.*` |
-| `maps` | what a CoPE model counts on a text: gates, positions, attention by position alone (CoPE, Figures 4 and 6) | \
+| `maps` | gates, positions and position attention of a CoPE model on a text (CoPE, Figures 4 and 6) | \
 `maps.html`, `maps.json`, `maps.safetensors`, `gates.*`, `positions.*`, `position_attention.*`, `attention.*` |
 
-Figures are PNG and SVG; the JSON beside them has the numbers, the command, the date and the versions.
+The JSON files contain the numbers, the command, the date and the versions.
 
-`frequencies` takes rope, pope and sums with rope, and stock models that rotate as Llama does. It reads the first ten of
-Shakespeare's sonnets (the paper: "10 different Shakespeare sonnets", it does not say which) or `--texts`, a file whose
-texts are separated by blank lines.
+`frequencies` supports rope, pope, sums with rope, and stock models with Llama's rotation. It reads the first ten of
+Shakespeare's sonnets (the paper uses "10 different Shakespeare sonnets" without naming them) or `--texts`, a file with
+texts separated by blank lines.
 
-`maps` takes cope, sums with it, cope_alibi, cope_mlp and token_gated_cope. It reads the first `--tokens` tokens of
-`--text`, a file, or `--prompt`; without them, held-out text of the corpus that the checkpoint's `results.json` names,
-or else a short article in English. `maps.html` opens without a server, at the head whose gates differ most between
-tokens (the largest standard deviation of each token's mean gate): hover a token to see which tokens it counts. With one
-layer and one head (`--layers 2 --heads 3`) the figures have the tokens on their axes.
-`maps.safetensors` holds every map, float32 (layers, heads, tokens, tokens).
+`maps` supports cope, sums with cope, cope_alibi, cope_mlp and token_gated_cope. It reads the first `--tokens` tokens of
+`--text` (a file) or `--prompt`; by default held-out text of the corpus in the checkpoint's `results.json`, or else a
+short English article. `maps.html` opens without a server and initially shows the most selective head (the largest
+standard deviation over tokens of their mean gates); hovering over a token shows which tokens it counts. With one layer
+and one head (`--layers 2 --heads 3`) the figures have the tokens on their axes. `maps.safetensors` contains all maps,
+float32 (layers, heads, tokens, tokens).
 """
 
 import argparse
 import pathlib
 from typing import Any
 
-from safetensors.torch import save
+from safetensors.torch import save_file
 
-from ..evaluation.checkpoints import load_tokenizer
+from ..commands.common import command_parser
+from ..evaluation.checkpoints import Loading, choose_device
 from ..evaluation.results import check_writable, provenance, write_json
-from ..extras import explain
 from . import common, deltas, frequencies, maps, page
 
 COMMAND = "analysis"
@@ -46,86 +46,60 @@ def parse_indices(text: str) -> list[int]:
     """Returns the numbers of a list such as `0,3,8-11`; an `argparse` type."""
     found: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{text!r} is not valid: allowed are lists such as 0,3,8-11.")
+        first, _, last = part.partition("-")
         found.extend(range(int(first), int(last or first) + 1))
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid: it names nothing.")
+        raise ValueError("the list is empty")
     return found
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog=f"whatwhere {COMMAND}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    result = command_parser(COMMAND, "frequencies|deltas|maps CHECKPOINT [OPTIONS]", __doc__ or "")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("checkpoint", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
+    shared.add_argument(
+        "--output", type=pathlib.Path, default="analysis", metavar="DIR", help="for the files (default %(default)s)"
     )
+    shared.add_argument("--device", help="default: the GPU if there is one")
+    shared.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    usages = []
-    for name, help_ in (
-        ("frequencies", "norms of queries and keys per frequency and layer"),
-        ("deltas", "the learned phase shifts of PoPE"),
-        ("maps", "gates, positions and attention of CoPE on a text"),
-    ):
-        one = commands.add_parser(name, help=help_, description=help_)
-        one.add_argument(
-            "checkpoint", nargs="+" if name == "frequencies" else 1, metavar="CHECKPOINT", help="a folder or a Hub id"
-        )
-        if name == "frequencies":
-            one.add_argument(
-                "--texts",
-                type=pathlib.Path,
-                default=common.SONNETS,
-                metavar="FILE",
-                help="texts, separated by blank lines; default: ten sonnets of Shakespeare",
-            )
-        if name == "maps":
-            text = one.add_mutually_exclusive_group()
-            text.add_argument(
-                "--text",
-                type=pathlib.Path,
-                metavar="FILE",
-                help="the text to read; default: held-out text of the model's corpus, or else a short article",
-            )
-            text.add_argument("--prompt", metavar="TEXT", help="the text itself")
-            one.add_argument(
-                "--tokens", type=int, default=128, metavar="N", help="at most so many (default %(default)s)"
-            )
-            one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
-            one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
-        one.add_argument(
-            "--output",
-            type=pathlib.Path,
-            default=pathlib.Path("analysis"),
-            metavar="DIR",
-            help="folder for the files (default %(default)s)",
-        )
-        one.add_argument("--device", help="default: the GPU if there is one")
-        one.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
-        usages.append(one.format_usage())
-    result.epilog = "".join(usages)
+    one = commands.add_parser("frequencies", parents=[shared], help="norms of queries and keys per frequency and layer")
+    one.set_defaults(run=run_frequencies)
+    text = "texts, separated by blank lines; default: ten sonnets of Shakespeare"
+    one.add_argument("--texts", type=pathlib.Path, default=common.SONNETS, metavar="FILE", help=text)
+    one = commands.add_parser("deltas", parents=[shared], help="the learned phase shifts of PoPE")
+    one.set_defaults(run=run_deltas)
+    one = commands.add_parser("maps", parents=[shared], help="gates, positions and attention of CoPE on a text")
+    one.set_defaults(run=run_maps)
+    source = one.add_mutually_exclusive_group()
+    text = "a text file; default: held-out text of the model's corpus, or else a short article"
+    source.add_argument("--text", type=pathlib.Path, metavar="FILE", help=text)
+    source.add_argument("--prompt", metavar="TEXT", help="the text itself")
+    one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
+    one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
+    one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
     return result
 
 
-def run_frequencies(options: argparse.Namespace, origin: dict[str, Any]) -> str:
-    """Writes `frequencies.json`, `.png` and `.svg`; returns what to print."""
+def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
+    """Writes `frequencies.json`, `.png` and `.svg`; returns the summary to print."""
     texts = common.read_texts(options.texts)
     entries = []
     for checkpoint in options.checkpoint:
-        model = common.load_model(checkpoint, device=options.device, trust_remote_code=options.trust_remote_code)
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
-        usage = frequencies.measure(model, tokenizer, texts)
+        model = loading.model(checkpoint, loading.config(checkpoint))
+        usage = frequencies.measure(model, loading.tokenizer(checkpoint), texts)
         entries.append({**common.describe(checkpoint, model.config), **usage.as_dict()})
-    content = {"texts": common.describe_texts(options.texts, texts), "checkpoints": entries, **origin}
+    content = {"texts": {"source": options.texts.name, "count": len(texts)}, "checkpoints": entries, **origin}
     write_json(options.output / "frequencies.json", content)
     frequencies.draw(entries, options.output / "frequencies")
     return frequencies.table(entries)
 
 
-def run_deltas(options: argparse.Namespace, origin: dict[str, Any]) -> str:
-    """Writes `deltas.json`, `.png` and `.svg`; returns what to print."""
-    (checkpoint,) = options.checkpoint
-    model = common.load_model(checkpoint, device="cpu", trust_remote_code=options.trust_remote_code)
+def run_deltas(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
+    """Writes `deltas.json`, `.png` and `.svg`; returns the summary to print."""
+    checkpoint = options.checkpoint[0]
+    model = loading.model(checkpoint, loading.config(checkpoint))
     entry = {**common.describe(checkpoint, model.config), **deltas.read(model)}
     write_json(options.output / "deltas.json", {**entry, **origin})
     deltas.draw(entry, options.output / "deltas")
@@ -135,79 +109,53 @@ def run_deltas(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     )
 
 
-def run_maps(options: argparse.Namespace, origin: dict[str, Any]) -> str:
-    """Writes `maps.html`, `maps.json`, `maps.safetensors` and a figure of each kind; returns what to print."""
+def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
+    """Writes `maps.html`, `maps.json`, `maps.safetensors` and a figure of each kind; returns the summary to print."""
     if options.tokens < 2:
         raise ValueError(f"tokens={options.tokens!r} is not valid: it must be at least 2.")
-    (checkpoint,) = options.checkpoint
+    checkpoint = options.checkpoint[0]
     if options.prompt is not None:
         text, source = options.prompt, "the command"
     elif options.text is not None:
-        text, source = common.read_text(options.text), options.text.name
+        text, source = options.text.read_text(encoding="utf-8"), options.text.name
     else:
-        # More than enough: few tokens are longer than a dozen characters.
+        # More than enough: tokens are rarely longer than 12 characters.
         text, source = common.held_out_text(checkpoint, characters=16 * options.tokens)
-    model = common.load_model(
-        checkpoint,
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-        attn_implementation="eager",
-    )
-    tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+    model = loading.model(checkpoint, loading.config(checkpoint))
+    tokenizer = loading.tokenizer(checkpoint)
     ids = common.encode(tokenizer, text, model.device)[:, : options.tokens]
     found = maps.measure(model, tokenizer, ids, layers=options.layers, heads=options.heads)
     about = common.describe(checkpoint, model.config)
-    # The page first: it may be refused.
+    # First, since it can raise ValueError.
     content = page.page(found, name=about["name"], text=source)
     summary = found.summary()
-    write_json(
-        options.output / "maps.json",
-        {
-            **about,
-            "text": source,
-            "tokens": found.tokens,
-            "token_ids": ids[0].tolist(),
-            "boundaries": found.boundaries,
-            "layers": found.layers,
-            "heads": found.heads,
-            "last_position": found.last,
-            "summary": summary,
-            **origin,
-        },
-    )
+    fields = {key: getattr(found, key) for key in ("tokens", "boundaries", "layers", "heads")}
+    fields |= {"token_ids": ids[0].tolist(), "last_position": found.last, "summary": summary}
+    write_json(options.output / "maps.json", {**about, "text": source, **fields, **origin})
     (options.output / "maps.html").write_text(content, encoding="utf-8")
-    tensors = save({kind: getattr(found, kind).contiguous() for kind in maps.KINDS})
-    (options.output / "maps.safetensors").write_bytes(tensors)
+    save_file({kind: getattr(found, kind) for kind in maps.KINDS}, options.output / "maps.safetensors")
     for kind in maps.KINDS:
         maps.draw(found, kind, options.output / kind, name=about["name"])
     first = found.most_selective()
     return (
         f"{maps.table(summary)}\nText: {source}.\n"
-        f"The page opens at layer {first['layer']}, head {first['head']}, whose gates differ most between tokens."
+        f"The page opens at layer {first['layer']}, head {first['head']}, the most selective head."
     )
-
-
-FIGURES = ", ".join(f"{kind}.png and .svg" for kind in maps.KINDS)
-FILES = {
-    "frequencies": "frequencies.json, .png and .svg",
-    "deltas": "deltas.json, .png and .svg",
-    "maps": f"maps.html, maps.json, maps.safetensors; {FIGURES}",
-}
-COMMANDS = {"frequencies": run_frequencies, "deltas": run_deltas, "maps": run_maps}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     one = parser()
     options = one.parse_args(arguments)
-    try:
-        check_writable(options.output)
-        printed = COMMANDS[options.command](options, provenance(COMMAND, arguments))
-    except (ValueError, OSError, ImportError) as error:
-        one.exit(2, f"error: {explain(error)}\n")
-    print(printed)
-    print(f"In {options.output}: {FILES[options.command]}")
-
-
-if __name__ == "__main__":
-    main()
+    if options.command != "frequencies" and len(options.checkpoint) > 1:
+        one.error(f"{options.command} takes one CHECKPOINT.")
+    check_writable(options.output)
+    loading = Loading(
+        device=choose_device(options.device),
+        attn_implementation="eager" if options.command == "maps" else None,
+        trust_remote_code=options.trust_remote_code,
+    )
+    for checkpoint in options.checkpoint:
+        common.refuse_plan(loading.config(checkpoint))
+    print(options.run(options, loading, provenance(COMMAND, arguments)))
+    print(f"Files: {options.output}")

@@ -1,4 +1,4 @@
-"""The phase shifts delta that a PoPE model has learned (2509.10534, Eq. 5): per layer, head and frequency.
+"""The learned phase shifts delta of a PoPE model (2509.10534, Eq. 5), by layer, head and frequency.
 
 Axes: F frequencies, L layers, H heads.
 """
@@ -15,10 +15,9 @@ from .common import attention_layers, label_wavelengths
 
 
 def read(model: Any) -> dict[str, Any]:
-    """Returns the entry of `deltas.json`: deltas (L, H, F) in radians as the model uses them, bounded to [-2 pi, 0].
+    """Returns the entry of `deltas.json`: deltas (L, H, F) in radians, clamped to [-2 pi, 0] as in the model.
 
-    `at_bounds` is the share of them that is exactly at one of the bounds: with `delta_init="zeros"` all are, before
-    training.
+    `at_bounds` is the share of deltas exactly at a bound (all of them before training with `delta_init="zeros"`).
 
     Raises:
         ValueError: the model has no deltas.
@@ -36,7 +35,7 @@ def read(model: Any) -> dict[str, Any]:
     with torch.inference_mode():
         deltas = torch.stack([part.delta() for part in parts]).double().cpu()
     frequencies = pope_frequencies(parts[0].rotated, parameters.theta).double()
-    # The bounds as the model has them, in float32.
+    # The model's bounds, in float32.
     lowest = torch.tensor(-2 * math.pi, dtype=torch.float32).double()
     return {
         "delta_init": parameters.delta_init,
@@ -64,24 +63,17 @@ def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
     figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2, width_ratios=(1, 2))
     left.hist(deltas.flatten().numpy(), bins=48, range=tuple(entry["bounds"]), color="C0")
+    # The bin at 0 often has most of the values.
+    left.set_yscale("symlog")
     left.set_xlim(entry["bounds"][0] - 0.2, entry["bounds"][1] + 0.2)
     for bound in entry["bounds"]:
         left.axvline(bound, color="0.4", linestyle=":", linewidth=1)
-    from matplotlib import ticker
-
-    if left.get_ylim()[1] > 20:
-        # The bin at 0 often holds most of them.
-        left.set_yscale("symlog", linthresh=10)
-        left.yaxis.set_major_locator(ticker.SymmetricalLogLocator(base=10, linthresh=10, subs=(1, 2, 5)))
-        left.yaxis.set_major_formatter(ticker.FuncFormatter(lambda count, _: f"{count:,.0f}"))
-    else:
-        left.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     left.set_xticks([-2 * math.pi, -1.5 * math.pi, -math.pi, -0.5 * math.pi, 0], ["-2π", "-3π/2", "-π", "-π/2", "0"])
     left.set_xlabel("delta (radians); dotted: bounds")
     left.set_ylabel("number of phase shifts")
     start = {"zeros": "all at 0", "uniform": "uniform between the bounds"}[entry["delta_init"]]
     left.set_title(f"distribution (before training: {start})", fontsize="medium")
-    # Colours between the extremes: a small change from 0 would not be seen on the scale of the bounds.
+    # The colour scale is set by the extremes, since small values would be invisible on the scale of the bounds.
     image = right.imshow(
         deltas.permute(2, 0, 1).reshape(frequencies, layers * heads).numpy(),
         aspect="auto",

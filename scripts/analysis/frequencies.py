@@ -1,17 +1,19 @@
-"""Which frequencies a model uses: norms of queries and keys per frequency and layer (PoPE, 2509.10534, Figures 3 to 6).
+"""Norms of queries and keys by frequency and layer, which show the used frequencies (PoPE, Figures 3 to 6).
 
 Axes: F frequencies, L layers, H heads, T tokens, D channels of a head; R rotated channels.
 
-RoPE turns R / 2 planes of two channels: the norm is the length of the two numbers. PoPE turns R numbers, one channel
-each: the norm is their magnitude. Neither depends on the position. Channels that are not rotated are left out. Every
-number is a mean over the tokens of a text and over heads, then over texts.
+For RoPE, which rotates R / 2 planes of two channels, the norm is the length in the plane. For PoPE, with R channels, it
+is the magnitude. Neither depends on the position. Channels without rotation are left out. All numbers are means over
+the tokens of a text and over heads, then over texts.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import pathlib
 import sys
+import unittest.mock
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from ...position_pope import pope_frequencies
 from ...position_registry import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
+from ..evaluation.results import markdown_table
 from .common import attention_layers, encode, label_wavelengths, watched
 
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
@@ -28,14 +31,14 @@ ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What `measure` found.
+    """The result of `measure`.
 
     Attributes:
         kind: "rope" or "pope".
-        frequencies: float64 (F,), radians per token, in the order of the channels: the highest first.
+        frequencies: float64 (F,), radians per token, in the order of the channels (highest first).
         layers: the indices of the L layers.
         queries, keys: float64 (L, F), mean norms.
-        tokens: how many tokens were read.
+        tokens: number of tokens.
     """
 
     kind: str
@@ -48,8 +51,8 @@ class Usage:
     def as_dict(self) -> dict[str, Any]:
         """Returns the entry of `frequencies.json`: all numbers, and two summaries of each layer.
 
-        `highest_quarter` is the share of the summed norms in the quarter of the highest frequencies: 0.25 if all are
-        used alike. `used` is (sum n)^2 / (F sum n^2) of the norms n: 1 if all are used alike, 1 / F if only one is.
+        `highest_quarter` is the share of the highest quarter of frequencies in the sum of norms (0.25 for equal norms).
+        `used` is (sum n)^2 / (F sum n^2) of the norms n: 1 for equal norms, 1 / F if only one is not 0.
         """
         entry: dict[str, Any] = {
             "kind": self.kind,
@@ -74,13 +77,13 @@ def plane_norms(states: torch.Tensor, planes: int) -> torch.Tensor:
 
 
 class _Means:
-    """Sums up mean norms, by layer and side, (F,) each."""
+    """Sums mean norms (F,) by layer and side."""
 
     def __init__(self) -> None:
         self.sums: dict[tuple[int, str], torch.Tensor] = {}
 
     def add(self, layer: int, side: str, norms: torch.Tensor) -> None:
-        """Adds norms (1, heads, T, F), or with heads and tokens the other way round."""
+        """Adds norms (1, heads, T, F) or (1, T, heads, F)."""
         mean = norms.double().mean((0, 1, 2)).cpu()
         self.sums[layer, side] = self.sums[layer, side] + mean if (layer, side) in self.sums else mean
 
@@ -91,15 +94,15 @@ class _Means:
 
 @torch.inference_mode()
 def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
-    """Reads texts and returns the mean norms of queries and keys per frequency and layer.
+    """Returns the mean norms of queries and keys on texts, by frequency and layer.
 
     Args:
-        model: ours with `rope`, `pope` or a sum with `rope`; or a stock model that rotates as Llama does.
+        model: ours with `rope`, `pope` or a sum with `rope`; or a stock model with Llama's rotation.
         tokenizer: its tokenizer.
         texts: at least one.
 
     Raises:
-        ValueError: the model has no frequencies, or they are not where Llama has them.
+        ValueError: the model has no frequencies, or another rotation than Llama's.
     """
     means = _Means()
     ours = hasattr(model.config, "position_encoding")
@@ -142,11 +145,11 @@ def _watch_ours(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple
         part = layer.encodings[kind]
 
         def watch(result: Any, *arguments: Any, part: Any = part, index: int = layer.layer_idx) -> None:
-            # What the attention sees; rotation keeps norms.
+            # The inputs of the attention; rotation does not change norms.
             query, key = result
             if kind == "pope":
                 if part.parameters_.scale == "1/sqrt(2d)":
-                    # A factor of the logits, which our implementation puts on the queries.
+                    # Our implementation applies a factor of the logits to the queries.
                     query = query * math.sqrt(2)
                 norms = [states[..., : part.rotated].abs() for states in (query, key)]
             else:
@@ -160,31 +163,26 @@ def _watch_ours(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple
 
 
 def _watch_stock(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple[str, list[int]]:
+    """Watches the function that rotates queries and keys, which all layers call in turn."""
+    module = sys.modules[type(model).__module__]
     inverse = getattr(getattr(model.base_model, "rotary_emb", None), "inv_freq", None)
-    layers = [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
-    layers = [module for module in layers if hasattr(module, "layer_idx") and hasattr(module, "head_dim")]
-    probe = torch.arange(8.0)
-    for layer in layers:
-        # Models that rotate neighbouring channels, (0, 1), (2, 3), ..., have another function under this name.
-        turn = getattr(sys.modules[type(layer).__module__], "rotate_half", None)
-        if turn is None or not torch.equal(turn(probe), rotate_half(probe)):
-            inverse = None
-    if inverse is None or inverse.ndim != 1 or not layers:
+    # Models that rotate neighbouring channels, (0, 1), (2, 3), ..., have a different function with this name.
+    turn, probe = getattr(module, "rotate_half", None), torch.arange(8.0)
+    if inverse is None or inverse.ndim != 1 or turn is None or not torch.equal(turn(probe), rotate_half(probe)):
         raise ValueError(
-            f"model_type={model.config.model_type!r} is not supported: stock models need one RoPE for all layers, "
-            "q_proj and k_proj, and the planes of Llama (channels c and c + R / 2), as in llama, mistral, qwen2, qwen3."
+            f"model_type={model.config.model_type!r} is not supported: stock models need one RoPE for all layers with "
+            "the planes of Llama (channels c and c + R / 2), as in llama, mistral, qwen2, qwen3."
         )
-    for layer in layers:
-        for side, name in (("queries", "q"), ("keys", "k")):
-            # Some norm queries and keys before they rotate them.
-            module = getattr(layer, f"{name}_norm", None) or getattr(layer, f"{name}_proj")
+    layers, calls, rotate = list(range(model.config.num_hidden_layers)), itertools.count(), module.apply_rotary_pos_emb
 
-            def watch(module: Any, inputs: Any, output: Any, side: str = side, layer: Any = layer) -> None:
-                states = output.reshape(*output.shape[:2], -1, layer.head_dim)
-                means.add(layer.layer_idx, side, plane_norms(states, inverse.shape[0]))
+    def watch(query: torch.Tensor, key: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        index = next(calls) % len(layers)
+        means.add(index, "queries", plane_norms(query, inverse.shape[0]))
+        means.add(index, "keys", plane_norms(key, inverse.shape[0]))
+        return rotate(query, key, *arguments, **options)
 
-            stack.callback(module.register_forward_hook(watch).remove)
-    return "rope", [layer.layer_idx for layer in layers]
+    stack.enter_context(unittest.mock.patch.object(module, "apply_rotary_pos_emb", watch))
+    return "rope", layers
 
 
 def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pathlib.Path]:
@@ -211,10 +209,10 @@ def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pa
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:
-    """Returns one line per checkpoint and side: the summaries of `Usage.as_dict`, as means over layers."""
-    lines = ["| checkpoint | side | norms in the highest quarter of frequencies | used |", "|---|---|---|---|"]
+    """Returns a table with a row per checkpoint and side: the summaries of `Usage.as_dict`, as means over layers."""
+    rows = [["checkpoint", "side", "norms in the highest quarter of frequencies", "used"]]
     for entry in entries:
         for side in ("queries", "keys"):
             share, used = (sum(entry[f"{side}_{key}"]) / len(entry["layers"]) for key in ("highest_quarter", "used"))
-            lines.append(f"| {entry['name']} | {side} | {share:.3f} | {used:.3f} |")
-    return "\n".join(lines)
+            rows.append([entry["name"], side, f"{share:.3f}", f"{used:.3f}"])
+    return markdown_table(rows)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a text's maps: it opens without a server and asks no network for anything."""
+"""A self-contained HTML page with the maps of a text; it needs no server and no network."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from .maps import KINDS, TITLES, Maps
 
 TEMPLATE = pathlib.Path(__file__).with_name("page.html")
 
-# Values are 16-bit integers: steps of a 65535th of the largest value of a kind.
+# Values are 16-bit integers, in units of 1/65535 of the largest value of a kind.
 STEPS = 65535
 
 # Larger pages are slow to open.
@@ -25,13 +25,13 @@ LARGEST_MIB = 24
 def page(maps: Maps, *, name: str, text: str) -> str:
     """Returns the page, as HTML.
 
-    Every map's lower triangle is in it, row by row, as 16-bit integers of the kind's largest value; the page's values
-    are those of `maps` to half a 65535th of that. It opens at the head of `Maps.most_selective`.
+    It contains the lower triangle of every map, row by row, as 16-bit integers in units of 1/65535 of the kind's
+    largest value. It initially shows the head of `Maps.most_selective`.
 
     Args:
         maps: from `whatwhere.scripts.analysis.maps.measure`.
         name: of the model, for the title.
-        text: what the text is.
+        text: a description of the text.
 
     Raises:
         ValueError: the page would be larger than 24 MiB.
@@ -69,9 +69,9 @@ def page(maps: Maps, *, name: str, text: str) -> str:
     }
     template = TEMPLATE.read_text(encoding="utf-8")
     code = template.partition('<script id="code">')[2].partition("</script>")[0]
-    # The policy lets this one script run, and nothing be fetched.
+    # The content security policy allows this script only, and no network access.
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode("ascii")
-    # Inside <script> only `<` could end the data, or begin a comment.
+    # Inside <script>, only `<` can end the data or begin a comment.
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     filled = {"hash": digest, "title": html.escape(f"{name}: what it counts"), "data": encoded}
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: filled[mark[1]], template)

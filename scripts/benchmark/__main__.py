@@ -1,62 +1,61 @@
-"""Speed and memory of attention and of models; a number is printed only for what has just passed its check.
+"""Speed and memory of attention and of models. Only providers that pass a check of their results are timed.
 
 On a laptop (a minute with `--quick`, about ten without):
 
     whatwhere benchmark --quick
     whatwhere benchmark --lengths 1024,4096 --threads 2
 
-On a GPU (`make gpu-check` checks the kernels first; without `--minutes` it takes as long as it takes):
+On a GPU (`make gpu-check` checks the kernels first; `--minutes` limits the time):
 
     whatwhere benchmark --device cuda --minutes 5
     whatwhere benchmark --device cuda --providers cope-triton-half,pope-triton --lengths 4096
 
-Attention (`--parts attention`), shape batch x heads x length x head dim. Ratios are to RoPE + SDPA in the same run, on
-a GPU to its fastest backend:
+Attention (`--parts attention`), shape batch x heads x length x head dim. Ratios are relative to RoPE + SDPA in the same
+run, on a GPU with its fastest backend:
 
 | provider | what is timed |
 |---|---|
 | rope-sdpa | Llama's rotation, then `scaled_dot_product_attention` |
-| rope-sdpa-flash, -efficient, -cudnn, -math | the same with that backend and no other |
-| sdpa-flash, -efficient, -cudnn, -math | SDPA without any rotation: what remains if RoPE cost nothing |
-| cope-listing | Listing 1 of the CoPE paper (left out above `--listing-limit`: it needs length x length memory) |
+| rope-sdpa-flash, -efficient, -cudnn, -math | the same with this backend only |
+| sdpa-flash, -efficient, -cudnn, -math | SDPA without rotation |
+| cope-listing | Listing 1 of the CoPE paper, up to `--listing-limit`, since it needs length x length memory |
 | cope-half | blockwise CoPE, gates near 0.5 (random content); cope-open: near 1 |
-| cope-closed | blockwise CoPE, gates near 0: its slowest case, every key is counted |
+| cope-closed | blockwise CoPE, gates near 0: the slowest case, in which no key can be skipped |
 | cope-triton-half, -open, -closed | the CoPE kernel, likewise |
 | pope-sdpa | PoPE's rotation, then SDPA with values padded to the keys' width |
-| pope-sdpa-padded-flash, ... | the same with one backend; pope-sdpa-unpadded-...: values as they are |
+| pope-sdpa-padded-flash, ... | the same with one backend; pope-sdpa-unpadded-...: without padding of values |
 | pope-blockwise | PoPE's rotation, then blockwise attention |
 | pope-triton | PoPE's magnitudes, then the PoPE kernel |
 | pope-pytorch | the fused attention of the package PoPE-pytorch, if it is installed |
 
-Directions: forward (no gradients wanted), backward (alone, from a graph that is kept), forward+backward, decoding (the
-newest query and key against cached keys), decoding graph (the same replayed as a CUDA graph, without the time of the
-launches). All PoPE providers get a gradient of the phase shifts, all CoPE providers of the table.
+Directions: forward (without gradients), backward (alone, with a retained graph), forward+backward, decoding (the newest
+query and key against cached keys), decoding graph (the same as a CUDA graph, without launch overhead). All PoPE
+providers compute the gradient of the phase shifts, all CoPE providers that of the table.
 
 Models (`--parts model`): a training step (forward, loss, backward, AdamW) and a decoding step (one token after `length`
-cached ones), ratios to the stock `LlamaForCausalLM`: ours with `rope`, `pope`, `cope`, `cope+rope`, `fox` and `none`,
-at the same Llama weights, with the attention that they choose and (`llama-pope-triton`, `llama-cope-triton`) with
+cached ones), with ratios to the stock `LlamaForCausalLM`: our model with `rope`, `pope`, `cope`, `cope+rope`, `fox` and
+`none` with the same weights, with their default attention and (`llama-pope-triton`, `llama-cope-triton`) with
 `attn_implementation="triton"`.
 
-Check of an attention row: output and every gradient of one head of the timed inputs, against full-matrix attention in
-float64. The error may be at most twice that of full-matrix attention in the timed type, or 1e-4 of the norm, taken to
-be at least a tenth of the incoming gradient's (sums in another order cancel differently; 2e-2 for the public package).
-Above 2,048 tokens three ranges of rows are compared, and no gradient enters the others. Check of a model row: the
-logits, and those of a cached step, of at most 2,048 tokens against the stock model (rope), or against the same model
-with the eager reference (cope, pope). What fails its check gets no number but the status "check failed", and the exit
-code is 1 (but for the public package).
+Check of attention: output and all gradients of one head of the timed inputs, against full-matrix attention in float64.
+The maximum error is twice that of full-matrix attention in the timed type, or 1e-4 (2e-2 for the public package) of the
+reference's norm or a tenth of the incoming gradient's norm, whichever is larger. Above 2,048 tokens, three ranges of
+rows are compared, and the incoming gradient of all others is 0. Check of models: the logits, with and without cache, of
+at most 2,048 tokens against the stock model (rope), or against the same model with the eager reference (cope, pope). A
+failed check gives the status "check failed" instead of a time, and the exit code 1 (except for the public package).
 
-Timing on a CPU: providers take turns, `--repeats` rounds after one warm-up, the listing after the others; the median
-counts. `--clock cpu` counts the time of this process's threads instead of wall time: use it with `--threads 1` where
-other programs share the machine. `--isolate` measures each provider, with the baseline, in a process of its own.
+Timing on a CPU: the median of `--repeats` rounds after one warm-up, with the providers in turns and the listing last.
+`--clock cpu` measures CPU time of this process's threads instead of wall time; use it with `--threads 1` on a shared
+machine. `--isolate` measures each provider, with the baseline, in a separate process.
 
-Timing on a GPU: events, after a warm-up, the L2 cache overwritten before every run; the median counts. Kernel tiles are
-chosen anew for each length. Peak memory is that of one run: `above` counts what is allocated above the inputs, `peak`
-adds the provider's inputs, tables and the gradient that comes in. The batch is `--tokens` / length.
+Timing on a GPU: the median of CUDA event times after a warm-up, with the L2 cache overwritten before every run. Peak
+memory is that of one run: `above` is the memory allocated in addition to the inputs; `peak` includes the provider's
+inputs, tables and the incoming gradient. The batch is `--tokens` / length.
 
-What is refused, runs out of memory, is not installed or does not fit the time gets a row whose status says so, and a
-line at the end; an error inside PyTorch's own backends, and whatever the public package does, is such a reason and no
-failure. Every row is appended to `--output` (CSV) with device, versions and date. Then come a table of how the
-time grows with the length and, on a GPU, the figures to reach; whether they are reached is no matter of the exit code.
+Providers that are not supported, run out of memory, are not installed or exceed the time limit get a row with their
+status, and a line at the end. This includes errors inside PyTorch's backends and the public package, which are not
+failures. All rows are appended to `--output` (CSV) with device, versions and date. At the end, the command prints a
+table of time against length and, on a GPU, the target figures, which do not affect the exit code.
 """
 
 import argparse
@@ -89,20 +88,20 @@ from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
 from .report import TARGET_LENGTH, Report, Result, Shape, device_name, old_columns, versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-# On a GPU: hidden size, from which the number of heads follows, and lengths.
+# Hidden size (which determines the number of heads) and lengths on a GPU.
 DEVICE_WIDTH = 2048
 DEVICE_LENGTHS = [512 << doubling for doubling in range(8)]
 DEVICE_MODEL_LENGTHS = [4096, 16384]
-# Shares of --minutes after which the second group of providers, the models, and the rest begin no new measurement.
+# Shares of --minutes after which each stage starts no new measurement.
 SHARES = {"attention 0": 0.75, "attention 1": 0.8, "model": 0.92, "attention 2": 1.0}
 
 
 class Budget:
-    """Says what still fits the time, and remembers what failed.
+    """The time limits and the failures of a run.
 
     Attributes:
-        failures: checks of ours that failed.
-        lost: why the GPU can not be used any more, or empty.
+        failures: our failed checks.
+        lost: why the GPU cannot be used any more, or empty.
     """
 
     def __init__(self, minutes: float | None, provider_seconds: float | None) -> None:
@@ -114,7 +113,7 @@ class Budget:
         self.history: dict[tuple[str, int], tuple[Shape, float]] = {}
 
     def refuse(self, stage: str, provider: str, shape: Shape) -> str:
-        """Returns why a provider is not to be measured now, or an empty text."""
+        """Returns the reason for not measuring a provider, or an empty text."""
         if self.lost:
             return f"left out: {self.lost}"
         share = SHARES.get(stage, 1.0)
@@ -132,7 +131,7 @@ class Budget:
         return ""
 
     def attempt(self, result: Result, shape: Shape, measure: Callable[[], None]) -> None:
-        """Runs `measure`, and writes what kept it from a number into the status of the result."""
+        """Runs `measure`, and sets the status of the result if it fails."""
         start = time.monotonic()
         name = f"{result.provider}, {shape}"
         failure, ours = "", result.provider not in FOREIGN
@@ -145,14 +144,14 @@ class Budget:
         except CheckFailed as error:
             failure = f"{result.stage}check failed: {one_line(error)}"
         except Exception as error:
-            # One provider's failure must not end the run; what it says goes into the row.
+            # A failure of one provider does not end the run.
             if out_of_memory(error):
                 result.status = f"{result.stage}out of memory"
             else:
                 failure = f"{result.stage}{type(error).__name__}: {one_line(error)}"
                 ours = ours and not result.provider.startswith(STOCK_PREFIXES)
             if device_is_lost(error):
-                self.lost = f"the GPU can not be used after the failure of {name}"
+                self.lost = f"the GPU cannot be used after the failure of {name}"
         finally:
             self.history[result.provider, shape.head_dim] = (shape, time.monotonic() - start)
         if failure:
@@ -170,7 +169,7 @@ def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: B
     chosen = [name for name in arguments.attention_groups[group] if name in PROVIDERS]
     lengths = arguments.lengths if chosen else ()
     if group > 1:
-        # What may not fit the time begins with the lengths that are judged.
+        # Later groups start with the lengths of the targets.
         lengths = sorted(lengths, key=lambda length: (length < TARGET_LENGTH, length))
     for length, head_dim in itertools.product(lengths, arguments.head_dims):
         shape = arguments.shape(length, head_dim)
@@ -197,7 +196,7 @@ def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: B
                 on_device(arguments, workload, shape, waiting, budget, group)
             else:
                 on_host(arguments, workload, shape, waiting, budget)
-        # The listing's limit is the user's own: no row.
+        # No row for lengths above the listing's limit.
         report.add("attention", shape, [result for result in results if "--listing-limit" not in result.status])
         del workload
 
@@ -210,7 +209,7 @@ def on_device(
     budget: Budget,
     group: int,
 ) -> None:
-    """Checks and times one provider after the other; none leaves anything for the next."""
+    """Checks and times one provider after the other, and frees its memory."""
     timer = arguments.timer
     for result in results:
         refusal = budget.refuse(f"attention {group}", result.provider, shape)
@@ -239,7 +238,7 @@ def on_device(
 def on_host(
     arguments: argparse.Namespace, workload: Workload, shape: Shape, results: Sequence[Result], budget: Budget
 ) -> None:
-    """Checks every provider, then times them in turns."""
+    """Checks all providers, then times them in turns."""
     runs: dict[str, dict[str, Callable[[], Any]]] = {}
     for result in results:
         result.status = "ok"
@@ -256,20 +255,20 @@ def on_host(
                         prepared[direction] = within(provider.context, function)
 
         budget.attempt(result, shape, check)
-    # The listing comes last: after its gigabytes, the system serves the others' memory more slowly.
+    # The listing is timed last, because memory allocation is slower after it.
     listing = {name: runs.pop(name) for name in ("cope-listing",) if name in runs}
     samples = arguments.timer.in_turns(runs) | arguments.timer.in_turns(listing)
     spread(samples, results)
 
 
 def spread(samples: dict[tuple[str, str], Sample], results: Sequence[Result]) -> None:
-    """Puts samples, by provider and direction, into their results."""
+    """Stores samples, by provider and direction, in their results."""
     for result in results:
         result.samples = {direction: sample for (name, direction), sample in samples.items() if name == result.provider}
 
 
 def within(context: Callable[[], Any], function: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns the function, called inside the context."""
+    """Returns a function that calls `function` inside the context."""
 
     def call() -> None:
         with context():
@@ -355,8 +354,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", default="attention,model", help="attention, model, or both, comma-separated")
-    parser.add_argument("--providers", type=lambda text: text.split(","), help="only these (and what ratios refer to)")
-    parser.add_argument("--directions", type=lambda text: text.split(","), help="of attention; default on a CPU: two")
+    parser.add_argument("--providers", type=lambda text: text.split(","), help="only these (and the baseline)")
+    parser.add_argument("--directions", type=lambda text: text.split(","), help="of attention; on a CPU two by default")
     parser.add_argument(
         "--lengths", type=parse_lengths, default=None, help="default 1024,4096; with --quick 256; on a GPU 512 to 65536"
     )
@@ -372,12 +371,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: PyTorch's")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--repeats", type=int, default=None, help="default 5; with --quick 2; on a GPU 3 to 50")
-    parser.add_argument("--minutes", type=positive, help="begin no measurement after so long")
+    parser.add_argument("--minutes", type=positive, help="start no measurement after this time")
     parser.add_argument(
-        "--provider-seconds", type=positive, help="leave out what would take longer at one length; on a GPU 12"
+        "--provider-seconds", type=positive, help="leave out providers that take longer at one length; on a GPU 12"
     )
-    parser.add_argument("--listing-limit", type=int, help="longest length of the listing; default 8192, on a GPU none")
-    parser.add_argument("--isolate", action="store_true", help="each provider in a process of its own")
+    parser.add_argument("--listing-limit", type=int, help="maximum length of the listing; default 8192, on a GPU none")
+    parser.add_argument("--isolate", action="store_true", help="run each provider in a separate process")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"))
     parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
     parsed = parser.parse_args(arguments)
@@ -409,15 +408,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if parsed.clock == "cpu" and parsed.device != "cpu":
         parser.error("--clock='cpu' is for --device cpu; allowed here: 'wall'")
     if old_columns(parsed.output):
-        parser.error(
-            f"--output={str(parsed.output)!r} has other columns than today's rows: move it away, or name another"
-        )
+        parser.error(f"--output={str(parsed.output)!r} has other columns: move it away, or name another")
     set_defaults(parsed, device)
     return parsed
 
 
 def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
-    """Fills in what depends on the device, and which providers run in which group."""
+    """Sets defaults that depend on the device, and the groups of providers."""
     cuda = device.type == "cuda"
     parsed.lengths = parsed.lengths or ([256] if parsed.quick else DEVICE_LENGTHS if cuda else [1024, 4096])
     if not parsed.model_lengths:

@@ -1,4 +1,4 @@
-"""The attention providers: what is timed, on which inputs, and against which reference each is checked.
+"""The attention providers: the timed functions, their inputs, and the references for their checks.
 
 Axes: B batch, H heads, T length, D head dim, R rotated channels, P positions in CoPE's table.
 """
@@ -32,7 +32,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 DIRECTIONS = ("forward", "backward", "forward+backward", "decoding", "decoding graph")
-# What is timed unless --providers says otherwise. On a GPU the first group comes first for all lengths, and so on.
+# Default providers. On a GPU, each group is timed for all lengths before the next.
 HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "pope-blockwise")
 DEVICE_PROVIDERS = (
     (
@@ -57,7 +57,7 @@ DEVICE_PROVIDERS = (
         "sdpa-flash",
         "sdpa-cudnn",
     ),
-    # Code of others comes last: a kernel that fails can end all use of the GPU by the process.
+    # Third-party code comes last, since a failing kernel can make the GPU unusable for the process.
     ("pope-pytorch",),
 )
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
@@ -72,9 +72,9 @@ PROVIDERS = (
     "pope-triton",
     "pope-pytorch",
 )
-# What is neither ours nor PyTorch's: nothing that it does is our failure.
+# Third-party providers, whose errors are not our failures.
 FOREIGN = ("pope-pytorch",)
-# What is PyTorch's: it may refuse in many ways, but if it computes something else, then our check is wrong.
+# PyTorch's providers: errors are not our failures, but a failed check means that our check is wrong.
 STOCK_PREFIXES = ("rope-sdpa", "sdpa-", "pope-sdpa-")
 # A reference of all rows would need length x length memory in float64.
 ALL_ROWS = 2048
@@ -85,11 +85,11 @@ class Provider:
     """One way to compute attention.
 
     Attributes:
-        kind: which reference it is checked against, and which inputs it has.
-        function: of the inputs; what is timed.
-        decode: the newest query against all keys, or None.
-        context: what surrounds all calls.
-        tolerance: the largest error, as a share of the norm, that passes whatever PyTorch's own error is.
+        kind: of its reference and its inputs.
+        function: the timed function of the inputs.
+        decode: computes the newest query against all keys, or None.
+        context: context manager for all calls.
+        tolerance: an error up to this share of the norm always passes.
     """
 
     kind: str
@@ -100,7 +100,7 @@ class Provider:
 
 
 class Errors(NamedTuple):
-    """The largest errors of a comparison: as a share of the reference's norm, and as a share of what is allowed."""
+    """The largest errors of a comparison, relative to the reference's norm and to the allowed error."""
 
     relative: float
     share: float
@@ -119,17 +119,16 @@ def relative_errors(
     """Compares tensors with their float64 references.
 
     Args:
-        found: what is checked.
-        plain: the same by full-matrix attention in the type of `found`.
+        found: the tensors to check.
+        plain: the same from full-matrix attention in the type of `found`.
         exact: the same in float64.
-        names: what the tensors are called.
-        factor: how many times the error of `plain` is allowed.
-        tolerance: which share of the norm is allowed in any case: sums in another order cancel differently.
-        scale: the norm is taken to be at least this: what is small only because large parts cancel is not more exact
-            than these.
+        names: of the tensors, for messages.
+        factor: the allowed multiple of the error of `plain`.
+        tolerance: an error up to this share of the norm is always allowed.
+        scale: lower bound of the norm, for tensors that are small because large terms cancel.
 
     Raises:
-        CheckFailed: an error is larger, or not a number.
+        CheckFailed: an error is larger, or NaN.
     """
     relative = share = 0.0
     for name, ours, theirs, truth in zip(names, found, plain, exact):
@@ -145,7 +144,7 @@ def relative_errors(
 
 
 class Workload:
-    """Inputs of one shape, the providers that serve them, and what must come out."""
+    """Inputs of one shape, their providers and references."""
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class Workload:
         }
         config = WhatWhereLlamaConfig(**fields, num_key_value_heads=heads)
         positions = torch.arange(length, device=device)[None]
-        # In float32 the tables are exact; the timed calls convert them once, as the model does for all its layers.
+        # The tables are computed in float32; the timed calls convert them once, as a model does for all its layers.
         rotary = LlamaRotaryEmbedding(LlamaConfig(**fields)).to(device)
         self.rotary = rotary(torch.zeros((), device=device), positions)
         self.rotary_cast = tuple(table.to(dtype) for table in self.rotary)
@@ -192,11 +191,11 @@ class Workload:
         self.rows = self._rows(length)
 
     def _random(self, *shape: int) -> torch.Tensor:
-        # (Random numbers of float16 are not the same everywhere.)
+        # Drawn in float32, because random numbers in float16 differ between devices.
         return torch.randn(*shape, generator=self.generator, device=self.device).to(self.dtype)
 
     def _rows(self, length: int) -> torch.Tensor:
-        """The query rows that are checked: all, or some at the beginning, in the middle and at the end."""
+        """Returns the query rows to check: all, or some at the beginning, in the middle and at the end."""
         if length <= ALL_ROWS:
             return torch.arange(length, device=self.device)
         ranges = [(0, 128), (length // 2 - 61, length // 2 + 67), (length - 129, length)]
@@ -224,13 +223,13 @@ class Workload:
         if kind == "cope-half":
             return (self.query, self.key, self.value, self.table)
         query, key = self._random(*self.shape) * 0.5, self._random(*self.shape) * 0.5
-        # One channel that all share puts every logit near 8 or -8, and so every gate near 1 or near 0.0003.
+        # One shared channel sets every gate logit to about 8 or -8, and so every gate to about 1 or 0.0003.
         sign = 1.0 if kind == "cope-open" else -1.0
         query[..., 0], key[..., 0] = 8.0, sign * float(self.shape[-1]) ** 0.5
         return (query.requires_grad_(), key.requires_grad_(), self.value, self.table)
 
     def input_bytes(self, kind: str) -> int:
-        """Returns the bytes of what goes in: inputs, position tables and the gradient of the output."""
+        """Returns the bytes of inputs, position tables and the gradient of the output."""
         tensors = [*self.inputs(kind), self.grad]
         if kind == "rope":
             tensors += self.rotary_cast
@@ -239,7 +238,7 @@ class Workload:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _one_head(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Copies the last batch entry's last head of the inputs; what was float32 stays so in low precision."""
+        """Copies the last head of the last batch entry of the inputs; float32 tensors stay float32 in low precision."""
         parts = []
         for tensor in inputs:
             part = self._part(tensor)
@@ -288,10 +287,10 @@ class Workload:
             return grad.masked_fill(undecided_rows(query, key, **options)[..., None], 0)
 
     def check(self, provider: Provider) -> Errors:
-        """Compares output and gradients of one head with float64, those of `ALL_ROWS` rows or of some ranges.
+        """Compares output and gradients of one head with float64, for up to `ALL_ROWS` rows or some ranges of rows.
 
-        No gradient enters the other heads and rows: so the gradients of keys, values, table and phases are compared
-        whole. Raises CheckFailed.
+        The incoming gradient of other heads and rows is 0, so that the gradients of keys, values, table and phases are
+        compared completely. Raises CheckFailed.
         """
         inputs = self.inputs(provider.kind)
         only = torch.zeros_like(self.grad)
@@ -309,7 +308,7 @@ class Workload:
         """Compares the newest row."""
         plain, exact = self.references(provider.kind)
         newest = slice(self.rows.numel() - 1, None)
-        # One row says little of the error of a type: a fixed share is allowed too.
+        # The error of a single row varies, so a fixed share is also allowed.
         tolerance = max(provider.tolerance, 4 * torch.finfo(self.dtype).eps)
         return relative_errors(
             [self._part(out)],
@@ -323,7 +322,7 @@ class Workload:
     # Providers.
 
     def provider(self, name: str) -> Provider:
-        """Returns a provider; raises Refused if it can not serve this device or is not installed."""
+        """Returns a provider; raises Refused if it does not support this device or is not installed."""
         family = name.split("-")[0]
         return {"rope": self._rope, "sdpa": self._sdpa, "cope": self._cope, "pope": self._pope}[family](name)
 
@@ -338,7 +337,7 @@ class Workload:
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        # The cache holds rotated keys; the new query and the new key are rotated.
+        # Cached keys are already rotated; the new query and the new key are not.
         newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (self.query, self.key)]
         cached = apply_rotary_pos_emb(self.query[:, :, :1].detach(), self.key.detach(), cos, sin)[1]
 
@@ -394,7 +393,7 @@ class Workload:
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
             return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar, True)
 
-        # The cache holds magnitudes; those of the new query and the new key are computed.
+        # The cache contains magnitudes; those of the new query and the new key must be computed.
         newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (self.query, self.key)]
         with torch.no_grad():
             cached = self.pope.before_cache(newest[0], self.key, self.polar)[1]
@@ -436,7 +435,7 @@ class Workload:
         return attend
 
     def _pope_pytorch(self) -> Provider:
-        """The public package: it takes raw queries and keys, and phases; it has no fused decoding."""
+        """The public package, which takes raw queries, keys and phases, and has no fused decoding."""
         try:
             package = importlib.import_module("PoPE_pytorch")
         except ImportError as error:
@@ -446,7 +445,7 @@ class Workload:
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
             return attention(query, key, value, pos_emb=(self.phases, self.phase_shift()), causal=True)
 
-        # Its rounding is its own affair; it must compute the same function.
+        # A larger tolerance, since only the function must be the same, not the rounding.
         return Provider("pope", function, tolerance=2e-2)
 
     def _kernel(self, module: str) -> Any:
@@ -457,8 +456,6 @@ class Workload:
             raise Refused(f"not available: {error}") from error
         if self.device.type != "cuda" and not launch.INTERPRETED:
             raise Refused("Triton kernels need a CUDA device (or, for tests, TRITON_INTERPRET=1)")
-        # Tiles are chosen at the first launch: here for each length anew, as in a model that begins with it.
-        launch._CHOSEN.clear()
         return found
 
     # Timing.
@@ -466,7 +463,7 @@ class Workload:
     def run(self, provider: Provider, direction: str) -> Callable[[], Any] | None:
         """Returns the function to time, or None if the provider has no such direction.
 
-        What the function needs to run again and again, such as the graph of a backward, lives as long as it.
+        The function owns everything it needs for repeated calls, such as the graph of a backward.
         """
         inputs = self.inputs(provider.kind)
         decode = provider.decode
@@ -496,7 +493,7 @@ class Workload:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turns "no kernel is available" into Refused with the reasons, which PyTorch gives as warnings."""
+    """Converts "no available kernel" into Refused, with the reasons from PyTorch's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -506,19 +503,19 @@ def refusals() -> Iterator[None]:
             if "No available kernel" not in text and "No viable backend" not in text:
                 raise
             reasons = [" ".join(str(warning.message).split("(Triggered")[0].split()) for warning in caught]
-            # Which kernels were not asked for is no reason.
+            # Disabled kernels are not a reason.
             reasons = [reason for reason in dict.fromkeys(reasons) if "not enabled" not in reason]
             reasons = [reason for reason in reasons if not reason.endswith("not used because:")]
             raise Refused("; ".join(reasons) or text) from error
 
 
 def tiles_note() -> str:
-    """Returns the tiles that the last kernels ran with."""
+    """Returns the tiles of the last kernels."""
     try:
         launch = importlib.import_module("whatwhere.kernel_launch")
     except ImportError:
         return ""
     parts = []
-    for slot, tiles in launch._CHOSEN.items():
+    for slot, tiles in launch.CHOSEN.items():
         parts.append(f"{slot[0]} {tiles.rows}x{tiles.columns}w{tiles.warps}s{tiles.stages}")
     return ", ".join(dict.fromkeys(parts))

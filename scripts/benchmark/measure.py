@@ -1,4 +1,4 @@
-"""Clocks, peak memory, and what can keep a configuration from being measured."""
+"""Timing, peak memory, and errors of measurements."""
 
 import dataclasses
 import gc
@@ -9,26 +9,26 @@ from typing import Any
 
 import torch
 
-# Overwritten before each timed run on a GPU: more than any L2 cache holds.
+# Size of the buffer that is overwritten before each timed run on a GPU; larger than any L2 cache.
 FLUSH_BYTES = 256 << 20
 
 
 class CheckFailed(Exception):
-    """A provider computes something else than its reference."""
+    """The result of a provider differs from its reference."""
 
 
 class Refused(Exception):
-    """A provider can not serve a configuration; the text says why."""
+    """A provider does not support a configuration; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What was measured of one direction.
+    """Measurements of one direction.
 
     Attributes:
         times: milliseconds of each run.
-        above: bytes at the peak above what was allocated before, or None where that is not measured.
-        inputs: bytes of the inputs, tables and gradients that go in, or None.
+        above: peak bytes in addition to the memory allocated before; None if not measured.
+        inputs: bytes of the inputs, tables and incoming gradients, or None.
     """
 
     times: Sequence[float]
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def total(self) -> int | None:
-        """Bytes at the peak, inputs included."""
+        """Peak bytes including inputs."""
         return None if self.above is None or self.inputs is None else self.above + self.inputs
 
 
@@ -58,7 +58,7 @@ class HostTimer:
         return (self.now() - start) * 1e3
 
     def in_turns(self, runs: dict[str, dict[str, Callable[[], Any]]]) -> dict[tuple[str, str], Sample]:
-        """Times `{provider: {direction: function}}`, one after the other and then again, after one warm-up."""
+        """Times `{provider: {direction: function}}` in rounds, after one warm-up."""
         times: dict[tuple[str, str], list[float]] = {}
         for turn in range(self.repeats + 1):
             for provider, directions in runs.items():
@@ -70,11 +70,10 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """Times functions on a GPU with events, the L2 cache overwritten before each run.
+    """Times functions on a GPU with events, with the L2 cache overwritten before each run.
 
     Args:
-        repeats: runs of each function, or None: about `seconds` of them, at least 3, at most 50; fewer only where
-            one run takes longer than `seconds`.
+        repeats: runs of each function; None for 3 to 50 runs in about `seconds`, or fewer if one run takes longer.
         seconds: device time for one function.
     """
 
@@ -87,7 +86,7 @@ class DeviceTimer:
         return self._runs(function, 1)[0]
 
     def __call__(self, function: Callable[[], Any], *, memory: bool) -> Sample:
-        """Times a function, and measures its peak memory in a run of its own, which warms up."""
+        """Times a function, and measures its peak memory in the warm-up run."""
         above = None
         if memory:
             gc.collect()
@@ -115,13 +114,13 @@ class DeviceTimer:
 
 
 def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Captures a function as a CUDA graph: what is left of its time when launches cost nothing.
+    """Captures a function as a CUDA graph, to time it without launch overhead.
 
     Returns:
-        The function that replays it, and the tensor that holds the result after each replay.
+        The function that replays it, and the tensor with the result of each replay.
 
     Raises:
-        Refused: the function does something that can not be captured.
+        Refused: the function cannot be captured.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -134,13 +133,13 @@ def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], t
             out = function()
     except RuntimeError as error:
         if "captur" in str(error):
-            raise Refused(f"can not be captured: {one_line(error)}") from error
+            raise Refused(f"cannot be captured: {one_line(error)}") from error
         raise
     return graph.replay, out
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if the error says that the device, or the system, has no memory left."""
+    """Whether an error means that the device or the system is out of memory."""
     words = ("out of memory", "not enough memory", "can't allocate memory", "DefaultCPUAllocator")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in words)
@@ -148,7 +147,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def device_is_lost(error: BaseException) -> bool:
-    """True after an error, such as an illegal memory access, that ends all use of the GPU by this process."""
+    """Whether this process cannot use the GPU after an error, such as an illegal memory access."""
     words = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert")
     return not out_of_memory(error) and any(word in str(error) for word in words)
 

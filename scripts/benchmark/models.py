@@ -1,4 +1,4 @@
-"""Whole models: a training step and a decoding step, ours and the stock Llama at the same weights."""
+"""Models: a training step and a decoding step of ours and of the stock Llama, with the same weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
 from .measure import CheckFailed, Refused
 
-# Name: encoding and attention implementation (None: the one that the model chooses).
+# Encoding and attention implementation (None: the default) by name.
 MODELS: dict[str, tuple[str, str | None]] = {
     "llama-rope": ("rope", None),
     "llama-pope": ("pope", None),
@@ -67,7 +67,7 @@ class Models:
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 if "encodings." in key:
-                    # A table of zeros would hide a mistake.
+                    # The initial table of zeros would hide errors.
                     parameter.uniform_(-1.0, 0.0)
         return model
 

@@ -1,7 +1,7 @@
-"""What attention with RoPE, CoPE and PoPE is, with all weights in memory: in any type, for some of the query rows.
+"""Full-matrix attention with RoPE, CoPE and PoPE, in any type, for some of the query rows.
 
-In float64 these are the references of the benchmark and of the GPU check; in the timed type they show which error
-PyTorch itself makes. Gradients come from autograd.
+In float64 these are the references of the benchmark and of the GPU check; in the timed type they give the rounding
+error of PyTorch. Gradients are computed by autograd.
 
 Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
 R rotated channels, P positions in CoPE's table, N chosen rows.
@@ -15,14 +15,14 @@ from whatwhere.attention_blockwise import MASKED, compute_dtype
 def visible(
     query_length: int, key_length: int, rows: torch.Tensor, *, ranges: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns which keys the rows see: bool (1 or B, 1, N, K).
+    """Returns which keys are visible to the rows: bool (1 or B, 1, N, K).
 
     Args:
         query_length: Q.
         key_length: K.
         rows: int64 (N,), query rows.
-        ranges: None for causal, row i sees key j <= K - Q + i; or int32 (B, 1, Q + K, 2): row i sees low_i <= j <
-            high_i where the entry Q + j of key j is not 0.
+        ranges: None for causal (row i sees keys j <= K - Q + i); or int32 (B, 1, Q + K, 2): row i sees the keys with
+            low_i <= j < high_i whose entry Q + j is not 0.
     """
     keys = torch.arange(key_length, device=rows.device)
     if ranges is None:
@@ -73,7 +73,7 @@ def plain_reference(
     return _attend(_logits(query[:, :, rows], key, scaling), value, seen)
 
 
-# Rounding in float32 moves contextual positions by less than this (largest error seen: 3e-6).
+# Upper bound of float32 rounding errors of contextual positions (largest observed error: 3e-6).
 NEAR = 5e-5
 
 
@@ -89,14 +89,14 @@ def undecided_rows(
 ) -> torch.Tensor:
     """Returns the rows with a contextual position within `NEAR` of an integer: bool (B, H, N).
 
-    CoPE's bias has a kink at integers, where rounding decides between two gradients that are both right. Set the
-    incoming gradient of these rows to 0. Inputs as for `cope_reference`, in float64.
+    The derivative of CoPE's bias is discontinuous at integers, so rounding can select either of two valid gradients.
+    The incoming gradient of these rows should be set to 0. Inputs as for `cope_reference`, in float64.
     """
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     gates = torch.sigmoid(_logits(query[:, :, rows], key if gate_key is None else gate_key, scaling)) * seen
     positions = gates.flip(-1).cumsum(-1).flip(-1)
     nearest = positions.round()
-    # Positions do not cross 0, and have no slope beyond the last one.
+    # Positions are not negative, and the gradient is 0 beyond the last position.
     kinks = seen & (nearest >= 1) & (nearest < num_positions)
     return ((positions - nearest).abs() < NEAR).logical_and(kinks).any(-1)
 

@@ -1,4 +1,4 @@
-"""Rows, tables, how cost grows with the length, and the figures that the kernels are to reach."""
+"""Rows, tables, growth of time with length, and the target figures of the kernels."""
 
 import csv
 import dataclasses
@@ -51,7 +51,7 @@ FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is measured: batch x heads x length x head dim, and for models the number of layers."""
+    """A measured shape: batch x heads x length x head dim, and for models the number of layers."""
 
     batch: int
     heads: int
@@ -70,10 +70,10 @@ class Result:
 
     Attributes:
         samples: by direction.
-        status: "ok", or why nothing, or nothing more, was measured.
-        stage: what was under way, for the status.
-        error: the largest relative error that the check found.
-        note: how it ran: tiles, attention implementation.
+        status: "ok", or why measurements are missing.
+        stage: the current stage, for the status.
+        error: the largest relative error of the check.
+        note: tiles or attention implementation.
     """
 
     provider: str
@@ -86,15 +86,15 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A figure to reach, in bfloat16 from 4,096 tokens on; the worst length counts.
+    """A target figure, in bfloat16 from 4,096 tokens; the worst length counts.
 
     Attributes:
-        what: in words.
-        provider: what is judged.
-        direction: of it.
-        quantity: "time", "memory" (inputs included) or "above" (inputs not counted).
-        bound: the ratio to reach.
-        to: another provider that it is to be faster than, `bound` times; None: at most `bound` times RoPE's best.
+        what: a description.
+        provider: the provider to judge.
+        direction: its direction.
+        quantity: "time", "memory" (with inputs) or "above" (without inputs).
+        bound: the target ratio.
+        to: the provider must be `bound` times faster than this one; None: at most `bound` times the best RoPE.
     """
 
     what: str
@@ -127,7 +127,7 @@ class Report:
 
     Args:
         output: the CSV file.
-        common: the fields that all rows share.
+        common: fields of all rows.
         show: prints a line.
     """
 
@@ -146,7 +146,7 @@ class Report:
         self._append(rows)
 
     def baseline(self, part: str, shape: Shape, direction: str) -> Result | None:
-        """Returns the fastest of what ratios refer to."""
+        """Returns the fastest baseline."""
         names = BASELINES if part == "attention" else (STOCK,)
         known = self.results.get((part, shape), {})
         found = [known[name] for name in names if name in known and direction in known[name].samples]
@@ -214,10 +214,10 @@ class Report:
                 writer.writeheader()
             writer.writerows(rows)
 
-    # After everything.
+    # At the end of a run.
 
     def growth(self, direction: str = "forward+backward") -> list[str]:
-        """Returns a table: how the time of one sequence grows when its length doubles (2 is linear, 4 quadratic)."""
+        """Returns a table of the growth of a sequence's time when its length doubles (2 is linear, 4 quadratic)."""
         times: dict[tuple[int, str], dict[int, float]] = {}
         for (part, shape), results in self.results.items():
             for result in results.values():
@@ -240,7 +240,7 @@ class Report:
         return lines
 
     def left_out(self) -> list[str]:
-        """Returns what was not measured, one line for each provider and reason."""
+        """Returns a line for each provider and reason that was not measured."""
         found: dict[tuple[str, str, str], list[str]] = {}
         for (part, shape), results in self.results.items():
             for result in results.values():
@@ -253,9 +253,9 @@ class Report:
         return lines
 
     def summary(self) -> list[str]:
-        """Returns the table of the figures to reach."""
+        """Returns the table of target figures."""
         lines = [
-            f"\nfigures to reach, {TARGET_DTYPE} from {TARGET_LENGTH} tokens on, the worst length counts:",
+            f"\ntarget figures, {TARGET_DTYPE} from {TARGET_LENGTH} tokens, worst length:",
             f"{'figure':46} {'head dim':>8} {'target':>8} {'measured':>9} {'best':>7} {'at length':>10}  reached",
         ]
         head_dims = sorted({shape.head_dim for part, shape in self.results if part == "attention"})
@@ -310,7 +310,7 @@ def _mib(count: int | None) -> str:
 
 
 def old_columns(output: pathlib.Path) -> bool:
-    """True if the file has other columns than the rows: nothing may be appended to it."""
+    """Whether the file has other columns than the rows, so that nothing may be appended."""
     if not output.exists():
         return False
     with output.open(newline="", encoding="utf-8") as file:
@@ -318,7 +318,7 @@ def old_columns(output: pathlib.Path) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of the device, as far as the system tells it."""
+    """Returns the name of the device, if known."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = pathlib.Path("/proc/cpuinfo")
@@ -330,7 +330,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Returns the versions of what a measurement depends on."""
+    """Returns the versions of the software that a measurement depends on."""
     try:
         import triton
 

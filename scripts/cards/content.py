@@ -1,7 +1,6 @@
-"""What a model card says: results files and a configuration, put into the template `templates/model.md`.
+"""The content of a model card: the template `templates/model.md`, filled from results files and a configuration.
 
-No number is typed by hand: each comes from the configuration or from a results file, and the same files give the same
-bytes.
+All numbers are from the configuration or a results file. The same files give the same bytes.
 """
 
 import functools
@@ -13,16 +12,16 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ...model_card import card_head, card_tags, sign
+from ...model_card import card_head, card_tags, encoding_text, sign
 from ...position_registry import max_length
-from ..evaluation.data_description import describe_data
+from ..evaluation.data_description import describe_data, is_transfer
 from ..evaluation.length_report import table as length_table
 
 TEMPLATE = pathlib.Path(__file__).with_name("templates") / "model.md"
 
 
 def plain(text: str) -> str:
-    """Returns text on one line in which Markdown sees no tag, such as `<unk>`, and no mark-up of its own."""
+    """Returns text on one line with Markdown characters and tags such as `<unk>` escaped."""
     return re.sub(r"[\\`*\[\]<|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
@@ -36,27 +35,24 @@ def model_card(
     figure: str | None = None,
     recipe_file: str | None = None,
     place: str | None = None,
-    is_published: bool = True,
     compared: Sequence[Mapping[str, Any]] = (),
-    paper_tables: Sequence[Mapping[str, str]] = (),
 ) -> ModelCard:
     """Builds the card of a model.
 
     Args:
         config: the model's configuration.
-        results: from `read_results`; empty for a model about which nothing was measured.
+        results: from `read_results`; empty for a model without measurements.
         name: the Hub id or the name of the folder.
-        weights: the fingerprint of the weights that the results are about.
-        has_tokenizer: whether a tokenizer is saved with the model: the snippet uses it.
+        weights: the fingerprint of the measured weights.
+        has_tokenizer: whether a tokenizer is saved with the model, for the code example.
         figure: the file name of the figure, if there is one.
-        recipe_file: the file with the recipe beside the card.
-        place: the Hub id of the weights, or the folder that training makes; None for beside the card.
-        is_published: whether the weights can be loaded without training.
-        compared: entries of other cards in the first of the length results, measured on the same text.
-        paper_tables: `name` and `title` of the papers' tables beside the card to which the run belongs.
+        recipe_file: the file name of the recipe, if there is one.
+        place: the output folder of training; None if the weights are in the card's folder.
+        compared: entries of other cards for the first length results, measured on the same text.
     """
     training = dict(results.get("results", {}))
     data = described(training["data"]) if training.get("data") else {}
+    split = data.get("split")
     measured = [one for key, one in results.items() if key.startswith("length")]
     lengths = [_length(one, compared if one is measured[0] else ()) for one in measured]
     lm_eval = results.get("lm_eval", {})
@@ -79,6 +75,7 @@ def model_card(
         template_path=str(TEMPLATE),
         title=plain(name),
         config=config,
+        encoding=encoding_text(config.position_encoding),
         family="GPT-2" if "gpt2" in config.model_type else "Llama",
         parameters=dict(_parameters(config)),
         headline=headline(training),
@@ -97,36 +94,34 @@ def model_card(
         path=place or name,
         has_tokenizer=has_tokenizer,
         is_here=place is None,
-        is_published=is_published,
         figure=figure,
         recipe_file=recipe_file,
-        paper_tables=paper_tables,
         limit=max_length(config),
-        is_transfer=_is_transfer(data),
+        is_transfer=is_transfer(*(data.get("described", {}).get(key, {}).get("corpus") for key in ("train", split))),
     )
     return sign(card.data, card.text, weights)
 
 
 def described(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `describe_data` with titles in which Markdown sees no mark-up, and `split` without the documents."""
+    """Returns `describe_data` with titles escaped for Markdown, and `split` without its slice."""
     about = describe_data(data)
     splits = {split: {**one, "title": plain(one["title"])} for split, one in about["described"].items()}
     return {**about, "described": splits, "split": about["split"].partition("[")[0]}
 
 
 def licence_of(training: Mapping[str, Any]) -> str:
-    """Returns the licence of weights: what the run says, ours of those trained here from random weights, or unknown."""
-    trained_here = bool(training) and not training.get("base_model")
+    """Returns the licence of weights: the one in the results, else Apache-2.0 if trained from scratch, else unknown."""
+    trained_here = bool(training) and not (training.get("base_model") or training.get("base_weights_sha256"))
     return str(training.get("licence") or ("apache-2.0" if trained_here else "unknown"))
 
 
 def headline(training: Mapping[str, Any]) -> str:
-    """Returns the first figure of a training run, with what it is; empty without one."""
+    """Returns the main result of a training run with its metric and data; empty without one."""
     metrics, data = training.get("metrics", {}), training.get("data", {})
     if sets := metrics.get("test_sets"):
         name, scores = next(iter(sets.items()))
         return f"{100 * scores['token_error']:.2f} % wrong answer tokens, {data['task'].replace('_', ' ')}, {name}"
-    # Perplexity where there is text; the papers give nats for music and genomes.
+    # Perplexity for text; the papers report nats for music and genomes.
     name = "perplexity" if "bits_per_byte" in metrics else "loss"
     if name not in metrics:
         return ""
@@ -135,7 +130,7 @@ def headline(training: Mapping[str, Any]) -> str:
 
 
 def _with_meaning(task: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Leaves out perplexities above the vocabulary size: worse than guessing, and decided by a few questions."""
+    """Leaves out perplexities above the vocabulary size, which are worse than chance and dominated by outliers."""
     metrics = task["metrics"].items()
     return {name: one for name, one in metrics if name != "perplexity" or one["value"] <= config.vocab_size}
 
@@ -171,7 +166,7 @@ def _trained(training: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 
 def _lengths(results: Mapping[str, Any]) -> Iterator[EvalResult]:
-    """Measurements on parts of a split are left out: they are comparable with the same parts only."""
+    """Yields perplexities by length, except on parts of a split, which are not comparable with others."""
     for length in (one for key, one in results.items() if key.startswith("length")):
         if length["data"].get("document_limit") or length["data"].get("text_tokens"):
             continue
@@ -183,7 +178,7 @@ def _lengths(results: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 
 def _tasks(tasks: Mapping[str, Any]) -> Iterator[EvalResult]:
-    """Tasks of which some questions were asked (`--limit`) are left out."""
+    """Yields scores of tasks, except those with `--limit`."""
     for name, task in tasks.items():
         for metric, score in task["metrics"].items() if task.get("limit") is None else ():
             yield EvalResult(
@@ -199,7 +194,7 @@ def _tasks(tasks: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 
 def _datasets(data: Mapping[str, Any]) -> list[str]:
-    """Returns the ids of the training data on the Hub; none if they came from elsewhere."""
+    """Returns the Hub ids of the training data; empty if they are not from the Hub."""
     train = data.get("described", {}).get("train", {}).get("dataset")
     return [train] if train and data.get("place") != "local files" else []
 
@@ -215,7 +210,7 @@ def _parameters(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _differences(training: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the parameters in which the test sets of a toy task differ from training, by their names."""
+    """Returns, for each test set of a toy task, the parameters that differ from training."""
     if training.get("data", {}).get("source") != "task":
         return {}
     sets = training["recipe"]["data"]["test_sets"] or {}
@@ -223,12 +218,6 @@ def _differences(training: Mapping[str, Any]) -> dict[str, str]:
         name: ", ".join(f"{key} {value}" for key, value in changed.items() if key != "test_samples")
         for name, changed in sets.items()
     }
-
-
-def _is_transfer(data: Mapping[str, Any]) -> bool:
-    names = [data.get("described", {}).get(split, {}).get("corpus") for split in ("train", data.get("split"))]
-    # Forms of one corpus, such as `maestro_transposed` and `maestro`, are named alike.
-    return all(names) and not names[0].startswith(names[1]) and not names[1].startswith(names[0])
 
 
 def _length(length: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The loss during training: thinned from a run's `metrics.jsonl`, and drawn."""
+"""Training curves: thins and draws the losses in a run's `metrics.jsonl`."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,16 @@ from typing import Any
 
 from ..evaluation.figures import new_figure
 
-# Points of a curve: more are not seen.
+# Maximum number of points of a curve.
 POINTS = 100
 
 
 def thin_curves(lines: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> dict[str, Any]:
-    """Returns the contents of `curves.json`, without its weights.
+    """Returns the contents of `curves.json`, without the fingerprint of the weights.
 
     Returns:
-        `training`: rows of `step` (the last one of a group of consecutive lines), `loss` (their mean, nats a token)
-        and `lines` (how many there are); `validation`: `step`, `loss` and other scores, all of them.
+        `training`: for each group of consecutive lines the last `step`, the mean `loss` (nats per token) and the number
+        of `lines`; `validation`: `step`, `loss` and other scores of every evaluation.
     """
     training = [line for line in lines if "loss" in line]
     size = -(-len(training) // points) or 1
@@ -44,7 +44,7 @@ def thin_curves(lines: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> 
 
 
 def draw_curves(curves: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draws training and validation loss against steps, as PNG; the same numbers give the same bytes."""
+    """Draws training and validation loss against steps as a PNG file, reproducibly."""
     figure = new_figure(6.4, 3.6)
     axes = figure.add_subplot()
     for key, style in (("training", {"linewidth": 1.2}), ("validation", {"marker": "o", "markersize": 4})):

@@ -1,4 +1,4 @@
-"""What the parsers of the commands share."""
+"""Shared code of the command line parsers."""
 
 import argparse
 from typing import Any

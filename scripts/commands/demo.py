@@ -1,22 +1,22 @@
-"""`whatwhere demo`: the main job, whole, on a laptop: at most 8 minutes on 2 CPU cores, no download.
+"""`whatwhere demo`: trains, evaluates and loads models on a laptop (at most 8 minutes on 2 CPU cores, no downloads).
 
-1. Trains a small Llama-style model three times, with `rope`, `pope` and `cope`: same recipe, same seed, on the source
-   code of the running Python's standard library. On a CPU, in as many processes as there are cores, at most three.
+1. Trains a small Llama-style model with `rope`, `pope` and `cope`, with the same recipe and seed, on the source code of
+   the running Python's standard library. On a CPU, the three runs are trained in parallel if there are enough cores.
 2. Measures bits per byte of held-out code at 1, 2, 4, 8 and 10 times the trained length, on the same tokens.
-3. Runs an lm-eval task on one of them, offline, by lm-eval's own command line.
-4. Writes a model card beside each checkpoint.
-5. Loads one of them in a process without this package, with `trust_remote_code`, and continues a prompt.
+3. Evaluates one checkpoint on an lm-eval task, offline, with lm-eval's command line.
+4. Writes the model cards.
+5. Loads one checkpoint in a process without this package, with `trust_remote_code`, and continues a prompt.
 
-In `--output` (default `demo/`): a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the
-lm-eval task, and `demo.json` with the seconds of every stage. The same command continues after an interruption, and
-reuses a finished training run of the same recipe. Larger runs, on a GPU:
+`--output` (default `demo/`) gets a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the
+lm-eval task, and `demo.json` with the duration of every stage in seconds. Running the command again continues after an
+interruption, and reuses finished training runs of the same recipe. Larger runs, on a GPU:
 
     whatwhere demo --steps 5000 --output demo_long
 """
 
 import concurrent.futures
 import contextlib
-import importlib.util
+import importlib
 import os
 import pathlib
 import shlex
@@ -28,19 +28,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ..evaluation.results import collect_lm_eval, provenance, versions, write_json
+from ..evaluation.results import check_writable, collect_lm_eval, provenance, versions, write_json
 from ..training.errors import TrainingError, reported
 from .common import command_parser
 
-DESCRIPTION = (
-    "Train rope, pope and cope on real code, compare them up to 10 times the trained length, and load one of them."
-)
+DESCRIPTION = "Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one of them."
 ENCODINGS = ("rope", "pope", "cope")
-# The checkpoint that lm-eval scores and that is loaded without the package.
+# The checkpoint that is evaluated with lm-eval and loaded without the package.
 CHOSEN = "pope"
 PROMPT = "import os\n\n\ndef main("
 
-# Runs in a process of its own. The first lines make the package, and Triton, impossible to import there.
+# Runs in a separate process, in which the package and Triton cannot be imported.
 CONTINUE = """
 import sys
 
@@ -65,12 +63,12 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 class DemoError(TrainingError):
-    """A stage that failed, with the reason."""
+    """A stage failed; the message gives the reason."""
 
 
 @contextlib.contextmanager
 def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Prints the name of a stage and its wall time, and adds the time to `seconds`."""
+    """Prints the name and the duration of a stage, and adds the duration to `seconds`."""
     print(f"\n=== {name}", flush=True)
     start = time.perf_counter()
     yield
@@ -78,36 +76,28 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     print(f"=== {name}: {seconds[name]:.1f} s", flush=True)
 
 
-def check_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) -> bool:
-    """Returns True if the folder holds a finished training run of the recipe, False if it holds none.
+def is_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) -> bool:
+    """Returns whether the folder contains a finished training run of the recipe.
 
     Raises:
         ValueError: the recipe is not valid.
-        TrainingError: the folder holds a finished run of another recipe, or other weights.
+        TrainingError: the folder contains a finished run of another recipe.
     """
-    from whatwhere.model_card import weights_fingerprint
-
     from ..training.recipe import load_recipe
     from ..training.run_folder import RunFolder
 
-    finished = RunFolder(folder).results(load_recipe(f"demo_{encoding}", overrides).resolved())
-    if finished is None:
-        return False
-    if finished.get("weights_sha256") != weights_fingerprint(folder):
-        raise DemoError(f"{folder} holds other weights than those of its results. Choose another --output.")
-    print(f"{folder} holds a finished run of the same recipe: reused")
-    return True
+    return RunFolder(folder).results(load_recipe(f"demo_{encoding}", overrides).resolved()) is not None
 
 
 def processes() -> int:
-    """Returns how many models are trained at once: on CPUs, two processes of one thread are faster than one of two."""
+    """Returns how many models are trained in parallel; on CPUs, two processes are faster than two threads."""
     import torch
 
     return 1 if torch.cuda.is_available() else max(1, min(len(ENCODINGS), os.cpu_count() or 1))
 
 
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
-    """Trains the encodings, each in a process of its own, some at once; continues interrupted runs.
+    """Trains each encoding in its own process, `processes()` at a time; continues interrupted runs.
 
     Raises:
         DemoError: training failed; its messages were printed.
@@ -120,11 +110,10 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
         command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folder)]
         command += [argument for override in overrides for argument in ("--set", override)]
         command += ["--resume"] if (folder / "recipe.yaml").exists() else []
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as job:
-            assert job.stdout is not None, "it is a pipe"
-            for line in job.stdout:
+        # A pipe, so that each writes lines and not a progress bar.
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, env=environment, **streams) as job:
+            for line in job.stdout or ():
                 print(f"{encoding}: {line}", end="", flush=True)
         return job.returncode
 
@@ -137,36 +126,14 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
         raise DemoError(f"training failed: {', '.join(failed)}")
 
 
-def estimate(missing: list[str], overrides: list[str]) -> str:
-    """Returns a line with the estimated time of the training runs."""
-    import torch
-
-    from ..training.estimate import describe_seconds, estimate_seconds
-    from ..training.recipe import load_recipe
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // processes()))
-    estimates = {encoding: estimate_seconds(load_recipe(f"demo_{encoding}", overrides)) for encoding in missing}
-    torch.set_num_threads(threads)
-    seconds = [value for value in estimates.values() if value is not None]
-    if not missing or len(seconds) < len(missing):
-        return "Training time is not estimated: the models are too large." if missing else "All models are trained."
-    total = max(sum(seconds) / processes(), *seconds)
-    parts = ", ".join(f"{encoding} {describe_seconds(value)}" for encoding, value in zip(missing, seconds))
-    at_once = f", {processes()} at once" if processes() > 1 else ""
-    return f"Training will take about {describe_seconds(total)} ({parts}{at_once}), measuring one or two more."
-
-
-def measure_lengths(
-    folders: list[pathlib.Path], output: pathlib.Path, arguments: list[str], tokens: int | None
-) -> None:
-    """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's own part beside it."""
+def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, tokens: int | None) -> None:
+    """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's part to its folder."""
     from ..evaluation import length, length_report
 
-    parsed = length.parser().parse_args([*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"])
-    parsed.tokens = tokens
+    arguments = [*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"]
+    arguments += ["--tokens", str(tokens)] if tokens else []
     (output / "length.json").unlink(missing_ok=True)
-    results = length.run(parsed, provenance("demo", arguments))
+    results = length.run(length.parser().parse_args(arguments), provenance("length", arguments))
     for folder in folders:
         results.write(folder, weights=weights_fingerprint(folder))
         own = [entry for entry in results.checkpoints if entry["name"] == folder.name]
@@ -174,19 +141,14 @@ def measure_lengths(
 
 
 def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> None:
-    """Scores a checkpoint on the code completion task by lm-eval's command line; writes `lm_eval.json` beside it.
+    """Scores a checkpoint on the code completion task with lm-eval's command line; writes `lm_eval.json` to its folder.
 
     Raises:
-        ImportError: lm-eval is not installed.
-        DemoError: lm-eval failed; the message ends with the last lines of its log.
+        DemoError: lm-eval failed; the message has the last lines of its log.
     """
-    from whatwhere.model_card import weights_fingerprint
-
     from ..evaluation import length
     from ..evaluation.lm_eval import code_completion
 
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ImportError('the task needs lm-eval: pip install "whatwhere[eval]"')
     tasks, log = output / "tasks", output / "lm_eval.log"
     code_completion.write_task(tasks, list(length.iterate_texts()), count)
     options = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
@@ -208,7 +170,7 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> No
 
 
 def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> str:
-    """Returns what a checkpoint makes of a prompt in a clean process: remote code, no package, no network.
+    """Generates a continuation of a prompt in a process with remote code, without the package and without network.
 
     Raises:
         DemoError: the process failed.
@@ -227,16 +189,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = command_parser("demo", "[OPTIONS]", DESCRIPTION)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
-    parser.add_argument("--steps", type=int, help="training steps (default: the recipes')")
+    parser.add_argument("--steps", type=int, help="training steps (default: as in the recipes)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipes, as in train"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
     )
     parser.add_argument("--tokens", type=int, help="tokens to score (default: 16 of the longest windows)")
-    parser.add_argument("--questions", type=int, default=100, help="of the lm-eval task (default %(default)s)")
+    parser.add_argument("--questions", type=int, default=100, help="lm-eval questions (default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=120, help="length of the continuation (default %(default)s)")
     options = parser.parse_args(arguments)
     steps = options.steps
-    # The recipes warm up for a twentieth of their steps.
+    # As in the recipes, warm-up takes a twentieth of the steps.
     overrides = [f"training.steps={steps}", f"training.warmup_steps={steps // 20}"] if steps is not None else []
     overrides += options.set
 
@@ -244,20 +206,17 @@ def main(arguments: list[str] | None = None) -> None:
     seconds: dict[str, float] = {}
     begin = time.perf_counter()
     with reported(lambda: "Run the same command again to continue."):
-        # Without the extra, this says so before anything is done.
+        check_writable(options.output)
+        # Raises ImportError now if an extra is not installed.
         from ..cards.command import write_card
         from ..training import loop  # noqa: F401
 
         options.output.mkdir(parents=True, exist_ok=True)
-        missing = {
-            encoding: folder for encoding, folder in folders.items() if not check_finished(encoding, folder, overrides)
-        }
-        print(estimate(list(missing), overrides), flush=True)
+        importlib.import_module("lm_eval")
         with stage("train", seconds):
-            train(missing, overrides)
+            train({name: path for name, path in folders.items() if not is_finished(name, path, overrides)}, overrides)
         with stage("length extrapolation", seconds):
-            own = sys.argv[1:] if arguments is None else arguments
-            measure_lengths(list(folders.values()), options.output, own, options.tokens)
+            measure_lengths(list(folders.values()), options.output, options.tokens)
         with stage(f"lm-eval {CHOSEN}", seconds):
             run_lm_eval(folders[CHOSEN], options.output, count=options.questions)
         with stage("model cards", seconds):
@@ -267,4 +226,4 @@ def main(arguments: list[str] | None = None) -> None:
             print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
     total = round(time.perf_counter() - begin, 1)
     write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
-    print(f"\nAll of it took {total:.0f} s. Results: {options.output}")
+    print(f"\nThe demo took {total:.0f} s. Results: {options.output}")

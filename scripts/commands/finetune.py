@@ -4,13 +4,15 @@ import argparse
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+import typing
+from typing import Any
 
+import yaml
+
+from ..checks import parse
 from ..training.errors import reported
+from ..training.finetune import FinetuneError, Settings, finetune
 from .common import command_parser
-
-if TYPE_CHECKING:
-    from ..training.finetune import Settings
 
 DESCRIPTION = """Fine-tune one of our models, or a stock GPT-2 or Llama, with its position encoding or a new one.
 
@@ -19,68 +21,56 @@ GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encodin
 
 Ctrl-C or SIGTERM writes a checkpoint; --resume continues from the newest one. Several processes: torchrun -m whatwhere
 finetune."""
-# For each option its metavar, or the type of a value that is not text, and what it says.
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "position-encoding": ("NAME", "default: the checkpoint's own"),
-    "position-encoding-parameters": ("JSON", "of the encoding"),
-    "rope-parameters": ("JSON", "in place of the checkpoint's own"),
-    "train-file": ("FILES", "your text: text, jsonl or parquet files, folders or patterns"),
-    "validation-file": ("FILES", "text to evaluate on; default: a part of --train-file"),
-    "data": ("SOURCE", "stdlib (default), hub, local, or a corpus such as pg19"),
-    "dataset": ("ID", "of --data hub; --dataset-config: its configuration"),
-    "dataset-config": ("NAME", argparse.SUPPRESS),
-    "splits": ("JSON", "our splits: those of the source (scripts/data/corpus.py)"),
-    "text-field": ("NAME", "column of the documents; default text"),
-    "streaming": (bool, "read the training text as it is needed"),
-    "shuffle-buffer": (int, "sequences that --streaming shuffles; default 256"),
-    "tokenizer": ("ID", "default: the checkpoint's own"),
-    "sequence-length": (int, "default: the model's max_position_embeddings"),
-    "evaluation-blocks": (int, "sequences to evaluate on; default 256"),
-    "steps": (int, "optimiser steps; default 500"),
-    "batch-size": (int, "sequences per device; default 8"),
-    "accumulation": (int, "batches per step; default 1"),
-    "learning-rate": (float, "default 5e-5, with --lora 2e-4"),
-    "schedule": ("NAME", "cosine (default), linear or constant"),
-    "warmup-steps": (int, "default 0"),
-    "weight-decay": (float, "default 0"),
-    "save-every": (int, "steps between checkpoints; default 100"),
-    "seed": (int, "default 0"),
-    "bf16": (bool, "mixed precision"),
-    "activation-checkpointing": (bool, "less memory, more time"),
-    "cpu": (bool, "use no GPU"),
-    "lora": (bool, "train low-rank adapters (peft)"),
-    "lora-rank": (int, "default 16; --lora-alpha: default 32; --lora-dropout: default 0"),
-    "lora-alpha": (float, argparse.SUPPRESS),
-    "lora-dropout": (float, argparse.SUPPRESS),
-    "merge": (bool, "with --lora: save a whole model"),
-}
+
+
+def json_value(text: str) -> Any:
+    """Returns the value of an option in JSON; an `argparse` type."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+
+
+def name_or_list(text: str) -> Any:
+    """Returns a name, or the list in a text such as `[rope, cope]` (YAML or JSON); an `argparse` type."""
+    try:
+        return yaml.safe_load(text) if text.lstrip().startswith("[") else text
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid list in YAML: it must be like [rope, cope]"
+        ) from error
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line; what is not given is left out, for the defaults of `Settings`."""
+    """Returns the parser of the command line; options that are not given get the defaults of `Settings`."""
     usage = "CHECKPOINT --output DIR [OPTIONS]"
     result = command_parser("finetune", usage, DESCRIPTION, argument_default=argparse.SUPPRESS)
-    result.add_argument("checkpoint", help="folder or Hub id")
-    result.add_argument("--output", required=True, metavar="DIR", help="where the run goes")
+    result.add_argument("--output", required=True, metavar="DIR", help="the folder of the run")
     result.add_argument("--resume", action="store_true", default=False, help="continue from the newest checkpoint")
     result.add_argument("--data-dir", default=None, metavar="DIR", help="local data; default $WHATWHERE_DATA_DIR")
-    for name, (kind, text) in OPTIONS.items():
-        if kind is bool:
-            result.add_argument(f"--{name}", action="store_true", help=text)
-        elif kind == "FILES":
-            result.add_argument(f"--{name}", nargs="+", metavar="FILE", help=text)
-        elif isinstance(kind, type):
-            result.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=text)
+    for name, field in Settings.model_fields.items():
+        option, text = "--" + name.replace("_", "-"), field.description
+        # The type itself, or the first of a union with None.
+        kind = (*typing.get_args(field.annotation), field.annotation)[0]
+        kind = getattr(kind, "__origin__", kind)
+        if field.is_required():
+            result.add_argument(name, help=text)
+        elif field.annotation is bool:
+            result.add_argument(option, action="store_true", help=text)
+        elif name == "position_encoding":
+            result.add_argument(option, type=name_or_list, metavar="NAME", help=text)
+        elif kind is list:
+            result.add_argument(option, nargs="+", metavar="FILE", help=text)
+        elif kind is dict:
+            result.add_argument(option, type=json_value, metavar="JSON", help=text)
         else:
-            result.add_argument(f"--{name}", type=json.loads if kind == "JSON" else str, metavar=kind, help=text)
+            kind = kind if kind in (int, float) else str
+            result.add_argument(option, type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind], help=text)
     return result
 
 
-def settings_of(options: argparse.Namespace) -> "Settings":
-    """Returns the settings of a run; raises ValueError with everything that is wrong with them."""
-    from ..checks import parse
-    from ..training.finetune import FinetuneError, Settings
-
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Returns the settings of a run; raises ValueError with all problems."""
     values = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
     values.setdefault("data", "local" if values.get("train_file") else "stdlib")
     return parse(Settings, values, error=FinetuneError)
@@ -92,12 +82,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
 
     def advice() -> str:
-        begun = os.path.exists(os.path.join(options.output, "finetune.json"))
-        return "Continue with the same command and --resume." if begun else "Nothing was written yet: start again."
+        started = os.path.exists(os.path.join(options.output, "finetune.json"))
+        return "Continue with the same command and --resume." if started else "Nothing was written: start again."
 
     with reported(advice):
-        from ..training.finetune import finetune
-
         results = finetune(
             settings_of(options),
             options.output,

@@ -1,87 +1,72 @@
-"""`whatwhere reproduce`: makes a table of the papers; see `reproduction/runs.py` and `reproduction/report.py`."""
+"""`whatwhere reproduce`: reproduces a table of the papers; see `reproduction/runs.py` and `reproduction/report.py`."""
 
 import argparse
 import os
 import pathlib
 import shlex
 import sys
-from typing import TYPE_CHECKING
 
 from ..evaluation.results import check_writable, provenance
+from ..reproduction import report, runs
+from ..reproduction.runs import Run
+from ..reproduction.tables import TABLES
 from ..training.errors import reported
+from ..training.estimate import describe_seconds, estimate_seconds
 from .common import command_parser
 
-if TYPE_CHECKING:
-    from ..reproduction.runs import Run
-
-TABLES = {
-    "CoPE (2405.18719)": "cope_2, cope_3, cope_4, cope_5, cope_7, cope_8, cope_9, cope_10",
-    "PoPE (2509.10534)": "pope_1, pope_2, pope_3, pope_4, pope_8, pope_indexing",
-}
-DESCRIPTION = f"""Train what a table of the papers needs, and print our figures beside the paper's.
+DESCRIPTION = f"""Train the models of a table of the papers, and compare our results with the paper's.
 
 On a laptop:  whatwhere reproduce cope_2 --small
 On GPUs:      accelerate launch -m whatwhere reproduce cope_2
 
-{chr(10).join(f"{paper}: {names}" for paper, names in TABLES.items())}
+Tables of CoPE (2405.18719) and PoPE (2509.10534):
+{", ".join(TABLES)}
 
-Each run is one of `whatwhere train` in OUTPUT/<recipe>/<row>[-<variant>]-seed<k>. Finished runs are reused, interrupted
-ones continue. The report goes to OUTPUT/<TABLE>[_small].md and .json."""
+Each run is trained as by `whatwhere train` in OUTPUT/<recipe>/<row>[-<variant>]-seed<k>. Finished runs are reused,
+interrupted runs are continued. The report is written to OUTPUT/<TABLE>[_small].md and .json."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser("reproduce", "TABLE [OPTIONS]", DESCRIPTION)
-    tables = ", ".join(TABLES.values()).split(", ")
-    result.add_argument("table", choices=tables, metavar="TABLE", help="cope_<n> or pope_<n>: the number in the paper")
+    result.add_argument("table", choices=TABLES, metavar="TABLE", help="cope_<n> or pope_<n>: the number in the paper")
     result.add_argument("--small", action="store_true", help="the small recipes")
     result.add_argument("--seeds", type=int, metavar="N", help="runs per system; default: as in the paper")
-    result.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; --dry-run shows their names")
+    result.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; --dry-run lists all names")
     result.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="replace a recipe key that the table does not decide",
+        help="replace a recipe key that the table does not set",
     )
     result.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs"), metavar="DIR", help="default runs")
     result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
-    result.add_argument("--cards", type=pathlib.Path, metavar="DIR", help="copy the report there, as a model card")
+    result.add_argument("--cards", type=pathlib.Path, metavar="DIR", help="also write the report there as a model card")
     mode = result.add_mutually_exclusive_group()
     mode.add_argument("--report-only", action="store_true", help="train nothing")
-    mode.add_argument("--dry-run", action="store_true", help="train and write nothing, list what is done and missing")
+    mode.add_argument("--dry-run", action="store_true", help="list finished and missing runs, train and write nothing")
     return result
 
 
-def estimate(planned: "dict[tuple[str, str], list[Run]]") -> str:
-    """Returns a line with the estimated time of the unfinished runs: as finished ones of the same recipe, or timed."""
-    from ..reproduction import runs
-    from ..training.estimate import describe_seconds, estimate_seconds
-
-    wanted = runs.unique(planned)
-
-    def system(run: "Run") -> str:
-        return str({**run.recipe.resolved(), "seed": None})
-
-    done = {system(run): float(results["seconds"]) for run in wanted if (results := run.results()) is not None}
-    missing = [run for run in wanted if run.state() != "done"]
-    seconds: dict[str, float | None] = dict(done)
-    for run in missing:
-        if system(run) not in seconds:
-            seconds[system(run)] = estimate_seconds(run.recipe)
-    known = [value for run in missing if (value := seconds[system(run)]) is not None]
+def estimate(planned: dict[tuple[str, str], list[Run]]) -> str:
+    """Returns a message with the estimated time of the unfinished runs."""
+    missing = [run for run in runs.unique(planned) if run.state() != "done"]
+    # Runs that differ in the seed take the same time.
+    systems = {str({**run.recipe.resolved(), "seed": None}): run.recipe for run in missing}
+    seconds = {system: estimate_seconds(recipe) for system, recipe in systems.items()}
+    each = [seconds[str({**run.recipe.resolved(), "seed": None})] for run in missing]
+    known = [value for value in each if value is not None]
     if not missing:
-        return "Nothing is missing."
-    unknown = len(missing) - len(known)
+        return "All runs are done."
     parts = [f"about {describe_seconds(sum(known))} for {len(known)} runs that are not done"] if known else []
-    parts += [f"{unknown} runs are not estimated: their models are too large to be timed here"] if unknown else []
+    if unknown := len(each) - len(known):
+        parts.append(f"{unknown} runs are not estimated, because their models are too large")
     return f"Time on this machine, in one process: {'; '.join(parts)}."
 
 
-def listing(planned: "dict[tuple[str, str], list[Run]]", left_out: dict[str, str]) -> str:
-    """Returns a line for every run, with its state and its command, and one for every cell and column left out."""
-    from ..reproduction import runs
-
+def listing(planned: dict[tuple[str, str], list[Run]], left_out: dict[str, str]) -> str:
+    """Lists every run with its state and command, the cells, and the columns that are left out."""
     states = {run.folder: run.state() for run in runs.unique(planned)}
     lines = ["Runs:"]
     for run in runs.unique(planned):
@@ -100,12 +85,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    # Set by torchrun and accelerate launch: every process trains, one speaks.
+    # All processes of torchrun or accelerate launch train, and the first prints.
     speaks = int(os.environ.get("RANK", "0")) == 0
     with reported(lambda: f"Continue with the same command:\n\n    whatwhere reproduce {shlex.join(arguments)}"):
-        from ..reproduction import report, runs
-        from ..reproduction.tables import TABLES
-
         table = TABLES[options.table]
         chosen = {"small": options.small, "seeds": options.seeds, "rows": options.rows, "sets": options.set}
         planned = runs.plan(table, output=options.output, **chosen)
@@ -114,11 +96,11 @@ def main(arguments: list[str] | None = None) -> None:
                 print(listing(planned, report.left_out(table) if options.small else {}), flush=True)
                 print(estimate(planned))
             return
-        # A report of nothing must not take the place of an earlier one.
+        # An empty report must not replace an earlier one.
         if options.report_only and not any(run.state() == "done" for run in runs.unique(planned)):
             raise runs.ReproduceError(
                 f"--report-only is not valid: no run of {table.name} is finished in {str(options.output)!r}. "
-                "--dry-run shows where they are looked for."
+                "--dry-run lists the folders."
             )
         check_writable(options.output)
         if not options.report_only:
@@ -132,10 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"Written: {', '.join(map(str, written))}")
 
 
-def train_all(planned: "dict[tuple[str, str], list[Run]]", data_dir: str | None, speaks: bool) -> None:
-    """Trains every run that is not done."""
-    from ..reproduction import runs
-
+def train_all(planned: dict[tuple[str, str], list[Run]], data_dir: str | None, speaks: bool) -> None:
+    """Trains all runs that are not done."""
     wanted = runs.unique(planned)
     last = [run for run in wanted if run.state() != "done"][-1:]
     for number, run in enumerate(wanted, 1):

@@ -16,9 +16,9 @@ On one or more GPUs:              accelerate launch -m whatwhere train code_cope
 On several CPU processes:         torchrun --nproc_per_node 2 -m whatwhere train demo_rope
 
 Comments in the recipes (scripts/recipes/) explain every key. Ctrl-C or SIGTERM writes a checkpoint; --resume continues
-from it exactly: weights and metrics are those of a run that was never interrupted."""
+from it, with the same weights and metrics as an uninterrupted run."""
 EPILOG = """A document is a text file, a line of a jsonl file or a row of a parquet file (its `text`, or --set
-data.text_field=NAME). Without --validation-file, 5 % of the documents are held out; of fewer than 20 documents, the
+data.text_field=NAME). Without --validation-file, 5 % of the documents are held out, or with fewer than 20 documents the
 last 5 % of each."""
 
 
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_parser("train", "RECIPE [OPTIONS]", DESCRIPTION, epilog=EPILOG)
     result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
-    result.add_argument("--output", metavar="DIR", help="where the run goes; default runs/<the recipe's name>")
+    result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
     result.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     result.add_argument(
         "--resume-from", type=int, metavar="STEP", help="continue from this step; later checkpoints are deleted"
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     def advice() -> str:
         record = os.path.join(str(output), "recipe.yaml")
         if not os.path.exists(record):
-            return "Nothing was written yet: start again."
+            return "Nothing was written: start again."
         data_dir = ["--data-dir", options.data_dir] if options.data_dir else []
         command = shlex.join([record, "--output", str(output), "--resume", *data_dir])
         return f"Continue with:\n\n    whatwhere train {command}"

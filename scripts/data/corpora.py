@@ -1,13 +1,13 @@
-"""The corpora of the papers and of our own runs, by name: from local files where a data folder is given, else the Hub.
+"""Named corpora of the papers and of our own runs, from local files if a data folder is given, else from the Hub.
 
     load_corpus("pg19", "test", data_dir="data")     # local files, in the layout of `corpora.yaml`
     load_corpus("pg19", "test")                      # from the Hub, unless WHATWHERE_DATA_DIR is set
 
-`data.source: corpus` in a recipe takes its splits from them: `splits: {train: "wikipedia_en:train[:1000]", ...}`, the
-split of a corpus and, in brackets, which of its documents. Every corpus gives rows with a document in `text`, whatever
-it is made of: music and genomes are written as words of their own tokenizers.
+In a recipe, `data.source: corpus` with `splits: {train: "wikipedia_en:train[:1000]", ...}` selects a split of a corpus
+and optionally a slice of its documents. All corpora have rows with a document in `text`; music and genomes are written
+as words for their tokenizers.
 
-Some corpora exist in one place only; asking for the other is an error that says so.
+Some corpora are available in one place only.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Where the splits of a corpus are; `corpora.yaml` explains the fields."""
+    """The places of a corpus's splits; see `corpora.yaml` for the fields."""
 
     title: str
     licence: str
@@ -42,18 +42,18 @@ class Corpus:
     reader: str = "documents"
 
     def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
-        """Returns the rows of a split that `local` has."""
+        """Returns the rows of a split in `local`."""
         if self.reader not in READERS:
             return read_files(root, split, self.local[split], streaming=streaming)
         rows = in_memory(READERS[self.reader](one_file(root, split, self.local[split]), split))
         return rows.to_iterable_dataset() if streaming else rows
 
     def read_hub(self, split: str, *, streaming: bool) -> Any:
-        """Returns the rows of a split that `hub` has."""
+        """Returns the rows of a split in `hub`."""
         place, *rest = self.hub[split]
         assert place is not None, "every split has a place"
         if not rest:
-            # Extracted, for a download has no name that would tell what it is.
+            # Extracted, because the name of a download has no file ending.
             found = Path(datasets.DownloadManager().download_and_extract(place))
             if found.is_dir():
                 return self.read_local(found, split, streaming=streaming)
@@ -67,19 +67,19 @@ class Corpus:
 
 
 def _wikitext(file: Path, split: str) -> Iterator[str]:
-    # All articles are in one text: cut before each title, as the Hub's rows are.
+    # The file is one text; it is split before each title, as on the Hub.
     return wikitext_articles("".join(read_text(str(file))))
 
 
 def wikitext_articles(text: str) -> Iterator[str]:
-    """Yields the articles of a WikiText file, each from its title (` = Title = `, between empty lines) on."""
+    """Yields the articles of a WikiText file, each starting with its title (` = Title = `, between empty lines)."""
     starts = [match.start() for match in re.finditer(r"^ = [^=\n](?:.*[^=\n])? = $", text, re.MULTILINE)]
     starts = [start for start in starts if re.search(r"(^|\n) ?\n\Z", text[max(0, start - 3) : start]) or start < 3]
     for start, stop in zip(starts, [*starts[1:], len(text)]):
         yield text[start:stop]
 
 
-# What makes documents of a file that does not hold one a row; each takes the file and the split.
+# Readers of files with other formats than one document per row: functions of the file and the split.
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     "wikitext": _wikitext,
     "chorales": lambda file, split: read_chorales(file, "valid" if split == "validation" else split),
@@ -117,10 +117,10 @@ CORPORA: dict[str, Corpus] = {
 
 
 def parse_choice(choice: str) -> tuple[str, str, str]:
-    """Returns corpus, split and slice (`[1:2]` or nothing) of a text such as `pg19:test[:10]`.
+    """Returns corpus, split and slice (`[1:2]` or empty) of a text such as `pg19:test[:10]`.
 
     Raises:
-        ValueError: the text is not of that form, or there is no such corpus or split.
+        ValueError: the text has another form, or there is no such corpus or split.
     """
     match = _CHOICE.match(choice) if isinstance(choice, str) else None
     if match is None:
@@ -132,7 +132,7 @@ def parse_choice(choice: str) -> tuple[str, str, str]:
         raise ValueError(f"corpus={match['corpus']!r} is not valid. {suggest(match['corpus'], CORPORA)}")
     start, _, stop = (match["slice"] or "").strip("[]").partition(":")
     if start and stop and int(start) >= int(stop):
-        raise ValueError(f"slice={match['slice']!r} is not valid: it holds no document.")
+        raise ValueError(f"slice={match['slice']!r} is not valid: it is empty.")
     if match["split"] not in SPLITS:
         raise ValueError(f"split={match['split']!r} is not valid. {suggest(match['split'], SPLITS)}")
     return match["corpus"], match["split"], match["slice"] or ""
@@ -145,16 +145,16 @@ def load_corpus(
 
     Args:
         name: a key of `CORPORA`.
-        split: `train`, `validation` or `test`, with the documents wanted in brackets if not all: `test[:10]`.
+        split: `train`, `validation` or `test`, optionally with a slice of documents: `test[:10]`.
         data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
-            corpus comes from the Hub.
+            corpus is read from the Hub.
         streaming: read lazily instead of downloading or copying first.
 
     Returns:
         a `datasets.Dataset` (`IterableDataset` when streaming) with a document in `text`.
 
     Raises:
-        ValueError: there is no such corpus or split, or not where it is looked for.
+        ValueError: there is no such corpus or split in that place.
         ConnectionError: the Hub does not answer.
     """
     name, split, chosen = parse_choice(f"{name}:{split}")
@@ -166,19 +166,19 @@ def load_corpus(
         hint = ""
         if split in there:
             hint = (
-                f" The Hub has it: leave out --data-dir and {DATA_DIR_VARIABLE}."
+                f" It is on the Hub: leave out --data-dir and {DATA_DIR_VARIABLE}."
                 if root
-                else f" Local files can hold it: give --data-dir, or set {DATA_DIR_VARIABLE}."
+                else f" It can be read from local files: give --data-dir, or set {DATA_DIR_VARIABLE}."
             )
         allowed = f"Allowed there: {', '.join(map(repr, here))}." if here else "It has no split there."
         raise ValueError(f"split={split!r} of corpus {name!r} is not known in {place}. {allowed}{hint}")
     if root:
         return choose(corpus.read_local(root, split, streaming=streaming), chosen)
-    # Only what is asked for is downloaded.
+    # Downloads only the requested documents.
     lazily = not streaming and bool(chosen) and not chosen.endswith(":]")
     try:
         rows = choose(corpus.read_hub(split, streaming=streaming or lazily), chosen)
         return collect(rows) if lazily else rows
     except ConnectionError as error:
-        local = f" Local files can hold it: give --data-dir, or set {DATA_DIR_VARIABLE}." if split in there else ""
-        raise ConnectionError(f"corpus {name!r} comes from the Hub, which did not answer: {error}.{local}") from error
+        local = f" For local files, give --data-dir, or set {DATA_DIR_VARIABLE}." if split in there else ""
+        raise ConnectionError(f"corpus {name!r} is read from the Hub, which did not answer: {error}.{local}") from error

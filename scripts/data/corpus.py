@@ -1,14 +1,14 @@
-"""Text: from the Hub, from local files, or from the running Python's standard library (no download).
+"""Text from the Hub, from local files, or from the running Python's standard library (without download).
 
-Every source gives the same thing, a dictionary of splits whose rows hold a document in `text`:
+Every source gives a dictionary of splits, with rows that have a document in `text`:
 
 * `stdlib` (default): the source code of the standard library of the running Python, one file a document, split by a
-  hash of the file's path inside the library, 90 % train, 5 % validation, 5 % test. A file keeps its split when other
-  files come and go, but the text differs between Python versions: results of two versions are not comparable.
+  hash of the file's path inside the library, 90 % train, 5 % validation, 5 % test. A file's split does not depend on
+  other files, but the text differs between Python versions, and so results of two versions are not comparable.
 * `hub`: any dataset of the Hugging Face Hub, downloaded or streamed.
 * `local`: `.txt`, `.jsonl` and `.parquet` files (the first two also with `.gz`), chosen for each split by glob patterns
   inside a data folder, or named one by one (`train_file`, `validation_file`).
-* `corpus`: corpora known by name (`corpora.py`), from a data folder or else the Hub.
+* `corpus`: named corpora (`corpora.py`), from a data folder, else from the Hub.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ from .rows import SLICE, SPLITS, check_split_names, read_hub
 from .source import TextSource, find_files
 from .tokenize import text_of as text_of
 
-# What the embedded corpus leaves out: other people's packages; tests (as long as the library itself, and repetitive);
-# files written by programs, which are no code (`pydoc_data`), nearly equal to each other and so would leak from train
-# into test (`encodings`), or different on every machine (`config-*`, `_sysconfigdata*`).
+# Left out of `stdlib`: third-party packages; tests (long and repetitive); generated files that are not code
+# (`pydoc_data`), nearly identical to each other, and so would leak from train into test (`encodings`), or different on
+# every machine (`config-*`, `_sysconfigdata*`).
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "encodings"}
 _EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
@@ -46,12 +46,12 @@ def load_text(
     """Loads the splits of a corpus.
 
     Args:
-        text: what is asked for, or its `source`.
+        text: the source with its options, or the name of a source.
         data_dir: the folder of `local`, and of `corpus` if there is one; by default the environment variable
             WHATWHERE_DATA_DIR.
-        pieces: a row of a text file holds a piece of it, for files of any size; `document` is the number of the file.
-            Without effect on jsonl and parquet files, other sources and streams.
-        options: the other fields of `TextSource`, if `text` is a source.
+        pieces: split text files of any size into rows with pieces, where `document` is the number of the file. No
+            effect on jsonl and parquet files, other sources and streams.
+        options: the other fields of `TextSource`, if `text` is a name.
 
     Returns:
         A `datasets.DatasetDict` (`IterableDatasetDict` when streaming) with the rows' documents in `text`. There is
@@ -92,7 +92,7 @@ def stdlib_files() -> Iterator[tuple[str, str]]:
     for path in sorted(paths, key=lambda path: path.as_posix()):
         if _EXCLUDED_FOLDERS & set(path.parts) or any(part.startswith(_EXCLUDED_PREFIXES) for part in path.parts):
             continue
-        # `tokenize.open` honours a file's coding line and turns every line end into "\n".
+        # `tokenize.open` respects a file's coding line and converts line ends to "\n".
         with tokenize.open(paths[path]) as file:
             text = file.read()
         if text.strip():
@@ -105,8 +105,8 @@ def _load_stdlib() -> datasets.DatasetDict:
         rows[stdlib_split(path)].append({"text": text, "path": path})
     if not all(rows.values()):
         raise ValueError(
-            f"the standard library of this Python ({sysconfig.get_path('stdlib')}) holds too few source files for "
-            "source='stdlib'. Allowed instead: 'hub' or 'local'."
+            f"the standard library of this Python ({sysconfig.get_path('stdlib')}) has too few source files for "
+            "source='stdlib'. Use 'hub' or 'local'."
         )
     return datasets.DatasetDict({split: datasets.Dataset.from_list(rows[split]) for split in SPLITS})
 

@@ -1,7 +1,7 @@
-"""Text from local files: `.txt`, `.jsonl` and `.parquet` files, and a part of them that is held out.
+"""Text from local `.txt`, `.jsonl` and `.parquet` files, and holding out a part of it.
 
 A document is a text file, a line of a jsonl file or a row of a parquet file. Text files are UTF-8: a byte order mark is
-removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is taken as it is.
+removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is not changed.
 """
 
 import gzip
@@ -20,15 +20,15 @@ import whatwhere
 from .rows import with_text
 from .tokenize import text_of
 
-# Endings of files (text and jsonl files may end in .gz too), and what `datasets` calls the kind.
+# File endings (text and jsonl files may also end in .gz), and the format's name in `datasets`.
 _ENDINGS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# Largest number of characters in a piece of a text file.
+# Maximum number of characters in a piece of a text file.
 _PIECE = 1 << 16
 # Share of the training text that is held out if there are no validation files. With fewer than _FEW documents, the end
 # of each document is held out; otherwise whole documents.
 _HELD_OUT = 0.05
 _FEW = 20
-# A short document is split into about this many pieces (fewer if its characters take several bytes).
+# Approximate number of pieces of a short document (fewer if its characters take several bytes).
 _PIECES = 80
 _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
@@ -36,9 +36,9 @@ _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 def read_files(
     root: Path, name: str, patterns: Sequence[str], *, text_field: str = "text", streaming: bool = False
 ) -> Any:
-    """Returns the documents of local files: a line of a jsonl file, a row of a parquet file or a whole text file, each.
+    """Returns the documents of local files: lines of jsonl files, rows of parquet files, or whole text files.
 
-    Files are read in the order of the patterns, relative to `root`, then of their names; `name` is that of the split.
+    Files are read in the order of the patterns, relative to `root`, then of their names; `name` is the split's name.
     """
     files = matches(root, name, patterns)
     return read_found(files, f"splits[{name!r}]={patterns!r}", text_field=text_field, streaming=streaming)
@@ -58,12 +58,12 @@ def matches(root: Path, name: str, patterns: Sequence[str]) -> list[str]:
 def kind_of_all(files: Iterable[str], what: str) -> str:
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
-        raise ValueError(f"{what} mixes {' and '.join(sorted(kinds))} files: take one kind for a split.")
+        raise ValueError(f"{what} mixes {' and '.join(sorted(kinds))} files: a split must have a single format.")
     return kinds.pop()
 
 
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
-    """Returns the rows of files of one kind; `what` names them in messages."""
+    """Returns the rows of files of one format; `what` is their name in messages."""
     kind = kind_of_all(files, what)
     features = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
     try:
@@ -75,14 +75,14 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
         if streaming:
             rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=features)
         else:
-            # `datasets` reads the files again if one of these values changes.
+            # `datasets` caches by these values.
             state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
             # A tuple: `datasets` would split a list into shards.
             settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
             rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=features)
         return rows if pieces and not streaming else rows.remove_columns("document")
     except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
-        reason = str(error.__cause__ or error) or "it holds nothing"
+        reason = str(error.__cause__ or error) or "it is empty"
         raise ValueError(f"{what} cannot be read: {reason}") from error
 
 
@@ -91,13 +91,13 @@ def _refuse_binary(file: str) -> None:
     try:
         with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as content:
             if b"\0" in content.read(1 << 16):
-                raise ValueError(f"file {file!r} holds NUL bytes: it is no jsonl file in UTF-8.")
+                raise ValueError(f"file {file!r} contains NUL bytes: it is not a jsonl file in UTF-8.")
     except (EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"file {file!r} cannot be read: {error}") from error
 
 
 def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
-    """Yields the text of files, one a row or in pieces; `state` only tells `datasets` whether they are the same."""
+    """Yields rows with the text of files, whole or in pieces; `state` is only used in the cache key of `datasets`."""
     for number, file in enumerate(files):
         texts = read_text(file) if pieces else ["".join(read_text(file))]
         for text in texts:
@@ -105,14 +105,14 @@ def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iter
 
 
 def read_text(file: str) -> Iterator[str]:
-    """Yields a text file in pieces, which end before white space where there is any.
+    """Yields a text file in pieces that end before white space, if there is any.
 
     Words do not cross pieces, so a byte-level BPE trained on the pieces equals one trained on the whole text.
 
     Raises:
         ValueError: the file is not UTF-8 text.
     """
-    # The size of a gzipped file is that of its compressed text: it gets more pieces.
+    # A gzipped file gets more pieces, because its size is that of the compressed text.
     size = min(_PIECE, os.path.getsize(file) // _PIECES + 1)
     piece, rest = "", ""
     try:
@@ -123,7 +123,7 @@ def read_text(file: str) -> Iterator[str]:
         ):
             while more := text.read(size):
                 if "\0" in more:
-                    raise ValueError(f"file {file!r} is not UTF-8 text: it holds NUL characters.")
+                    raise ValueError(f"file {file!r} is not UTF-8 text: it contains NUL characters.")
                 rest += more
                 places = [place.start() for place in _WHITE_SPACE.finditer(rest)]
                 cut = places[-1] if places else len(rest) if len(rest) >= 4 * size else 0
@@ -134,7 +134,7 @@ def read_text(file: str) -> Iterator[str]:
                 piece, rest = rest[:cut], rest[cut:]
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
-    # A short remainder belongs to the piece before it.
+    # A short remainder is joined to the last piece.
     if piece and len(rest) > size // 2:
         yield piece
         piece = ""
@@ -154,7 +154,7 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
         rows = _cut(rows)
     numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
     if few < _FEW:
-        # The last pieces of each document, at least one: the number whose share of characters is nearest to _HELD_OUT.
+        # The last pieces of each document: at least one, with a share of characters as close as possible to _HELD_OUT.
         held_out = np.zeros(len(numbers), dtype=bool)
         lengths = np.array([len(text) for text in rows["text"]])
         for document in range(few):
@@ -166,7 +166,7 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
         held_out = np.isin(numbers, chosen)
     if held_out.all():
         raise ValueError(
-            "train_file is too short to hold out a part of it. Give --validation-file (in a recipe: "
+            "train_file is too short to hold out a part for validation. Give --validation-file (in a recipe: "
             "data.validation_file)."
         )
     train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
@@ -179,7 +179,7 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
 
 
 def _cut(rows: datasets.Dataset) -> datasets.Dataset:
-    """Returns the documents of a few rows in pieces, as `read_text` reads files."""
+    """Splits the documents of a few rows into pieces, as in `read_text`."""
     texts, numbers = [], []
     for number, row in enumerate(rows):
         text = text_of(row)
@@ -204,4 +204,4 @@ def allowed_endings() -> str:
 def _kind(file: str) -> str:
     if kind := kind_or_none(file):
         return kind
-    raise ValueError(f"file {Path(file).name!r} has an unknown kind. Allowed: {allowed_endings()}.")
+    raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {allowed_endings()}.")

@@ -1,13 +1,13 @@
 """Genomes as documents of 6-mers, as the Nucleotide Transformer (Dalla-Torre et al. 2024) prepares them.
 
-A FASTA file becomes upper case, with N for every letter but A, C, G and T, and is cut into pieces of 6,000 nucleotides,
-which are 1,000 tokens. The vocabulary has 4,107 words: six special tokens, the 4,096 words of six nucleotides, and the
-single letters, of which what holds an N, or is left at the end, is made.
+A FASTA file is converted to upper case, letters other than A, C, G and T become N, and the sequence is cut into pieces
+of 6,000 nucleotides (1,000 tokens). The vocabulary has 4,107 words: six special tokens, the 4,096 words of six
+nucleotides, and the single letters A, C, G, T and N, for six letters with an N and for the remainder of a piece.
 
-Of the human genome, chromosome 21 is for validation, 22 for testing, the others (X and Y too) for training: the split
-of the data set `InstaDeepAI/human_reference_genome`. What differs from it: pieces do not overlap (there, each is 200
-nucleotides longer, and training starts at a random one of them); pieces that are N throughout are left out; there is no
-<cls> token before a piece.
+The split of the human genome is that of `InstaDeepAI/human_reference_genome`: chromosome 21 for validation, 22 for
+testing, all others including X and Y for training. Differences: pieces do not overlap (there, each is 200 nucleotides
+longer, and training starts at a random offset), pieces that only contain N are left out, and pieces have no <cls>
+token.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from pathlib import Path
 PIECE = 6000
 SPECIAL_TOKENS = ["<unk>", "<pad>", "<mask>", "<cls>", "<eos>", "<bos>"]
 GENOME_WORDS = [*SPECIAL_TOKENS, *map("".join, product("ATCG", repeat=6)), *"ATCGN"]
-# What a tokenizer cuts a text by: from the left, six letters if none of them is an N, else one.
+# The pattern of tokens, from the left: six letters without N, else a single letter.
 GENOME_PATTERN = "[ACGT]{6}|[ACGTN]"
 
 _CHROMOSOMES = {
@@ -29,10 +29,10 @@ _CHROMOSOMES = {
     "validation": ["21"],
     "test": ["22"],
 }
-# Where in a single sequence a split lies.
+# The range of each split in a single sequence, as shares of its length.
 _SHARES = {"train": (0.0, 0.9), "validation": (0.9, 0.95), "test": (0.95, 1.0)}
-# `>chr21` (UCSC) and `>NC_000021.9 Homo sapiens chromosome 21, GRCh38.p14 Primary Assembly` (NCBI); no other sequences,
-# such as unplaced ones, match.
+# Matches `>chr21` (UCSC) and `>NC_000021.9 Homo sapiens chromosome 21, GRCh38.p14 Primary Assembly` (NCBI), but no
+# other sequences, such as unplaced ones.
 _NAME = re.compile(r"^(?:chr(\w{1,2})|NC_\S+ Homo sapiens chromosome (\w+), \S+ Primary Assembly)$")
 _LETTERS = dict.fromkeys(range(128), "N") | {ord(c): c.upper() for c in "ACGTacgt"}
 
@@ -45,22 +45,21 @@ def read_genome(file: str | os.PathLike[str], split: str) -> Iterator[str]:
         split: `train`, `validation` or `test`.
 
     Raises:
-        ValueError: the file is no FASTA file, or lacks a chromosome of the split.
+        ValueError: the file is not a FASTA file, or has not all chromosomes of the split.
     """
     missing = list(_CHROMOSOMES[split])
     for header, sequence in read_fasta(file, lambda header: _chromosome(header) in _CHROMOSOMES[split]):
         missing.remove(str(_chromosome(header)))
         yield from pieces(sequence)
     if missing:
-        raise ValueError(f"file {Path(file).name!r} lacks the chromosomes {', '.join(missing)} of split {split!r}.")
+        raise ValueError(f"file {Path(file).name!r} has no chromosomes {', '.join(missing)} for split {split!r}.")
 
 
 def read_sequence(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the pieces of a split of a FASTA file's first sequence: its first 90 % are for training, the next 5 % for
-    validation, the last 5 % for testing, in whole pieces.
+    """Yields the pieces of a split of a FASTA file's first sequence: 90 % training, 5 % validation, 5 % test, in order.
 
     Raises:
-        ValueError: the file is no FASTA file.
+        ValueError: the file is not a FASTA file.
     """
     _, sequence = next(read_fasta(file))
     count = len(sequence) // PIECE
@@ -83,7 +82,7 @@ def read_fasta(
 
     Args:
         file: its path; gzipped if the name ends with `.gz`.
-        wanted: says of a header, without `>`, whether its sequence is yielded.
+        wanted: whether to yield the sequence of a header (without `>`).
 
     Raises:
         ValueError: the file does not begin with a header.
@@ -99,11 +98,11 @@ def read_fasta(
                     yield header, "".join(lines).translate(_LETTERS)
                 header, lines = line[1:], []
             elif header is None:
-                raise ValueError(f"file {path.name!r} is no FASTA file: it begins with {line[:20]!r}, not with '>'.")
+                raise ValueError(f"file {path.name!r} is not a FASTA file: it begins with {line[:20]!r}, not with '>'.")
             elif wanted(header):
                 lines.append(line)
     if header is None:
-        raise ValueError(f"file {path.name!r} is no FASTA file: it is empty.")
+        raise ValueError(f"file {path.name!r} is not a FASTA file: it is empty.")
     if wanted(header):
         yield header, "".join(lines).translate(_LETTERS)
 

@@ -1,20 +1,19 @@
 """Music as documents of words: Bach's chorales, and the piano performances of MAESTRO.
 
-Chorales (PoPE paper, Appendix B.1): four voices in steps of a 16th note. A document goes through them step by step, and
-in each step through the voices from soprano to bass: `74 70 65 58 74 70 65 58 ...`, MIDI pitches, `-1` for silence.
-Held and repeated notes are not told apart. The vocabulary has 90 words, as in the paper: the 88 keys of a piano,
-silence, and padding.
+Chorales (PoPE paper, Appendix B.1) have four voices in steps of a 16th note. A document lists the MIDI pitches step by
+step, from soprano to bass: `74 70 65 58 74 70 65 58 ...`, with `-1` for silence. Held and repeated notes are written
+alike. The vocabulary has 90 words, as in the paper: the 88 keys of a piano, silence, and padding.
 
-MAESTRO v3.0.0 (the same appendix): MIDI files, in REMI words (Huang and Yang 2020) made by `miditok`: `Bar_None
-TimeSig_4/4 Position_0 Tempo_121.29 Pitch_60 Velocity_63 Duration_1.0.8 ...`. With 88 pitches, 32 velocities, tempos,
-time signatures and the sustain pedal, and with PAD, BOS, EOS and MASK, the vocabulary has 328 words, the number that
-the paper states; it does not state the settings, and other ones give 328 words too. Each performance begins with BOS
-and ends with EOS.
+MAESTRO v3.0.0 (the same appendix) has MIDI files, which `miditok` converts to REMI words (Huang and Yang 2020):
+`Bar_None TimeSig_4/4 Position_0 Tempo_121.29 Pitch_60 Velocity_63 Duration_1.0.8 ...`. With 88 pitches, 32 velocities,
+tempos, time signatures, the sustain pedal, PAD, BOS, EOS and MASK, the vocabulary has 328 words, as in the paper. The
+paper does not state the settings, and other settings give 328 words, too. Each performance begins with BOS and ends
+with EOS.
 
-Its split is ours, for the paper's is not known: 90 % of the works for training, 5 % for validation, 5 % for testing,
-by a hash of composer and title, so that no work is in two splits. (The official split is 75/11/14.) As augmentation,
-each training performance is there seven times, moved by -3 to +3 semitones: an epoch has every one of them once, where
-the paper draws them uniformly.
+The paper does not state its split of MAESTRO. Ours has 90 % of the works for training, 5 % for validation and 5 % for
+testing, by a hash of composer and title, so that no work is in two splits (the official split is 75/11/14). As
+augmentation, each training performance is transposed by -3 to +3 semitones; an epoch has all seven versions once,
+whereas the paper samples them uniformly.
 """
 
 import csv
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# MIDI pitches of a piano's lowest and highest key.
+# MIDI pitches of the lowest and highest piano key.
 _LOWEST, _HIGHEST = 21, 108
 _VOICES = 4
 
@@ -40,17 +39,17 @@ def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
     """Yields the chorales of a split as documents of words.
 
     Args:
-        file: `Jsb16thSeparated.json`: a split to its chorales, a chorale being steps of four pitches.
+        file: `Jsb16thSeparated.json`: for each split a list of chorales, each a list of steps of four pitches.
         split: `train`, `valid` or `test`, as in the file.
 
     Raises:
-        ValueError: the file is not of that form, or a pitch is no key of a piano.
+        ValueError: the file has another form, or a pitch is not a piano key.
     """
     try:
         chorales = json.loads(Path(file).read_text(encoding="utf-8"))[split]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"file {Path(file).name!r} is no JSON mapping of splits with {split!r} to chorales: {error!r}"
+            f"file {Path(file).name!r} is not a JSON object with a list of chorales for {split!r}: {error!r}"
         ) from error
     for number, chorale in enumerate(chorales):
         for step, pitches in enumerate(chorale):
@@ -76,7 +75,7 @@ def remi_tokenizer() -> Any:
         raise ImportError('MIDI files need `miditok`: pip install "whatwhere[music]"') from error
     return REMI(
         TokenizerConfig(
-            # Both ends belong to it.
+            # Both ends are included.
             pitch_range=(_LOWEST, _HIGHEST),
             num_velocities=32,
             special_tokens=["PAD", "BOS", "EOS", "MASK"],
@@ -98,12 +97,12 @@ def read_performances(folder: str | os.PathLike[str], split: str, *, transpose: 
     """Yields the performances of a split of MAESTRO as documents of words.
 
     Args:
-        folder: that of the official archive, with `maestro-v3.0.0.csv` and a folder a year.
-        split: `train`, `validation` or `test`, of our split (see the top of the file).
-        transpose: yield each performance seven times, in all transpositions. A note that leaves the piano is dropped.
+        folder: the official archive, with `maestro-v3.0.0.csv` and a folder per year.
+        split: `train`, `validation` or `test` of our split (see the module's docstring).
+        transpose: yield each performance in all seven transpositions. Notes outside the piano's range are dropped.
 
     Raises:
-        ValueError: the folder lacks the table or a file, or a performance is not of one instrument.
+        ValueError: the table or a file is missing, or a performance has not exactly one instrument.
         ImportError: miditok is not installed.
     """
     tokenizer = remi_tokenizer()

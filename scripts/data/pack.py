@@ -1,4 +1,4 @@
-"""Blocks for training: of a fixed length, cut from joined documents, or each of one document and padded."""
+"""Blocks for training: of fixed length from joined documents, or padded blocks of single documents."""
 
 import hashlib
 import uuid
@@ -16,7 +16,7 @@ from .tokenize import tokenize_pieces
 
 IGNORED = -100
 
-# Widths of padded batches are multiples of this: fewer shapes for kernels to be tuned and compiled for.
+# Widths of padded batches are multiples of this, to limit the number of shapes that kernels are tuned for.
 _MULTIPLE = 8
 
 
@@ -26,17 +26,17 @@ def iterate_blocks(
     """Yields blocks of `sequence_length` tokens.
 
     Args:
-        documents: rows with a `text`, and a `document` if that is a piece of one (see `tokenize_pieces`).
+        documents: rows with `text`, and with `document` if the text is a piece of a document (see `tokenize_pieces`).
         tokenizer: see `build_tokenizer`.
-        sequence_length: the tokens in a block.
-        pack: `concat` gives `input_ids` only: attention crosses documents. `documents` gives `position_ids` too, which
-            start at 0 with each document and each block: Transformers derives from them a mask that keeps documents
-            apart. Both join the documents and drop what is left at the end. `separate` cuts each document into blocks
-            of its own, the last of which is shorter (int32 (T), T from 2 to `sequence_length`): nothing is joined,
-            nothing is dropped but a single token at a document's end, which has no other to be predicted from.
+        sequence_length: tokens in a block.
+        pack: `concat` yields only `input_ids`, and attention crosses documents. `documents` also yields `position_ids`
+            that restart at 0 with each document and each block; Transformers derives a mask from them that separates
+            documents. Both join all documents and drop the remainder at the end. `separate` cuts each document into
+            blocks, the last of which may be shorter (int32 (T), T from 2 to `sequence_length`); a remainder of one
+            token is dropped, because it cannot be predicted from another token.
     """
     ids = np.empty(0, dtype=np.int32)
-    # Position of each token in its document; used by pack="documents" only.
+    # Position of each token in its document, for pack="documents" only.
     positions = np.empty(0, dtype=np.int32)
     position = 0
     for piece, last in tokenize_pieces(tokenizer, documents):
@@ -49,7 +49,7 @@ def iterate_blocks(
             block = {"input_ids": ids[start : start + sequence_length]}
             if pack == "documents":
                 position_ids = positions[start : start + sequence_length].copy()
-                # A document that began in an earlier block starts again at 0: its beginning can not be seen.
+                # The rest of a document from the previous block restarts at 0.
                 position_ids[np.cumsum(position_ids == 0) == 0] -= position_ids[0]
                 block["position_ids"] = position_ids
             yield block
@@ -69,20 +69,20 @@ def make_blocks(
     limit: int | None = None,
     name: str = "a split of the corpus",
 ) -> "datasets.Dataset | SeparateBlocks":
-    """Returns the blocks of a split, in memory; `limit` takes only the first ones, `name` is for messages.
+    """Returns the blocks of a split, in memory, at most `limit`; `name` is for messages.
 
     Raises:
         ValueError: the split is shorter than one block.
     """
     blocks = islice(iterate_blocks(documents, tokenizer, sequence_length, pack), limit)
-    short = ValueError(f"sequence_length={sequence_length!r} is not valid: {name} holds fewer tokens.")
+    short = ValueError(f"sequence_length={sequence_length!r} is not valid: {name} has fewer tokens.")
     if pack == "separate":
         separate = [block["input_ids"].copy() for block in blocks]
         if not separate:
             raise short
         return SeparateBlocks(separate, tokenizer.pad_token_id, sequence_length)
     batches = []
-    # Arrow tables of 1,024 blocks: 4 bytes a token.
+    # Arrow tables of 1,024 blocks, with 4 bytes per token.
     while some := list(islice(blocks, 1024)):
         arrays = {}
         for name in some[0]:
@@ -97,10 +97,9 @@ def make_blocks(
 
 
 class SeparateBlocks:
-    """Blocks of different lengths, each of one document; those of a batch are padded on the right to its longest.
+    """Blocks of different lengths, each from one document. Batches are padded on the right to the longest block.
 
-    There is no attention mask: a causal model never looks to the right, so that padding changes no logit that is
-    scored.
+    There is no attention mask, since padding on the right does not affect the scored logits of a causal model.
     """
 
     def __init__(self, blocks: Sequence[np.ndarray], pad_token_id: int, sequence_length: int) -> None:
@@ -117,10 +116,10 @@ class SeparateBlocks:
 def pad_blocks(
     blocks: Sequence[np.ndarray], pad_token_id: int, longest: int | None, labels: Sequence[np.ndarray] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Returns `input_ids` and `labels`, int64 (B, T), of blocks padded on the right: labels of padding are ignored.
+    """Returns `input_ids` and `labels`, int64 (B, T), of blocks padded on the right; labels of padding are ignored.
 
-    T is the length of the longest block, rounded up to a multiple of 8 but not beyond `longest`. Without `labels`,
-    every token has one.
+    T is the length of the longest block, rounded up to a multiple of 8, at most `longest`. The default of `labels` is
+    all tokens.
     """
     width = max(len(block) for block in blocks)
     width += -width % _MULTIPLE
@@ -138,7 +137,7 @@ def blocks_sha256(blocks: "datasets.Dataset | SeparateBlocks") -> str:
     digest = hashlib.sha256()
     if isinstance(blocks, SeparateBlocks):
         for block in blocks.blocks:
-            # Its length too: joined, other blocks could be the same.
+            # Includes the length, since other blocks could have the same concatenation.
             digest.update(len(block).to_bytes(8, "little") + block.tobytes())
     else:
         for part in blocks.with_format("numpy").iter(batch_size=1024):
@@ -147,10 +146,10 @@ def blocks_sha256(blocks: "datasets.Dataset | SeparateBlocks") -> str:
 
 
 class ShuffledBatches:
-    """The global batch of every training step: a function of the seed and the step alone.
+    """The global batch of every training step, determined by the seed and the step.
 
-    Each epoch visits every block once, in its own order. The order depends neither on the number of processes nor on
-    accumulation, so that any split of the same global batch trains the same model, and a resumed run continues exactly.
+    Each epoch visits every block once, in a new order. The order does not depend on the number of processes or on
+    accumulation, so that any division of the global batch trains the same model, and a resumed run continues exactly.
     """
 
     def __init__(self, blocks: Any, batch_size: int, seed: int) -> None:
@@ -172,21 +171,21 @@ class ShuffledBatches:
 def endless_blocks(
     documents: Any, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str = "concat"
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the blocks of a stream, from its beginning again when it ends; raises ValueError if it holds none."""
+    """Yields the blocks of a stream, and restarts it at its end; raises ValueError if it has no blocks."""
     for epoch in count():
         documents.set_epoch(epoch)
         block = None
         for block in iterate_blocks(documents, tokenizer, sequence_length, pack):
             yield block
         if block is None:
-            raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream holds fewer tokens.")
+            raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream has fewer tokens.")
 
 
 class StreamedBatches:
     """The global batch of every training step, read from a stream; documents are shuffled in a buffer.
 
-    Steps are asked for in order. A resumed run reads the stream again from its start up to where it was: exact, at the
-    price of reading. Every process reads the whole stream and keeps its share.
+    Steps must be requested in order. A resumed run reads the stream again from its start, which is exact but takes
+    time. Every process reads the whole stream and keeps its share.
     """
 
     def __init__(
@@ -219,9 +218,9 @@ class StreamedBatches:
 
 
 def add_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adds `labels` (the model shifts them): the tokens, without a packed document's first, which nothing precedes.
+    """Adds `labels` (unshifted): the tokens, except the first token of each packed document.
 
-    A batch that has labels keeps them.
+    Existing labels are kept.
     """
     if "labels" in batch:
         return batch

@@ -1,4 +1,4 @@
-"""Rows of text, tables and streams of `datasets`, and where they are looked for."""
+"""Reads rows of text as tables and streams of `datasets`, and finds the data folder."""
 
 import os
 import re
@@ -17,10 +17,10 @@ SLICE = re.compile(r"^(?P<split>[^\[\]]+?)(\[(?P<start>\d*):(?P<stop>\d*)\])?$")
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
-    """Returns the folder of local data, by default that of WHATWHERE_DATA_DIR; None if there is none.
+    """Returns the folder of local data, by default WHATWHERE_DATA_DIR; None if neither is set.
 
     Raises:
-        ValueError: it is no folder.
+        ValueError: it is not a folder.
     """
     data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
     root = Path(data_dir).expanduser() if data_dir else None
@@ -38,10 +38,10 @@ def read_hub(
     streaming: bool,
     data_files: str | None = None,
 ) -> Any:
-    """Returns the rows of a split of a Hub dataset (`train[1000:2000]`), their documents in `text`.
+    """Returns the rows of a split of a Hub dataset (`train[1000:2000]`), with documents in `text`.
 
-    If `split` says where to stop, it is read lazily in any case, so that no more is downloaded than is asked for.
-    `data_files` are the files, where `dataset` is a kind of file, such as `parquet`.
+    A split with an end is always read lazily, so that only the requested documents are downloaded. `data_files` are the
+    files if `dataset` is a file format, such as `parquet`.
     """
     match = SLICE.match(split)
     assert match is not None, "the caller has checked it"
@@ -54,9 +54,9 @@ def read_hub(
 
 
 def choose(rows: Any, chosen: str) -> Any:
-    """Returns the documents that a text such as `[10:20]`, `[:20]` or `[10:]` asks for; all for no text.
+    """Returns the documents of a slice such as `[10:20]`, `[:20]` or `[10:]`; all for an empty text.
 
-    `skip` and `take` read the same documents from a stream and from a table.
+    `skip` and `take` work on streams and on tables.
     """
     start, _, stop = chosen.strip("[]").partition(":")
     rows = rows.skip(int(start)) if start else rows
@@ -69,7 +69,7 @@ def collect(rows: Any) -> datasets.Dataset:
 
 
 def in_memory(texts: Iterable[str]) -> datasets.Dataset:
-    """Returns a table of texts, however long they are together: a column of type `string` would hold 2 GiB."""
+    """Returns a table of texts. Its column has the type `large_string`, since `string` is limited to 2 GiB."""
     return datasets.Dataset(pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string())}))
 
 
@@ -79,7 +79,7 @@ def check_split_names(splits: Mapping[str, Any]) -> None:
     if unknown or missing:
         raise ValueError(
             f"splits={dict(splits)!r} is not valid: "
-            + (f"{unknown[0]!r} is no split; " if unknown else f"{missing[0]!r} is missing; ")
+            + (f"{unknown[0]!r} is not a split; " if unknown else f"{missing[0]!r} is missing; ")
             + "it must have 'train' and 'validation', and may have 'test'."
         )
 

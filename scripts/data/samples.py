@@ -1,4 +1,4 @@
-"""Samples of toy tasks as a model takes them: padded and labelled."""
+"""Samples of toy tasks as model inputs, padded and with labels."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,19 @@ from .pack import IGNORED, pad_blocks
 
 
 class TaskSamples:
-    """Samples of one split of a task, as a model takes them.
+    """Samples of one split of a task, as model inputs.
 
-    Samples are padded on the right to the longest one of a batch. There is no attention mask: a causal model never
-    looks to the right, so that padding cannot change a logit that is scored.
+    Samples are padded on the right to the longest one in a batch. There is no attention mask, since padding on the
+    right does not affect the scored logits of a causal model.
 
     Args:
         config: the task.
-        tokenizer: that of the model, which knows every symbol of the task.
+        tokenizer: the model's tokenizer, with all symbols of the task.
         split: `train`, `validation` or `test`.
-        count: the number of samples; None for a stream without an end.
-        block: the largest number of tokens, of which the last ones stay; None for all.
-        loss: `answer` gives labels to answers only, `all` to every token.
-        keep: whether samples are kept in memory once they have been drawn.
+        count: the number of samples; None for an endless stream.
+        block: the maximum number of tokens; longer samples are truncated on the left. None for no limit.
+        loss: `answer` sets labels for answers only, `all` for every token.
+        keep: whether to cache generated samples in memory.
 
     Raises:
         ValueError: the tokenizer does not know a symbol of the task.

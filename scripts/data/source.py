@@ -1,4 +1,4 @@
-"""What text is asked for: checked, and for local files found, before anything is read."""
+"""The source of text: its options, and its local files, checked before anything is read."""
 
 import glob
 import os
@@ -19,21 +19,22 @@ OWN_TEXT = (
 
 
 class TextSource(Checked):
-    """Where text comes from.
+    """A source of text.
 
     Attributes:
         source: `stdlib`, `hub`, `local` or `corpus`, see `corpus.py`.
         dataset: the id of a Hub dataset (`hub` only).
         dataset_config: the configuration of that dataset (`hub` only).
-        splits: for `hub`, our split to theirs, documents chosen by an optional slice: `{"train": "train[1000:]",
-            "validation": "train[:1000]"}`; by default each split under its own name. For `local`, our split to one or
-            more glob patterns relative to the data folder: `{"train": "wikipedia_en/train-*.jsonl.gz", ...}`. For
-            `corpus`, to the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test": "wikitext103:test"}`.
+        splits: for each of our splits, with `hub` the dataset's split with an optional slice of documents:
+            `{"train": "train[1000:]", "validation": "train[:1000]"}`; by default the split of the same name. With
+            `local` one or more glob patterns relative to the data folder: `{"train": "wikipedia_en/train-*.jsonl.gz",
+            ...}`. With `corpus` the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test":
+            "wikitext103:test"}`.
         train_file: for `local` without `splits`: one or more files, folders or glob patterns, relative to the current
-            folder; a folder stands for all text, jsonl and parquet files in it.
-        validation_file: the same for the validation split; by default a part of `train_file` is held out: 5 % of the
-            documents, drawn at random, or of fewer than 20 documents the last 5 % of each one.
-        text_field: the column or key that holds the document (`hub`, jsonl and parquet files).
+            folder; a folder means all text, jsonl and parquet files in it.
+        validation_file: the same for the validation split. By default, 5 % of the documents of `train_file` are held
+            out at random, or with fewer than 20 documents the last 5 % of each.
+        text_field: the column or key of the document (`hub`, jsonl and parquet files).
         streaming: read lazily instead of downloading or copying first (not `stdlib`).
     """
 
@@ -47,12 +48,20 @@ class TextSource(Checked):
     streaming: bool = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the fields together."""
+        """Yields (field, reason) for problems across fields."""
         useless = {
-            "stdlib": ("dataset", "dataset_config", "splits", "streaming", "train_file", "validation_file"),
+            "stdlib": (
+                "dataset",
+                "dataset_config",
+                "splits",
+                "streaming",
+                "train_file",
+                "validation_file",
+                "text_field",
+            ),
             "hub": ("train_file", "validation_file"),
             "local": ("dataset", "dataset_config"),
-            "corpus": ("dataset", "dataset_config", "train_file", "validation_file"),
+            "corpus": ("dataset", "dataset_config", "train_file", "validation_file", "text_field"),
         }.get(self.source, tuple(TextSource.model_fields)[1:])
         for key in useless:
             if getattr(self, key) != TextSource.model_fields[key].default:
@@ -80,20 +89,28 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
     """Finds the files of `source="local"` without reading them.
 
     Args:
-        text: what is asked for.
+        text: the source.
         data_dir: the folder of `splits`; by default the environment variable WHATWHERE_DATA_DIR.
 
     Returns:
-        for each split what it was asked for by, in words for messages, and its files. There is no `validation` if a
-        part of the training text is to be held out.
+        for each split the option that names it, for messages, and its files. There is no `validation` if a part of the
+        training text is to be held out.
 
     Raises:
-        ValueError: a file is missing or of an unknown kind.
+        ValueError: a file is missing or has an unknown ending, or all are text files and `text_field` has no effect.
     """
+    result = _find_files(text, data_dir)
+    kinds = {kind_of_all(files, what) for what, files in result.values()}
+    if kinds == {"text"} and text.text_field != TextSource.model_fields["text_field"].default:
+        raise ValueError(f"text_field={text.text_field!r} has no effect: all files are text files.")
+    return result
+
+
+def _find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, tuple[str, list[str]]]:
     own = {"train_file": text.train_file, "validation_file": text.validation_file}
     if text.train_file:
         return {
-            name.removesuffix("_file"): (name, _own_files(name, [value] if isinstance(value, str) else value))
+            name.removesuffix("_file"): (name, own_files(name, [value] if isinstance(value, str) else value))
             for name, value in own.items()
             if value
         }
@@ -118,7 +135,8 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
     return result
 
 
-def _own_files(name: str, entries: Sequence[str]) -> list[str]:
+def own_files(name: str, entries: Sequence[str]) -> list[str]:
+    """Returns the files of an option: files, folders or patterns relative to the current folder."""
     files: list[str] = []
     for entry in entries:
         if not isinstance(entry, str) or not entry:
@@ -126,9 +144,9 @@ def _own_files(name: str, entries: Sequence[str]) -> list[str]:
         path = os.path.expanduser(entry)
         if os.path.isdir(path):
             found = sorted(str(file) for file in Path(path).rglob("*") if kind_or_none(str(file)) and file.is_file())
-            reason = f"the folder holds no {allowed_endings()} file"
+            reason = f"the folder has no {allowed_endings()} file"
         else:
-            # A name with brackets is a file before it is a pattern.
+            # An existing file takes precedence over a pattern, for names with brackets.
             found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
             reason = "there is no such file or folder, and no file matches it as a pattern"
         if not found:

@@ -1,7 +1,7 @@
 """Tokenizers (bytes, a byte-level BPE trained here, words, or any existing one), token streams, and bytes per token.
 
-Bits per byte compare models with different tokenizers only if the bytes are those of the text that was predicted.
-`bytes_per_token` gives them for every entry of the vocabulary, so that they can be summed over any piece of a stream.
+Bits per byte need the number of bytes of the predicted text. `bytes_per_token` returns it for every entry of the
+vocabulary, so that it can be summed over any part of a stream.
 """
 
 import json
@@ -18,21 +18,20 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, 
 from .genome import GENOME_PATTERN, GENOME_WORDS
 from .music import CHORALE_WORDS, remi_words
 
-# One token ends a document and begins the next one, as in GPT-2: a model that is asked to start from nothing gets the
-# token after which every document of its training text started.
+# As in GPT-2, one token ends a document and begins the next, and is the prompt for unconditional generation.
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 
-# Tokenizers of documents that are no text: music and genomes, as words of a small vocabulary. Their tokens stand for no
-# bytes, so that models have a loss and a perplexity but no bits per byte.
+# Tokenizers of documents that are not text (music and genomes, as words of a small vocabulary). Their tokens have no
+# bytes, so there are no bits per byte.
 WORD_TOKENIZERS = ("jsb", "remi", "6mer")
 
-# Characters in a piece of a long document, and in the pieces that are tokenised together.
+# Characters in a piece of a long document, and in a batch of pieces.
 _PIECE = 1 << 16
 _BATCH = 2 * _PIECE
 # Characters on each side of a cut that are tokenised to check it.
 _CONTEXT = 200
-# A cut is made between a word or number and the white space after it.
+# Cuts are between a word or number and the following white space.
 _WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
 
 _BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
@@ -51,14 +50,12 @@ def build_tokenizer(
         kind: `bytes` (token b is byte b, plus two special tokens), `bpe` (a byte-level BPE trained on `texts`), `jsb`
             (the 90 words of chorales) and `remi` (the 328 words of piano performances; both: see `music.py`), `6mer`
             (the 4,107 words of genomes, see `genome.py`), or the folder or Hub id of an existing tokenizer.
-        vocab_size: the size of the `bpe` vocabulary, special tokens included; at least 258. Other kinds refuse it.
-        texts: the documents on which `bpe` is trained: the training split, never the others.
-        model_max_length: the length at which the tokenizer warns; by default never.
+        vocab_size: the size of the `bpe` vocabulary with special tokens, at least 258; only for `bpe`.
+        texts: the documents on which `bpe` is trained (the training split).
+        model_max_length: the tokenizer warns about longer inputs; by default never.
     """
     if vocab_size is not None and kind != "bpe":
-        raise ValueError(
-            f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' has a vocabulary size to choose."
-        )
+        raise ValueError(f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' takes a vocabulary size.")
     if kind in ("bytes", "bpe"):
         backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
@@ -98,12 +95,12 @@ def text_of(row: Mapping[str, Any]) -> str:
 def tokenize_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
     """Yields the token ids of each document, followed by the end-of-text token if the tokenizer has one.
 
-    A document of words between spaces also begins with the beginning-of-text token, if there is one.
+    Documents for word tokenizers also begin with the beginning-of-text token, if there is one.
 
-    A document that contains the text of a special token is encoded as that text, not as the token.
+    The text of a special token in a document is encoded as text, not as the token.
 
     Raises:
-        ValueError: a document holds a word that a tokenizer of words does not know.
+        ValueError: a document contains a word that is not in the vocabulary of a word tokenizer.
     """
     ids: list[int] = []
     for piece, last in tokenize_pieces(tokenizer, ({"text": text} for text in texts)):
@@ -118,17 +115,16 @@ def tokenize_pieces(
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yields the token ids of documents in pieces, int32 (tokens), and whether a piece is the last of its document.
 
-    The concatenated pieces equal the tokens of the whole document. A document is cut only between a word and the white
-    space after it, and only where the tokens are the same with and without the cut. Without such a place (no white
-    space, a tokenizer without pre-tokenisation) a piece is longer, up to the whole document.
+    The concatenated pieces equal the tokens of the document. Documents are cut between a word and the following white
+    space, where the cut does not change the tokens. Without such a place (no white space, a tokenizer without
+    pre-tokenisation), pieces are longer, up to the whole document.
 
     Args:
         tokenizer: see `build_tokenizer`.
-        rows: with `text`, a document or, where there is also a `document`, the next piece of the document of that
-            number.
+        rows: with `text`, a document; or with `text` and `document`, the next piece of the document with that number.
 
     Raises:
-        ValueError: a document holds a word that a tokenizer of words does not know, or has no text.
+        ValueError: a document contains a word that is not in the vocabulary of a word tokenizer, or has no text.
     """
     of_words = _is_of_words(tokenizer)
     begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
@@ -168,9 +164,9 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Yields the text of rows cut into pieces as `tokenize_pieces` says, and whether a piece ends a document."""
+    """Yields the text of rows in pieces (see `tokenize_pieces`), and whether a piece ends a document."""
     cuttable = _may_be_cut(tokenizer)
-    # The rest of the current document, and how many of its characters were searched for a cut in vain.
+    # The rest of the current document, and the number of its characters already searched for a cut.
     rest, searched, document = "", 0, None
     started = False
     for row in rows:
@@ -209,29 +205,17 @@ def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> 
         for place in places[-8:][::-1]:
             left, right = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
             together, one, other = _encode(tokenizer, [left + right, left, right])
-            # A tokenizer that strips white space would pass this check if there were nothing else on the right.
+            # Needs more than white space on the right: a tokenizer that strips it would otherwise pass the check.
             if together == one + other and not right.isspace():
                 return place
     return None
 
 
-def evaluation_stream(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the documents as one contiguous stream, and the bytes that each of its tokens stands for.
-
-    Returns:
-        token ids, int64 (N), each document followed by the end-of-text token; and bytes, int64 (N), 0 for that token.
-        The bytes sum to the UTF-8 length of the texts (see `bytes_per_token` for the exception).
-    """
-    ids = [token for document in tokenize_documents(tokenizer, texts) for token in document]
-    stream = torch.tensor(ids, dtype=torch.int64)
-    return stream, bytes_per_token(tokenizer)[stream]
-
-
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Returns how many bytes of text each token stands for, int64 (vocabulary); special tokens stand for none.
+    """Returns the number of bytes of text of each token, int64 (vocabulary); 0 for special tokens.
 
-    Byte-level tokenizers (ours, GPT-2's, Llama 3's) are counted exactly. SentencePiece-style ones (Llama 2's) put a
-    space before each document, which is counted as one byte. Others, which do not keep the text, are refused.
+    Exact for byte-level tokenizers (ours, GPT-2's, Llama 3's). SentencePiece-style tokenizers (Llama 2's) add a space
+    before each document, which counts as one byte. Other tokenizers raise ValueError.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     description = repr(backend.decoder) + repr(backend.pre_tokenizer) if backend is not None else ""
@@ -239,8 +223,8 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     tokens = tokenizer.get_vocab()
     if not byte_level and not any(token.startswith("▁") for token in tokens):
         raise ValueError(
-            f"bits per byte cannot be computed with {type(tokenizer).__name__} {tokenizer.name_or_path!r}: its tokens "
-            "do not say how many bytes they stand for. Allowed: byte-level and SentencePiece-style tokenizers."
+            f"bits per byte cannot be computed with {type(tokenizer).__name__} {tokenizer.name_or_path!r}: the bytes "
+            "of its tokens are unknown. Allowed: byte-level and SentencePiece-style tokenizers."
         )
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     counts = torch.zeros(max(tokens.values()) + 1, dtype=torch.int64)
@@ -250,7 +234,7 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         if token in added:
             counts[index] = len(token.encode())
         elif byte_level:
-            # One character of a byte-level token stands for one byte.
+            # Each character of a byte-level token is one byte.
             counts[index] = len(token)
         else:
             counts[index] = 1 if _BYTE_FALLBACK.match(token) else len(token.replace("▁", " ").encode())
@@ -258,7 +242,7 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 
 
 def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of words between white space: `words` in order, the special tokens among them."""
+    """Returns a tokenizer that splits at white space; `words` is the vocabulary with the special tokens."""
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Without a decoder, words are joined by spaces again.
@@ -277,13 +261,13 @@ def _check_words(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -
     for document in documents:
         if unknown := set(document.split()) - known:
             raise ValueError(
-                f"a document holds the word {min(unknown)!r}, which the tokenizer does not know. It knows "
-                f"{len(known)} words between spaces, such as {', '.join(map(repr, sorted(known)[:3]))}."
+                f"a document contains the word {min(unknown)!r}, which is not in the tokenizer's vocabulary of "
+                f"{len(known)} words, such as {', '.join(map(repr, sorted(known)[:3]))}."
             )
 
 
 def _genome_tokenizer() -> PreTrainedTokenizerFast:
-    # Letters that are no nucleotides are <unk>, as in the Nucleotide Transformer.
+    # Other letters become <unk>, as in the Nucleotide Transformer.
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(GENOME_WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(GENOME_PATTERN), behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -299,7 +283,7 @@ def _genome_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    # A bare pair of GPT-2 files says nothing about its class, so `AutoTokenizer` cannot choose one.
+    # `AutoTokenizer` cannot infer the class from GPT-2's two files alone.
     folder = Path(path)
     if (folder / "merges.txt").exists() and not any(folder.glob("*config.json")):
         return GPT2Tokenizer.from_pretrained(path)
@@ -313,7 +297,7 @@ def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte: itself if printable, else one from U+0100 on."""
+    """Returns the character of each byte in byte-level tokenizers: itself if printable, else one from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     characters = {byte: chr(byte) for byte in printable}
     for byte in range(256):

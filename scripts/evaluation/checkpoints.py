@@ -1,21 +1,26 @@
-"""Loading of checkpoints, ours or stock, with one clear sentence when that fails; what lengths they serve."""
+"""Loads checkpoints, ours or stock, with clear errors; finds the length they support."""
 
+import argparse
+import contextlib
 import dataclasses
 import importlib
-import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.dataclasses import strict
 from safetensors import SafetensorError
 from torch import nn
 
+from .results import read_json
+
+# lm-eval's max_length (tokens) for models without a limit: longer than any question.
+MAX_LENGTH = 1 << 17
+
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
-    """Returns what checkpoints are called in results: the last part of each path, or the whole ones if two end alike.
+    """Returns the names of checkpoints in results: the last part of each path, or the whole paths if two are equal.
 
     Raises:
         ValueError: one is given twice.
@@ -38,15 +43,23 @@ def choose_device(name: str | None = None) -> str:
     return name
 
 
-@strict
+@contextlib.contextmanager
+def checked_loading(checkpoint: str) -> Iterator[None]:
+    """Turns the errors of loading a checkpoint into ValueErrors that name it."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How checkpoints are loaded.
+    """How checkpoints are loaded; errors are ValueErrors that name the checkpoint.
 
     Attributes:
         device: as in `choose_device`.
         dtype: of the model's weights and activations.
-        attn_implementation: None for the model's own choice.
+        attn_implementation: None for the model's default.
         trust_remote_code: run the code in the checkpoint's folder.
     """
 
@@ -56,61 +69,48 @@ class Loading:
     trust_remote_code: bool = False
 
     def config(self, checkpoint: str, **changes: Any) -> Any:
-        """Returns a checkpoint's configuration with some fields changed; raises ValueError with the reason."""
-        folder, trust = pathlib.Path(checkpoint), self.trust_remote_code
-        if folder.exists() and not (folder / "config.json").is_file():
-            raise ValueError(f"checkpoint={checkpoint!r} is not a model folder: it has no config.json.")
-        try:
-            return transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust, **changes)
-        except (OSError, ValueError) as error:
-            where = "" if folder.exists() else "there is no such folder, and as a Hub id: "
-            raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {where}{error}") from error
+        """Returns a checkpoint's configuration with `changes` applied."""
+        with checked_loading(checkpoint):
+            return transformers.AutoConfig.from_pretrained(
+                checkpoint, trust_remote_code=self.trust_remote_code, **changes
+            )
 
     def model(self, checkpoint: str, config: Any) -> Any:
-        """Returns a checkpoint's model with a configuration, on the device; raises ValueError with the reason."""
+        """Loads a checkpoint with a configuration onto the device."""
         options = {"attn_implementation": self.attn_implementation, "trust_remote_code": self.trust_remote_code}
         options |= {"config": config, "dtype": getattr(torch, self.dtype)}
-        try:
+        with checked_loading(checkpoint):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options)
-            return model.to(self.device)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+            return model.to(self.device).eval()
 
     def tokenizer(self, checkpoint: str) -> Any:
-        """Returns a checkpoint's tokenizer; raises ValueError with the reason."""
-        return load_tokenizer(checkpoint, trust_remote_code=self.trust_remote_code)
-
-
-def load_tokenizer(checkpoint: str, *, trust_remote_code: bool = False) -> Any:
-    """Returns the tokenizer of a folder or Hub id; raises ValueError with the reason if it cannot be loaded."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer of checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+        """Returns a checkpoint's tokenizer."""
+        with checked_loading(checkpoint):
+            return transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=self.trust_remote_code)
 
 
 def trained_length_of(checkpoint: str, config: Any) -> int:
-    """Returns the length a model was trained at: what its `results.json` says, else its configuration.
+    """Returns the length a model was trained at, from its `results.json`, else from its configuration.
 
     Raises:
-        ValueError: neither says it.
+        ValueError: neither states it.
     """
     results = pathlib.Path(checkpoint) / "results.json"
-    length = json.loads(results.read_text(encoding="utf-8")).get("length") if results.is_file() else None
+    length = read_json(results).get("length") if results.is_file() else None
     length = length or getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
-        raise ValueError(f"checkpoint={checkpoint!r} does not say the length it was trained at: give --trained-length.")
+        raise ValueError(f"checkpoint={checkpoint!r} does not state its trained length: give --trained-length.")
     return length
 
 
 def longest_length(model: nn.Module) -> int | None:
     """Returns the longest sequence that a model supports, or None if its position encoding sets no limit.
 
-    Our models say so themselves. A stock model is limited if it looks positions up in a table of embeddings.
+    Our models declare their limit. A stock model is limited by its table of position embeddings, if it has one.
     """
     config: Any = model.config
     if hasattr(config, "position_encoding"):
-        # The list of encodings beside this model's class: the package's, or the checkpoint's own copy.
+        # The registry in the same package as the model's class: ours, or the checkpoint's remote code.
         siblings = type(model).__module__.rpartition(".")[0]
         return importlib.import_module(f"{siblings}.position_registry").max_length(config)
     for name, module in model.named_modules():
@@ -118,3 +118,25 @@ def longest_length(model: nn.Module) -> int | None:
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
             return module.num_embeddings - getattr(module, "offset", 0)
     return None
+
+
+def at_least_one(text: str) -> int:
+    """Returns the positive integer of an option; argparse reports the error with the option's name."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid: it must be at least 1")
+    return int(text)
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `Loading`."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--device", help="default: the GPU if there is one, else the CPU")
+    group.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    group.add_argument("--attn-implementation", metavar="NAME", help="default: the model's default")
+    group.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
+
+
+def loading_of(options: argparse.Namespace) -> Loading:
+    """Returns the values of the options of `add_loading`; raises ValueError if the device cannot be used."""
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Loading)}
+    return Loading(**{**given, "device": choose_device(options.device)})

@@ -1,4 +1,4 @@
-"""Figures: how they are begun and how they are saved, so that the same numbers give the same bytes."""
+"""Creates and saves figures reproducibly: the same numbers give the same bytes."""
 
 import pathlib
 import textwrap
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure of matplotlib, sizes in inches; no window and no global state."""
+    """Returns an empty matplotlib figure, sizes in inches, without pyplot's global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -18,7 +18,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def wrapped(text: str, width: float) -> str:
-    """Returns a title of medium size, broken into lines of at most `width` inches (about 11 characters an inch)."""
+    """Wraps a title of medium font size into lines of at most `width` inches (about 11 characters an inch)."""
     return "\n".join(textwrap.wrap(text, max(1, int(11 * width))))
 
 

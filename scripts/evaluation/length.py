@@ -1,39 +1,39 @@
 """Length extrapolation: loss of checkpoints in windows of several lengths, on the same held-out text.
 
-On a laptop (two minutes; the checkpoints are those of `whatwhere demo`): windows of 1, 2, 4, 8 and 10 times the trained
-length, the same tokens in all of them:
+The checkpoints of `whatwhere demo` in windows of 1, 2, 4, 8 and 10 times the trained length, all on the same tokens
+(two minutes on a laptop):
 
     whatwhere length demo/rope demo/pope demo/cope
 
-PoPE's Figure 2, the test books of PG-19, each by itself; with less of them on a laptop, all of them on a GPU:
+PoPE's Figure 2, the test books of PG-19 one by one: a part of them on a laptop, or all of them on a GPU:
 
     whatwhere length runs/rope runs/pope --data pg19 --windows 512,1024,2048,4096 --documents 4 --tokens 20480
     whatwhere length runs/rope runs/pope --data pg19 --variants yarn,interpolation --dtype bfloat16 --output results
 
-CoPE's Figure 3, WikiText-103, whose articles are joined by the end-of-text token as in training:
+CoPE's Figure 3, WikiText-103 with its articles joined by the end-of-text token, as in training:
 
     whatwhere length runs/relative runs/cope --data wikitext103_v1:validation --windows 512,1024,2048,4096 \\
         --variants relative-capped,relative-none --output results
 
-Windows are given in tokens, or as multiples of the trained length (`1x,2x,4x`). The trained length is what the
-checkpoint's `results.json` says, else `config.max_position_embeddings`, unless `--trained-length` is given. How windows
-are cut and scored: `whatwhere.scripts.evaluation.windows`. `--variants` adds curves with changes at test time
-(`whatwhere.scripts.evaluation.variants`). A model fine-tuned at a longer length is a checkpoint like any other: PoPE's
-ICML version trains 500 steps of 64 sequences of 4,096 tokens first, which `whatwhere finetune` does.
+Windows are given in tokens, or as multiples of the trained length (`1x,2x,4x`). The trained length is read from the
+checkpoint's `results.json`, else from `config.max_position_embeddings`; `--trained-length` replaces it.
+`whatwhere.scripts.evaluation.windows` describes how windows are cut and scored. `--variants` adds curves with changes
+at test time (`whatwhere.scripts.evaluation.variants`). PoPE's ICML version also fine-tunes for 500 steps on 64
+sequences of 4,096 tokens: use `whatwhere finetune` and measure the result like any checkpoint.
 
-A checkpoint is a folder or a Hub id that AutoModelForCausalLM and AutoTokenizer can load, ours or stock. A length that
-an encoding cannot reach is reported as such.
+A checkpoint is a folder or a Hub id that AutoModelForCausalLM and AutoTokenizer can load. Lengths that its encoding
+does not support are marked in the results.
 
-Output (`--output`, by default the checkpoint's own folder if there is one checkpoint, else `length/`): `length.json`
-(`length_CORPUS.json` for a corpus that is known by name, `length_CORPUS_SPLIT.json` if it is not the test split) with
-every number, its standard error, date, versions and command, and the figure as PNG and SVG. The file grows: each number
-is written when it is measured, the same command goes on where it was stopped, other windows, checkpoints and variants
-are added, and what was measured with other weights or settings is measured again. Another checkpoint of the same name
-needs another `--output`.
+`--output` defaults to the checkpoint's own folder if there is one checkpoint, else to `length/`. It gets `length.json`
+(`length_CORPUS.json` for a named corpus, `length_CORPUS_SPLIT.json` for another split than test) with every number, its
+standard error, date, versions and command, and the figure as PNG and SVG. Each number is written when it is measured.
+Running the command again continues an interrupted measurement, adds new windows, checkpoints and variants, and repeats
+what was measured with other weights or settings. Another checkpoint of the same name needs another `--output`.
 """
 
 import argparse
 import dataclasses
+import glob
 import hashlib
 import itertools
 import os
@@ -45,23 +45,24 @@ from typing import Any
 import torch
 
 from ...model_card import weights_fingerprint
-from ..extras import explain
+from ..commands.common import command_parser
 from . import variants, windows
-from .checkpoints import Loading, longest_length, names_of, trained_length_of
+from .checkpoints import Loading, add_loading, at_least_one, loading_of, longest_length, names_of, trained_length_of
 from .length_report import METRICS, draw, label, table
-from .options import add_loading, at_least_one, loading_of
 from .results import check_writable, provenance, read_json, write_json
+from .schema import Cell
 
+DESCRIPTION = "Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same text."
 SOURCES = ("stdlib", "hub", "local")
 DEFAULT_WINDOWS = "1x,2x,4x,8x,10x"
-# Of books, unless --windows says otherwise (PoPE, Figure 2).
+# The default of --windows for books (PoPE, Figure 2).
 BOOK_WINDOWS = ",".join(map(str, (*range(1024, 10241, 1024), 65536)))
-# Corpora whose documents are long enough for windows of their own; documents of others are joined.
+# Corpora with long documents, which are cut into windows one by one; documents of other corpora are joined.
 SEPARATE_DOCUMENTS = ("pg19",)
 
 
 def parse_windows(text: str, trained_length: int) -> list[int]:
-    """Returns the ascending lengths of a list such as `512,4x`; raises ValueError if one is no positive integer."""
+    """Returns the lengths in a list such as `512,4x`, ascending; raises ValueError if one is not a positive integer."""
     lengths = set()
     for part in text.split(","):
         try:
@@ -71,7 +72,7 @@ def parse_windows(text: str, trained_length: int) -> list[int]:
             length, whole = 0.0, 0
         if whole < 1 or whole != length:
             raise ValueError(
-                f"windows={text!r} is not valid: {part!r} is no positive whole number of tokens (trained length "
+                f"windows={text!r} is not valid: {part!r} is not a positive whole number of tokens (trained length "
                 f"{trained_length}). Give a list such as 1024,2048,65536, or multiples such as 1x,2x,4x."
             )
         lengths.add(whole)
@@ -79,7 +80,7 @@ def parse_windows(text: str, trained_length: int) -> list[int]:
 
 
 def parse_data(text: str) -> tuple[str, str]:
-    """Returns source and split of `--data`: one of `SOURCES` and "test", or a corpus and its split, by default "test".
+    """Returns the source and the split of `--data`, such as `("local", "test")` or `("pg19", "validation")`.
 
     Raises:
         ValueError: there is no such source, corpus or split.
@@ -103,35 +104,64 @@ def iterate_texts(
     dataset: str | None = None,
     files: str | None = None,
 ) -> Iterator[str]:
-    """Yields held-out documents of what `parse_data` returns; the other options are those of the command line."""
+    """Yields the documents of a source and split from `parse_data`; the other arguments are those of the parser.
+
+    `files` are relative to the current folder, or with `data_dir` to that.
+
+    Raises:
+        ValueError: there is no such text.
+    """
     from ..data.corpora import load_corpus
     from ..data.corpus import SPLITS, load_text, text_of
 
     if source == "stdlib":
         yield from load_text()["test"]["text"]
-    elif source in SOURCES:
-        # Only one split is read: the same one under every name.
-        chosen = files or ("test" if source == "hub" else "**/*.txt")
-        splits = dict.fromkeys(SPLITS, chosen)
-        rows = load_text(source, data_dir=data_dir, dataset=dataset, splits=splits)["test"]
+    elif source == "local":
+        from ..data.files import read_found
+        from ..data.rows import DATA_DIR_VARIABLE, data_folder
+        from ..data.source import own_files
+
+        option, pattern = "--test-files" if files else "--data-dir", files or "**/*.txt"
+        if data_dir or not files:
+            root = data_folder(data_dir)
+            if root is None:
+                raise ValueError(f"--data local needs --test-files, --data-dir or {DATA_DIR_VARIABLE}.")
+            pattern = os.path.join(glob.escape(str(root)), pattern)
+        rows = read_found(own_files(option, [pattern]), option, text_field="text", streaming=False)
         yield from map(text_of, rows)
+    elif source == "hub":
+        # Only one split is read. `load_text` needs a value for each.
+        splits = dict.fromkeys(SPLITS, files or "test")
+        yield from map(text_of, load_text(source, dataset=dataset, splits=splits)["test"])
     else:
         yield from map(text_of, load_corpus(source, split, data_dir=data_dir, streaming=True))
 
 
-class LengthResults:
-    """The results file of a comparison, which grows with every cell that is measured.
+# The options that determine the keys of `LengthResults.data`.
+_OPTIONS = {
+    "corpus": "--data",
+    "split": "--data",
+    "dataset": "--dataset",
+    "files": "--test-files",
+    "joined": "--join",
+    "document_limit": "--documents",
+    "text_tokens": "--tokens",
+}
 
-    It holds `data` (what is scored, and how), `checkpoints` (one entry for each checkpoint and variant, with `cells` as
-    in `windows.Cell` and `by_position`), and command, date and versions of the last run that added to it, with those of
-    the runs before in `earlier`.
+
+class LengthResults:
+    """The results file of a comparison. Every measured cell is added to it.
+
+    Its keys: `data` (what is scored, and how), `checkpoints` (an entry for each checkpoint and variant, with `cells` as
+    in `schema.Cell`, and `by_position`), the command, date and versions of the last run, and `earlier` (those of the
+    runs before it).
     """
 
     def __init__(self, folder: pathlib.Path, data: dict[str, Any], *, origin: dict[str, Any]) -> None:
-        """Reads the file in a folder if there is one; `data` give it its name, `origin` is from `provenance`.
+        """Reads the file in `folder` if it exists; `data` determines its name, `origin` is from `provenance`.
 
         Raises:
-            ValueError: the file is about other data, or is broken.
+            ValueError: the file belongs to other data, or is broken.
         """
         corpus, split = data["corpus"], data["split"].partition("[")[0]
         parts = ["length"] if corpus in SOURCES else ["length", corpus, *([split] if split != "test" else [])]
@@ -140,24 +170,25 @@ class LengthResults:
         self.earlier: list[dict[str, Any]] = []
         if not self.path.is_file():
             return
-        try:
-            content = read_json(self.path)
-            before, self.checkpoints = content["data"], content["checkpoints"]
-            self.earlier = [*content["earlier"], {key: content[key] for key in origin}]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(self.path)!r} is no results file of this command: {error!r}. Remove it.") from error
-        changed = [f"{key}: {before.get(key)!r} → {value!r}" for key, value in data.items() if before.get(key) != value]
+        content = read_json(self.path)
+        before, self.checkpoints = content["data"], content["checkpoints"]
+        self.earlier = [*content.get("earlier", []), {key: content[key] for key in origin}]
+        changed = [
+            f"{_OPTIONS.get(key, key)}: {before.get(key)!r} → {value!r}"
+            for key, value in data.items()
+            if before.get(key) != value
+        ]
         if changed:
             raise ValueError(
-                f"{str(self.path)!r} holds results of other data. Different (before → now): {'; '.join(changed)}. Take "
-                "another --output, or remove it."
+                f"{str(self.path)!r} contains results on other data (before → now): {'; '.join(changed)}. Choose "
+                "another --output, or remove the file."
             )
 
     def entry(self, identity: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-        """Returns the entry of a checkpoint and variant; a new one unless all of `identity` is as it was.
+        """Returns the entry of a checkpoint and variant, or a new entry if any field of `identity` changed.
 
         Raises:
-            ValueError: the file holds another checkpoint of that name, whose numbers would be lost.
+            ValueError: the file contains results of another checkpoint with the same name.
         """
         entry = {**identity, **details, "cells": [], "by_position": []}
         for index, old in enumerate(self.checkpoints):
@@ -168,25 +199,25 @@ class LengthResults:
                 before, now = old.get("checkpoint"), details.get("checkpoint")
                 if before != now and None not in (before, now) and old["weights"] != identity["weights"]:
                     raise ValueError(
-                        f"checkpoint={now!r} is not valid: {str(self.path)!r} holds results of {before!r}, which is "
-                        f"called {old['name']!r}, too. Take another --output."
+                        f"checkpoint={now!r} is not valid: {str(self.path)!r} contains results of {before!r}, which "
+                        f"has the same name {old['name']!r}. Choose another --output."
                     )
                 self.checkpoints[index] = entry
                 return entry
         self.checkpoints.append(entry)
         return entry
 
-    def add(self, entry: dict[str, Any], cell: windows.Cell, by_position: dict[str, Any] | None) -> None:
-        """Adds what was measured at one length, and writes the file."""
-        entry["cells"] = sorted([*entry["cells"], dataclasses.asdict(cell)], key=lambda one: one["length"])
+    def add(self, entry: dict[str, Any], cell: Cell, by_position: dict[str, Any] | None) -> None:
+        """Adds the measurements at one length, and writes the file."""
+        entry["cells"] = sorted([*entry["cells"], cell.model_dump()], key=lambda one: one["length"])
         if by_position is not None:
             entry["by_position"] = sorted([*entry["by_position"], by_position], key=lambda one: one["length"])
         self.write(self.path.parent)
 
     def write(self, folder: pathlib.Path, *, weights: str | None = None) -> None:
-        """Writes the file into a folder; with `weights` only the entries of these.
+        """Writes the file into a folder, with `weights` (a fingerprint) only the entries with these weights.
 
-        In the folder of a checkpoint the file also states the fingerprint of its weights.
+        In a checkpoint's folder, the fingerprint of its weights is added.
         """
         kept = [entry for entry in self.checkpoints if weights in (None, entry["weights"])]
         mine = {"weights_sha256": weights_fingerprint(folder)} if (folder / "config.json").is_file() else {}
@@ -196,15 +227,15 @@ class LengthResults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line of the figure: a checkpoint as it is, or with a change of its configuration at test time."""
+    """A curve of the figure: a checkpoint, unchanged or with a configuration changed at test time."""
 
     checkpoint: str
     name: str
     variant: str | None
     trained_length: int
 
-    def changes(self, config: Any, length: int) -> dict[str, Any]:
-        """Returns the fields of the configuration that are changed for windows of a length."""
+    def changes(self, config: Any, length: int) -> dict[str, Any] | None:
+        """Returns the changed fields of the configuration for windows of `length` tokens; None as in `variants`."""
         if self.variant is None:
             return {}
         return variants.changes(self.variant, config, trained_length=self.trained_length, length=length)
@@ -213,42 +244,38 @@ class Curve:
 def curves_of(
     checkpoints: Sequence[str], names: Sequence[str], loading: Loading, *, trained_length: int | None = None
 ) -> list[Curve]:
-    """Returns the curves of checkpoints: each as it is, then those of `names`' variants that apply to it.
+    """Returns the curves: each checkpoint unchanged, then with those variants in `names` that apply to it.
 
     Raises:
         ValueError: a checkpoint cannot be read, or a variant does not exist or applies to no checkpoint.
     """
-    curves, served = [], set()
-    reasons: dict[str, str] = {}
+    curves = []
     for checkpoint, title in zip(checkpoints, names_of(checkpoints)):
         config = loading.config(checkpoint)
         trained = trained_length or trained_length_of(checkpoint, config)
         curves.append(Curve(checkpoint=checkpoint, name=title, variant=None, trained_length=trained))
         for variant in names:
-            try:
-                variants.changes(variant, config, trained_length=trained, length=2 * trained)
-            except variants.DoesNotApply as error:
-                reasons[variant] = f"{title}: no {variant}, because {error}."
-                _report(reasons[variant])
+            curve = dataclasses.replace(curves[-1], variant=variant)
+            if curve.changes(config, 2 * trained) is None:
+                _report(f"{title}: {variant} does not apply.")
             else:
-                served.add(variant)
-                curves.append(dataclasses.replace(curves[-1], variant=variant))
-    for variant in names:
-        if variant not in served:
-            raise ValueError(f"variants={variant!r} is not valid: it applies to no checkpoint ({reasons[variant]})")
+                curves.append(curve)
+    for variant in set(names) - {curve.variant for curve in curves}:
+        raise ValueError(f"variants={variant!r} is not valid: it applies to none of the checkpoints.")
     return curves
 
 
 def tokenise(
     tokenizer: Any, texts: Iterable[str], data: dict[str, Any], lengths: Sequence[int]
 ) -> tuple[list[torch.Tensor], int]:
-    """Returns what is cut into windows: int32 (tokens) of each document, or of all of them joined; and the documents.
+    """Returns the token ids of the texts to cut into windows, each int32 (tokens), and the number of documents.
 
     Args:
-        tokenizer: each document ends with its end-of-text token.
-        texts: the documents; no more are read than are wanted.
-        data: `document_limit` says how many, `text_tokens` how much of each text, `joined` whether they are one text.
-        lengths: a joined text of which some is scored is cut to a multiple of all of them, if it is long enough.
+        tokenizer: its end-of-text token is appended to each document.
+        texts: the documents; only as many as needed are read.
+        data: `document_limit` (number of documents), `text_tokens` (tokens of each text) and `joined` (whether all
+            documents are joined into one text).
+        lengths: all window lengths; a joined text that is cut is cut to a multiple of all of them, if long enough.
 
     Raises:
         ValueError: there is no document, or no end-of-text token.
@@ -262,7 +289,7 @@ def tokenise(
     ids = tokenize_documents(tokenizer, itertools.islice(texts, data["document_limit"]))
     documents = [torch.tensor(document, dtype=torch.int32) for document in ids]
     if not documents:
-        raise ValueError("data is not valid: it holds no document.")
+        raise ValueError("data is not valid: it has no documents.")
     limit = data["text_tokens"]
     if not data["joined"]:
         return [document[: None if limit is None else limit + 1] for document in documents], len(documents)
@@ -283,14 +310,14 @@ def compare(
     *,
     batch_tokens: int = 4096,
 ) -> None:
-    """Measures what `results` does not hold yet.
+    """Measures all cells that are not in `results` yet, and adds them.
 
     Args:
         curves: what is measured.
-        texts: gives the documents, each time from the first one on.
-        results: where the numbers go; `data` says what is read, and how.
-        lengths: of windows, as in `parse_windows`; those that no text fills are skipped, and reported.
-        loading: how checkpoints are loaded. The loss is float32 whatever the dtype is.
+        texts: returns a new iterator over the documents.
+        results: the results file; its `data` describes the text.
+        lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
+        loading: how checkpoints are loaded. The loss is computed in float32 for every dtype.
         batch_tokens: windows are batched up to this many tokens.
 
     Raises:
@@ -298,7 +325,7 @@ def compare(
     """
     from ..data.tokenize import bytes_per_token
 
-    # Mistakes should not wait for the first model.
+    # Raises errors before the first model is loaded.
     wanted = {curve: parse_windows(lengths, curve.trained_length) for curve in curves}
     every = sorted({length for each in wanted.values() for length in each})
     tokenised: dict[str, list[torch.Tensor]] = {}
@@ -309,7 +336,7 @@ def compare(
         except ValueError as error:
             byte_counts = None
             _report(f"{curve.name}: {error}")
-        # Checkpoints that are compared often share a tokenizer: their text is tokenised once.
+        # Compared checkpoints often share a tokenizer: tokenise once.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
         if key not in tokenised:
@@ -346,14 +373,15 @@ def compare(
         measured = {cell["length"] for cell in entry["cells"]}
         model, loaded = None, None
         for length in (length for length in filled if length not in measured):
-            changed = curve.changes(config, length)
+            changed = curve.changes(config, length) or {}
             if model is None or changed != loaded:
                 model = loading.model(curve.checkpoint, loading.config(curve.checkpoint, **changed))
                 loaded, entry["parameters"] = changed, model.num_parameters()
             limit = longest_length(model)
             if limit is not None and length > limit:
-                multiple, reason = length / curve.trained_length, f"the position encoding reaches {limit} tokens"
-                results.add(entry, windows.Cell(length=length, multiple=multiple, reached=False, reason=reason), None)
+                multiple = length / curve.trained_length
+                reason = f"the position encoding supports at most {limit} tokens"
+                results.add(entry, Cell(length=length, multiple=multiple, reached=False, reason=reason), None)
                 continue
             cell, by_position = windows.measure_windows(
                 model,
@@ -369,64 +397,54 @@ def compare(
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    result = argparse.ArgumentParser(
-        prog="whatwhere length",
-        usage="%(prog)s CHECKPOINT [CHECKPOINT ...] [options]",
-        description="Length extrapolation: perplexity and bits per byte in windows of several lengths.",
-        epilog="example: whatwhere length demo/rope demo/pope --windows 1x,2x,4x",
-    )
+    result = command_parser("length", "CHECKPOINT [CHECKPOINT ...] [OPTIONS]", DESCRIPTION)
     result.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     result.add_argument(
         "--windows",
         metavar="N,...",
         help=f"lengths in tokens, or multiples of the trained length (default {DEFAULT_WINDOWS}; pg19: the paper's)",
     )
-    result.add_argument("--trained-length", type=at_least_one, metavar="N", help="default: what the checkpoint says")
-    result.add_argument("--variants", metavar="NAME,...", help=f"further curves: {', '.join(variants.VARIANTS)}")
-    result.add_argument("--metric", default="perplexity", choices=METRICS, help="of table and figure")
-    result.add_argument("--output", type=pathlib.Path, metavar="DIR", help="for the results and the figure")
+    result.add_argument("--trained-length", type=at_least_one, metavar="N", help="default: read from the checkpoint")
+    result.add_argument("--variants", metavar="NAME,...", help=f"add curves: {', '.join(variants.VARIANTS)}")
+    result.add_argument("--metric", default="perplexity", choices=METRICS, help="for table and figure")
+    result.add_argument("--output", type=pathlib.Path, metavar="DIR", help="for results and figure")
     text = result.add_argument_group("text")
     text.add_argument(
         "--data",
         default="stdlib",
-        help="stdlib, hub, local, or a corpus by its name such as pg19, or pg19:validation (default %(default)s)",
+        help="stdlib, hub, local, or a named corpus such as pg19 or pg19:validation (default %(default)s)",
     )
     text.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
-    text.add_argument("--dataset", metavar="ID", help="with --data hub: a data set")
-    text.add_argument("--test-files", help="held-out files (a glob; local) or split (such as test[:100]; hub)")
-    text.add_argument("--documents", type=at_least_one, metavar="N", help="the first N documents (default all)")
+    text.add_argument("--dataset", metavar="ID", help="a data set, with --data hub")
+    text.add_argument(
+        "--test-files", metavar="FILES", help="local: a file, folder or pattern; hub: a split such as test[:100]"
+    )
+    text.add_argument("--documents", type=at_least_one, metavar="N", help="only the first N documents (default all)")
     text.add_argument(
         "--tokens",
         type=at_least_one,
         metavar="N",
-        help="of each text (default all; of stdlib, hub and local, about 16 of the longest windows)",
+        help="tokens of each text (default all; for stdlib, hub and local about 16 of the longest windows)",
     )
     text.add_argument(
         "--join",
         action=argparse.BooleanOptionalAction,
-        help=f"cut windows from all documents joined (default, except {', '.join(SEPARATE_DOCUMENTS)}), or from each",
+        help=f"join all documents before cutting windows (default, except for {', '.join(SEPARATE_DOCUMENTS)})",
     )
     add_loading(result)
     result.add_argument(
-        "--batch-tokens", type=at_least_one, default=4096, metavar="N", help="in a batch of windows (default 4096)"
+        "--batch-tokens", type=at_least_one, default=4096, metavar="N", help="tokens per batch (default 4096)"
     )
     return result
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parse = parser()
-    options = parse.parse_args(arguments)
-    try:
-        run(options, provenance("length", arguments))
-    except (ValueError, OSError, ImportError) as error:
-        parse.exit(2, f"error: {explain(error)}\n")
-    except KeyboardInterrupt:
-        parse.exit(130, "interrupted. The same command goes on from what was measured.\n")
+    run(parser().parse_args(arguments), provenance("length", arguments))
 
 
 def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
-    """Measures, writes results and figure, and prints the table.
+    """Measures the checkpoints, writes results and figure, and prints the table.
 
     Raises:
         ValueError, OSError, ImportError: an option, a checkpoint or the text is not valid, or something is missing.
@@ -485,7 +503,3 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
 
 def _report(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from ...model_card import encoding_text
 from .figures import new_figure, save_figure
 from .results import markdown_table
 
@@ -13,7 +14,7 @@ METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 
 
 def label(entry: dict[str, Any]) -> str:
-    """Returns what an entry is called in tables and figures: its name and its variant."""
+    """Returns the label of an entry in tables and figures: its name and its variant."""
     return entry["name"] + (f", {entry['variant']}" if entry["variant"] else "")
 
 
@@ -29,7 +30,7 @@ def text_of(cell: dict[str, Any] | None, metric: str) -> str:
     if cell is None or (cell["reached"] and cell[metric] is None):
         return "-"
     if not cell["reached"]:
-        return "cannot reach"
+        return "not supported"
     value, spread = cell[metric], error(cell, metric)
     digits = 3 if metric != "perplexity" else 2 if value < 1000 else 0
     return f"{value:,.{digits}f}" + ("" if spread is None else f" ± {spread:,.{digits}f}")
@@ -41,7 +42,7 @@ def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity", alig
     rows = [["model", "encoding", "trained at", *(f"{length:,}" for length in lengths)]]
     for entry in entries:
         cells = {cell["length"]: cell for cell in entry["cells"]}
-        row = [label(entry), entry["position_encoding"] or "stock", f"{entry['trained_length']:,}"]
+        row = [label(entry), encoding_text(entry["position_encoding"] or "stock"), f"{entry['trained_length']:,}"]
         rows.append(row + [text_of(cells.get(length), metric) for length in lengths])
     return markdown_table(rows, aligned=aligned)
 
@@ -51,7 +52,7 @@ def draw(
 ) -> list[pathlib.Path]:
     """Draws a metric against the window, and loss by position in the longest window; returns the two files."""
     columns = 3
-    # One legend for both panels, below them: a row of it for three curves.
+    # One legend below both panels, with three curves in a row.
     figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(entries) / columns))
     from matplotlib import ticker
 
@@ -71,13 +72,13 @@ def draw(
         }
         cells = [cell for cell in entry["cells"] if cell["reached"] and cell[metric] is not None]
         unreached = [cell["length"] for cell in entry["cells"] if not cell["reached"]]
-        text = label(entry) + (f" (cannot reach {min(unreached):,})" if unreached else "")
+        text = label(entry) + (f" (≥ {min(unreached):,} tokens not supported)" if unreached else "")
         errors = [error(cell, metric) or 0.0 for cell in cells]
         values = [cell[metric] for cell in cells]
         left.errorbar([cell["length"] for cell in cells], values, yerr=errors, capsize=2, label=text, **line)
         if entry["by_position"]:
             longest = max(entry["by_position"], key=lambda one: one["length"])
-            # Buckets are drawn at the middle of their positions on the axis.
+            # Each bucket is drawn at its middle on the logarithmic axis.
             middles = [math.sqrt(max(1, start) * stop) for start, stop in itertools.pairwise(longest["edges"])]
             right.plot(middles, longest["loss"], **{**line, "marker": None})
     for trained in sorted({entry["trained_length"] for entry in entries}):
@@ -86,7 +87,7 @@ def draw(
     left.set_xscale("log", base=2)
     labelled: list[int] = []
     for length in reversed(lengths):
-        # Closer ones would be written over each other.
+        # Labels of closer lengths would overlap.
         if not labelled or labelled[-1] >= 1.25 * length:
             labelled.append(length)
     texts = [f"{length:,}" if length in labelled else "" for length in lengths]
@@ -100,7 +101,7 @@ def draw(
     left.set_ylabel(f"{METRICS[metric]} (bars: one standard error)")
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
-    right.set_xlabel("position in the longest window that was reached (tokens)")
+    right.set_xlabel("position in the longest measured window (tokens)")
     right.set_ylabel("loss (nats per token)")
     for axes in (left, right):
         axes.grid(alpha=0.3)

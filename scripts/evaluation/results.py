@@ -1,15 +1,15 @@
-"""The files in which measured numbers live, and what each of them says about its origin.
+"""Results files: measured numbers with their origin, in the folder of a checkpoint.
 
-A checkpoint folder may hold them; cards and figures are made from these files and from nothing else:
+Cards and figures are made from these files only:
 
-| file | written by | holds |
+| file | written by | contents |
 |---|---|---|
 | `results.json` | `whatwhere train`, `whatwhere finetune` | the training run and its held-out loss |
 | `length.json`, `length_*.json` | `whatwhere length` | loss in windows of several lengths |
 | `lm_eval.json` | `whatwhere zero-shot`; `collect_lm_eval` | scores of lm-eval tasks |
 
-Results belong to weights: a file states their fingerprint (`weights_sha256`), and a reader leaves out those that are
-about other weights.
+Their fields are in `schema.py`, which `read_json` checks.
+`weights_sha256` is the fingerprint of the measured weights. Readers ignore files with another fingerprint.
 """
 
 import datetime
@@ -21,18 +21,19 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from whatwhere.model_card import weights_fingerprint
 
-# Patterns of names, in the order of a card.
-RESULT_FILES = ("results.json", "curves.json", "length.json", "length_*.json", "lm_eval.json")
+from ..checks import parse
+from . import schema
+
 PACKAGES = ("whatwhere", "torch", "transformers", "tokenizers", "datasets", "accelerate", "lm_eval")
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the installed packages that can change a number."""
+    """Returns the versions of Python and of the installed `PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -43,42 +44,39 @@ def versions() -> dict[str, str]:
 
 
 def provenance(command: str, arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns what every results file says about its origin: the command, the date (UTC), the versions.
+    """Returns the origin that every results file records: the command, the date (UTC), the versions.
 
     Args:
-        command: a sub-command of `whatwhere`, or the name of a module that was run.
-        arguments: its command line arguments; None for those of this process, after the sub-command's name.
+        command: a sub-command of `whatwhere`.
+        arguments: its command line arguments; by default those of this process.
     """
-    if arguments is None:
-        arguments = sys.argv[2:] if sys.argv[1:2] == [command] else sys.argv[1:]
-    words = ["python", "-m", command] if "." in command else ["whatwhere", command]
     return {
-        "command": shlex.join([*words, *arguments]),
+        "command": shlex.join(["whatwhere", command, *(sys.argv[1:] if arguments is None else arguments)]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
     }
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises ValueError, which names the file, if there is none."""
+    """Returns the object in a JSON file; raises ValueError if there is none, or not one as in `schema`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{str(path)!r} must hold a JSON object.")
+    parse(schema.schema_of(path.name, content), content, path=f"{path}: ")
     return content
 
 
 def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> dict[str, Any]:
-    """Returns the contents of the results files in a folder that are about some weights, by file name without ending.
+    """Returns the contents of a folder's results files on given weights, by file name without its ending.
 
     Args:
         folder: the folder of a checkpoint or of a card.
-        weights: their fingerprint; None for those in the folder, of which a file need not state the fingerprint.
+        weights: the fingerprint of the weights; None for the weights in the folder, which also accepts files without a
+            fingerprint.
 
     Raises:
-        ValueError: a file is not a JSON object.
+        ValueError: a file is not valid.
     """
     folder = pathlib.Path(folder)
     own = weights or weights_fingerprint(folder)
@@ -93,18 +91,18 @@ def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> d
 
 def result_files(folder: str | pathlib.Path) -> list[pathlib.Path]:
     """Returns the paths of the results files in a folder, in the order of a card."""
-    return [path for pattern in RESULT_FILES for path in sorted(pathlib.Path(folder).glob(pattern)) if path.is_file()]
+    return [path for pattern in schema.RESULT_FILES for path in sorted(pathlib.Path(folder).glob(pattern))]
 
 
 def markdown_table(rows: Sequence[Sequence[str]], *, aligned: bool = False) -> str:
-    """Returns a table in Markdown, its columns aligned as text if wanted; the first row is the header."""
+    """Returns a Markdown table with the first row as header; `aligned` pads the columns."""
     widths = [max(len(row[column]) for row in rows) if aligned else 0 for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "|".join("-" * max(3, width + 2) for width in widths) + "|", *lines[1:]])
 
 
 def check_writable(folder: str | pathlib.Path) -> None:
-    """Raises OSError, which names the folder, if nothing can be written to it; it need not exist."""
+    """Raises OSError if a folder, which need not exist yet, is not writable."""
     folder = pathlib.Path(folder)
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
@@ -115,18 +113,18 @@ def check_writable(folder: str | pathlib.Path) -> None:
 
 
 def write_json(path: str | pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a results file, whole or not at all; raises ValueError if a number is not finite."""
+    """Writes a results file atomically; raises ValueError if a number is not finite."""
     path = pathlib.Path(path)
     try:
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     except ValueError as error:
-        raise ValueError(f"{path.name} would hold a number that is not finite: {error}") from error
+        raise ValueError(f"{path.name} is not written: a number is not finite: {error}") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file, whole or not at all, and waits until it is on the disk."""
+    """Writes a file atomically, and flushes it to disk."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
@@ -143,44 +141,39 @@ def collect_lm_eval(output_path: str | pathlib.Path, *, command: str) -> dict[st
     """
     files = sorted(pathlib.Path(output_path).rglob("results_*.json"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise FileNotFoundError(f"{str(output_path)!r} holds no results_*.json: lm-eval wrote no results there.")
+        raise FileNotFoundError(f"{str(output_path)!r} has no results_*.json from lm-eval.")
     report = json.loads(files[-1].read_text(encoding="utf-8"))
     date = datetime.datetime.fromtimestamp(report["date"], datetime.timezone.utc).isoformat(timespec="seconds")
     return {"tasks": lm_eval_tasks(report), "command": command, "date": date, "versions": versions()}
 
 
 def lm_eval_tasks(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the `tasks` of `lm_eval.json` from a report of lm-eval: of its `simple_evaluate`, or read from its file.
+    """Returns the `tasks` of `lm_eval.json` from a report of lm-eval (`simple_evaluate`, or its results file).
 
-    A task gives `metrics` (by name: `value`, `standard_error`, `higher_is_better`), `version`, `shots`, `samples` and
-    `split`. So does a group with scores of its own, such as BLiMP; its tasks are in its `subtasks`. A group without
-    scores is left out, and its tasks stand for themselves.
+    Each task has `metrics` (by name: `value`, `standard_error`, `higher_is_better`), `version`, `shots`, `samples` and
+    `split`. A group with scores of its own, such as BLiMP, has the same, and its tasks in `subtasks`. A group without
+    scores is left out, and its tasks are listed separately.
     """
-    members = report.get("group_subtasks", {})
-
-    def leaves(name: str) -> list[str]:
-        return [leaf for child in members.get(name, []) for leaf in leaves(child)] or [name]
-
-    tasks = {name: _lm_eval_task(report, name) for name in report["results"] if not members.get(name)}
-    for group in members:
-        metrics = _lm_eval_metrics(report, group)
-        subtasks = {name: tasks[name] for name in leaves(group) if name in tasks}
-        if metrics and subtasks:
-            common = {key: _common(task[key] for task in subtasks.values()) for key in ("shots", "split")}
-            version = report["versions"].get(group, _common(task["version"] for task in subtasks.values()))
+    groups = {group: members for group, members in report.get("group_subtasks", {}).items() if members}
+    tasks = {}
+    for name in report["results"]:
+        if name not in groups:
+            config, version = report["configs"][name], report["versions"][name]
+            about = {"shots": report["n-shot"][name], "samples": report["n-samples"][name]["effective"]}
+            split = config.get("test_split") or config.get("validation_split")
+            tasks[name] = {"metrics": _metrics(report, name), "version": version, **about, "split": split}
+    for group, members in groups.items():
+        if metrics := _metrics(report, group):
+            subtasks = {name: tasks.pop(name) for name in members}
+            first = subtasks[members[0]]
+            version = report["versions"].get(group, first["version"])
             samples = sum(task["samples"] for task in subtasks.values())
-            entry = {"metrics": metrics, "version": version, "samples": samples, **common, "subtasks": subtasks}
-            tasks = {name: task for name, task in tasks.items() if name not in subtasks} | {group: entry}
+            own = {"metrics": metrics, "version": version, "samples": samples, "subtasks": subtasks}
+            tasks[group] = {**first, **own}
     return tasks
 
 
-def _common(values: Iterable[Any]) -> Any:
-    """The one value that all have, or None."""
-    first, *others = values
-    return first if all(value == first for value in others) else None
-
-
-def _lm_eval_metrics(report: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _metrics(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     scores, metrics = report["results"].get(name, {}), {}
     for key, value in scores.items():
         metric, comma, _ = key.partition(",")
@@ -192,14 +185,3 @@ def _lm_eval_metrics(report: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "higher_is_better": report["higher_is_better"].get(name, {}).get(metric),
             }
     return metrics
-
-
-def _lm_eval_task(report: Mapping[str, Any], name: str) -> dict[str, Any]:
-    config = report["configs"][name]
-    return {
-        "metrics": _lm_eval_metrics(report, name),
-        "version": report["versions"][name],
-        "shots": report["n-shot"][name],
-        "samples": report["n-samples"][name]["effective"],
-        "split": config.get("test_split") or config.get("validation_split"),
-    }

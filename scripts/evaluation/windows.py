@@ -1,19 +1,18 @@
 """Loss of a language model in windows of one length: per token, per byte, and by the position within the window.
 
-A text of N + 1 tokens is cut into disjoint windows of exactly n tokens, the rest at its end is dropped, and each window
-is read on its own (PoPE, Figure 2; CoPE, Figure 3). A window's inputs are tokens s .. s + n - 1, its targets tokens
+A text of N + 1 tokens is cut into disjoint windows of exactly n tokens, the remainder is dropped, and each window is
+scored separately (PoPE, Figure 2; CoPE, Figure 3). A window's inputs are tokens s .. s + n - 1, its targets tokens
 s + 1 .. s + n. The loss is the mean negative log-likelihood of all targets of all windows of all texts; perplexity is
-its exponential. A text that holds no window is left out, and counted. Longer windows drop more; where every length
-divides N, exactly the same tokens are scored at every length.
+its exponential. Texts shorter than a window are left out and counted. If every length divides N, the same tokens are
+scored at every length; otherwise longer windows drop more of them.
 
-By position: the mean loss of the tokens at the same places of their windows. A model that uses its context has a
-falling curve; one that breaks beyond its trained length has a curve that turns up there.
+The loss by position is the mean loss of all tokens at the same position in their window. It falls as long as the model
+uses more context, and rises where the model fails beyond its trained length.
 
-Memory is linear in the length: logits exist for some tokens at a time (`token_losses`), and the default attention of
-our models, and of stock models with SDPA, holds no matrix of (length, length).
+Memory is linear in the length: logits are computed for a chunk of tokens at a time (`token_losses`), and the default
+attention of our models, and SDPA in stock models, creates no matrix of (length, length).
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,88 +22,49 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One model in windows of one length. Measured fields are None if the model cannot reach the length.
-
-    Attributes:
-        length: tokens in a window.
-        multiple: length divided by the trained length.
-        reached: whether the model supports sequences of this length.
-        reason: why not, in words; None if reached.
-        loss: mean negative log-likelihood per token, in nats.
-        standard_error: of `loss`, from the spread over `clusters` (a ratio estimate); None for fewer than two. Those of
-            perplexity and bits per byte follow from it (`length_report.error`).
-        perplexity: exp(loss), per token.
-        bits_per_byte: negative log2-likelihood of the scored tokens over their bytes; None if the tokenizer does not
-            say how many bytes its tokens stand for.
-        tokens: scored tokens.
-        bytes: bytes of text that the scored tokens stand for.
-        windows: number of windows.
-        clusters: "documents", or "windows" if all windows are of one text: of what the standard error takes the spread.
-        documents: texts that hold a window.
-        short_documents: texts that hold none.
-        dropped_tokens: tokens that are in no window, those of short texts too.
-    """
-
-    length: int
-    multiple: float
-    reached: bool
-    reason: str | None = None
-    bits_per_byte: float | None = None
-    standard_error: float | None = None
-    loss: float | None = None
-    perplexity: float | None = None
-    tokens: int | None = None
-    bytes: int | None = None
-    windows: int | None = None
-    clusters: str | None = None
-    documents: int | None = None
-    short_documents: int | None = None
-    dropped_tokens: int | None = None
+from .schema import Cell
 
 
 def position_edges(length: int) -> list[int]:
-    """Returns the edges of the buckets of positions in a window: 0, 16, 23, 32, 45, 64, ..., `length`.
+    """Returns the edges of position buckets: 0, 16, 23, 32, 45, 64, ..., `length`, two buckets per doubling.
 
-    Two buckets for each doubling; the edges of a shorter window are among those of a longer one, but for its last.
+    Edges do not depend on the length, except for the last.
     """
     halves = (round(16 * 2 ** (step / 2)) for step in itertools.count())
     return [0, *itertools.takewhile(lambda edge: edge < length, halves), length]
 
 
 def windows_in(texts: Sequence[torch.Tensor], length: int) -> list[int]:
-    """Returns how many windows of `length` tokens each text holds; its first token is only ever context."""
+    """Returns the number of windows of `length` tokens in each text; the first token is never a target."""
     return [max(0, len(ids) - 1) // length for ids in texts]
 
 
 def common_tokens(wanted: int, available: int, lengths: Sequence[int]) -> int:
-    """Returns how many tokens of a text to score so that the same ones are scored in windows of all lengths.
+    """Returns the number of tokens to score such that windows of all lengths score the same tokens.
 
     Args:
-        wanted: at least so many, if the text has them.
+        wanted: the minimum, if the text is long enough.
         available: tokens of the text that can be scored.
-        lengths: all window lengths; if the text is shorter than their common multiple, all of it is scored.
+        lengths: all window lengths; a text shorter than their common multiple is scored completely.
     """
     step = math.lcm(*lengths)
     return min(-(-wanted // step), available // step) * step or available
 
 
 def fillable(texts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Splits lengths into those that fit into a text and those that do not; raises ValueError if none fits."""
+    """Splits lengths into those that fit into the longest text and the others; raises ValueError if none fits."""
     longest = max(len(ids) - 1 for ids in texts)
     filled = [length for length in lengths if length <= longest]
     if not filled:
         raise ValueError(
             f"windows={min(lengths)!r} is not valid: the longest of {len(texts)} texts has {longest} tokens to score. "
-            "Use shorter windows, or more of each text (--tokens), or join documents (--join)."
+            "Use shorter windows, more tokens of each text (--tokens), or join documents (--join)."
         )
     return filled, [length for length in lengths if length > longest]
 
 
 def has_plain_head(model: Any, inputs: torch.Tensor) -> bool:
-    """Whether the logits are just output embedding x last hidden state (no cap, no factor), tried on `inputs`."""
+    """Whether the logits are output embedding x last hidden state without cap or factor, checked on `inputs`."""
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
@@ -118,7 +78,7 @@ def token_losses(
 ) -> torch.Tensor:
     """Returns the negative log-likelihood in nats, float32 (B, T), of `targets` given `inputs`, both int64 (B, T).
 
-    With `plain_head` the logits, float32, exist for `chunk` tokens at a time; otherwise for all of them at once.
+    With `plain_head`, float32 logits are computed for `chunk` tokens at a time, otherwise for all at once.
     """
     if not plain_head:
         logits = model(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
@@ -146,27 +106,27 @@ def measure_windows(
     """Scores all windows of one length.
 
     Args:
-        model: a causal language model of Transformers, in any mode; it is left in eval mode.
-        texts: token ids of each, integers (tokens), on any device.
-        byte_counts: int64 (vocabulary), bytes of text that each token stands for; None if that is not known.
+        model: a causal language model of Transformers; it is put into eval mode.
+        texts: token ids of each text, integers (tokens), on any device.
+        byte_counts: int64 (vocabulary), bytes of text per token; None if unknown.
         length: tokens in a window.
         trained_length: for `Cell.multiple`.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
-        name: shown beside the progress bar.
+        name: of the progress bar.
 
     Returns:
         the cell; and the losses by position: `length`, `edges` (buckets + 1), `loss` (mean nats per token) and
         `tokens` of each bucket.
 
     Raises:
-        ValueError: no text holds a window.
+        ValueError: every text is shorter than a window.
     """
     fillable(texts, [length])
     counts = windows_in(texts, length)
     model.eval()
     plain_head = has_plain_head(model, texts[0][None, : min(16, length)].to(model.device, torch.int64))
     by_position = torch.zeros(length, dtype=torch.float64)
-    # Nats, tokens and bytes, of each window and of each text with windows.
+    # (nats, tokens, bytes) of each window, and of each text with windows.
     windows: list[tuple[float, float, float]] = []
     documents: list[tuple[float, ...]] = []
     step = max(1, batch_tokens // length)

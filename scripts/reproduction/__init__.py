@@ -1,1 +1,1 @@
-"""The papers' tables, trained and measured here: `whatwhere reproduce`."""
+"""Reproduction of the papers' tables: `whatwhere reproduce`."""

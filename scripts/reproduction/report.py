@@ -1,21 +1,18 @@
-"""Reports: a table's figures beside the paper's, a verdict for each (see `verdict.py`), and how they came about.
+"""Reports: our results and the paper's, a verdict for each cell (see `verdict.py`), and the details of the runs.
 
-**Exact and small.** Runs are exact if their recipe is, whatever the command line said: `differences` from the exact
-recipe, and from nothing else, make the text about what was scaled down. Where even that recipe lacks something that the
-paper had, its column says so, and no run is exact.
-
-**Transfer.** Recipes that train on one corpus and are measured on another are named, with both.
+A run is exact if its recipe equals the table's recipe, with any command line; the report lists the `differences` of the
+others. A column with `departs` has no exact runs. The report also names recipes that train on one corpus and are
+measured on another.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from ..data.corpora import CORPORA
+from ..evaluation.data_description import describe_data, is_transfer
 from ..evaluation.results import write_json
 from .runs import Run, unique
 from .tables import Table
@@ -23,19 +20,19 @@ from .verdict import DIFFERS, ORDER, Cell, judge
 
 
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
-    """Reads the figures of all finished runs, and judges them.
+    """Reads the figures of all finished runs, and compares them with the paper's.
 
     Args:
         table: the table.
-        planned: its runs, as `plan` lists them.
+        planned: its runs, from `plan`.
         small: whether it is the small version.
 
     Returns:
-        what `<table>.json` holds, without the command.
+        the content of `<table>.json`, without the command.
 
     Raises:
-        ReproduceError: a folder holds a run of another recipe.
-        ValueError: a run lacks a figure.
+        ReproduceError: a folder contains a run of another recipe.
+        ValueError: a run has no such figure.
     """
     columns = {column.key: column for column in table.columns}
     rows = {row.key: row for row in table.rows}
@@ -91,21 +88,21 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
         "runs": [run.command() for run in unique(planned)],
         "origin": {
             **{key: distinct(run[key] for run in finished) for key in ("commit", "device", "processes", "versions")},
-            # Of corpora alone, which may be local files or the Hub's.
+            # Only corpora have a place: local files or the Hub.
             "corpora from": distinct(found["data"]["place"] for found in finished if "place" in found["data"]),
         },
     }
 
 
 def _seed(run: Run, results: Mapping[str, Any], value: float) -> dict[str, Any]:
-    """Returns what the report says about one run of a cell."""
+    """Returns the entry of one run of a cell."""
     kept = {"kept": results["kept"]} if "kept" in results else {}
     made = {key: results[key] for key in ("steps", "parameters", "seconds")}
     return {"seed": run.seed, "value": value, "folder": "/".join(run.folder.parts[-2:]), **made, **kept}
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
-    """Returns the values without repetitions, in their order."""
+    """Returns the values without duplicates, in order."""
     result: list[Any] = []
     for value in values:
         if value not in result:
@@ -114,7 +111,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def scaled_down(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
-    """Returns, for each recipe, every key in which a run of it differs from the exact one: `key: exact → ours`."""
+    """Returns, for each recipe, the keys in which a run differs from the exact recipe: `key: exact → ours`."""
     result: dict[str, list[str]] = {}
     for run in unique(planned):
         lines = result.setdefault(run.recipe.name, [])
@@ -123,51 +120,31 @@ def scaled_down(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, l
 
 
 def left_out(table: Table) -> dict[str, str]:
-    """Returns the columns that the small version does not have: labels to recipes."""
+    """Returns the recipe of each column, by label, that has no small version."""
     return {column.label: column.recipe for column in table.columns if not column.small}
 
 
 def transfer(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict[str, str]]:
-    """Returns, for each recipe that is measured on another corpus than it trains on, what its splits are.
-
-    Corpora that are made of the same files are the same: MAESTRO, and its transposed performances.
-    """
-
-    def files(choice: str) -> set[Any]:
-        corpus = CORPORA[choice.partition(":")[0]]
-        hub = {place[:2] for place in corpus.hub.values()}
-        return hub.union(*corpus.local.values())
-
+    """Returns the splits of each recipe that trains on one corpus and is measured on another."""
     result = {}
     for run in unique(planned):
         data = run.recipe.data
         splits = dict(data.splits or {}) if data.source == "corpus" else {}
-        if any(files(splits["train"]).isdisjoint(files(choice)) for choice in splits.values()):
+        names = {split: choice.partition(":")[0] for split, choice in splits.items()}
+        if any(is_transfer(names["train"], name) for name in names.values()):
             result[run.recipe.name] = splits
     return result
 
 
 def texts(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
-    """Returns a line for each text that runs are trained or measured on, with its licence."""
-    lines = []
-    for run in unique(planned):
-        data = run.recipe.data
-        if data.source == "task":
-            lines.append(f"`{data.task}`: samples of the toy task, generated")
-        elif data.source == "stdlib":
-            lines.append("source code of Python's standard library: PSF License")
-        elif data.source == "hub":
-            lines.append(f"`{data.dataset}` of the Hub: the licence is on its page")
-        elif data.source == "corpus":
-            names = distinct(choice.partition(":")[0] for choice in (data.splits or {}).values())
-            lines += [f"{CORPORA[name].title}: {CORPORA[name].licence}" for name in names]
-        else:
-            lines.append("the user's own files")
-    return distinct(lines)
+    """Returns a line for each data source of the runs, with its licence."""
+    described = [describe_data({**run.recipe.data.model_dump(), "split": "train"}) for run in unique(planned)]
+    parts = [part for data in described for part in data["described"].values()]
+    return distinct(f"{part['title']}: {part['licence'] or 'licence not known'}" for part in parts)
 
 
 def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
-    """Returns, for each row, by its key, the overrides that make its system of the recipe."""
+    """Returns the overrides of the recipe for the system of each row, by row key."""
     result: dict[str, list[str]] = {}
     for (row, _), runs in planned.items():
         result[row] = distinct([*result.get(row, []), *runs[0].system])
@@ -183,7 +160,7 @@ def _ours(cell: Mapping[str, Any], digits: int) -> str:
 
 
 def _millions(cell: Mapping[str, Any]) -> str:
-    """The number of parameters of a cell's models, which differ in the seed alone, in millions."""
+    """The number of parameters, in millions, of a cell's models, which differ only in the seed."""
     seeds = cell["ours"]["seeds"]
     return f"{seeds[0]['parameters'] / 1e6:.1f}" if seeds else "-"
 
@@ -196,7 +173,7 @@ def _verdict(cell: Mapping[str, Any]) -> str:
 
 
 def _rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the rows of the table; those of a column stand together, for the order is one of rows."""
+    """Returns the rows of the table, grouped by column, since rows are compared within a column."""
     solved = report["solved"] is not None
     sizes = any(cell["paper"]["parameters"] is not None for cell in report["cells"])
     names = ["", "column", "ours", "seeds", *(["solved"] if solved else []), "paper", "verdict"]
@@ -229,7 +206,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report as Markdown; it is made of what is in `<table>.json`, and of nothing else."""
+    """Returns the report as Markdown, from the content of `<table>.json` only."""
     seconds = {seed["folder"]: seed["seconds"] for cell in report["cells"] for seed in cell["ours"]["seeds"]}
     made = {
         "table": _rows(report),
@@ -240,7 +217,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def write(report: Mapping[str, Any], output: Path) -> Path:
-    """Writes `<table>[_small].md` and `.json` into a folder; returns the path of the first."""
+    """Writes `<table>[_small].md` and `.json` into a folder; returns the path of the Markdown file."""
     name = report["table"] + ("_small" if report["small"] else "")
     write_json(output / f"{name}.json", dict(report))
     path = output / f"{name}.md"
@@ -257,21 +234,5 @@ def write_card(report: Mapping[str, Any], folder: Path) -> Path:
 
 
 def card(report: Mapping[str, Any]) -> str:
-    """Returns the card of a report, README.md in its folder; it is made of what is in `<table>.json` alone."""
+    """Returns the card of a report (README.md of its folder), from the content of `<table>.json` only."""
     return _render("card.md.jinja", report=markdown(report), texts=report["texts"])
-
-
-def card_from_results(path: str | Path) -> str:
-    """Returns the card, README.md, that belongs to a table's results.json; the same file gives the same text.
-
-    Args:
-        path: results.json of a folder that `--cards` wrote, or `<table>.json`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no JSON, or not a table's.
-    """
-    found = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or "table" not in found:
-        raise ValueError(f"{str(path)!r} is not valid: it must be the results of a table, with the key 'table'.")
-    return card(found)

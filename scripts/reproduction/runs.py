@@ -1,7 +1,7 @@
-"""Runs: which ones a table needs, where they are, which are done, and the training of those that are not.
+"""The training runs of a table: plans them, finds finished ones, and trains the others.
 
-A run's folder is `OUTPUT/<recipe>/<row>[-<variant>]-seed<k>`. `whatwhere train` makes the same run from the same
-recipe, overrides and folder.
+A run's folder is `OUTPUT/<recipe>/<row>[-<variant>]-seed<k>`. `whatwhere train` with the same recipe, overrides and
+folder gives the same run.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from ..training.recipe import Recipe, differences, load_recipe
 from ..training.run_folder import RunFolder
 from .tables import Column, Row, Table, resolve
 
-# Keys in which a run may differ from an exact one: what they change is how it is made and recorded, not what it gives.
+# Keys in which an exact run may differ from the recipe, because they do not change its result.
 IMMATERIAL = {
     "name",
     "seed",
@@ -29,13 +29,13 @@ IMMATERIAL = {
     "training.keep_checkpoints",
     "training.trackers",
     "training.ddp_timeout",
-    # If the last model is kept.
+    # Only if the last model is kept.
     "evaluation.every",
 }
 
 
 class ReproduceError(ValueError):
-    """A table that cannot be made, with the reason."""
+    """A table cannot be reproduced; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Run:
     """One training run.
 
     Attributes:
-        row, column: what it is for; other rows and columns may use it, too.
+        row, column: the first cell that uses the run; others may share it.
         seed: of the recipe.
-        folder: where it is, or will be.
-        recipe: what it trains.
-        changes: `differences` from the exact run to this one, without what is immaterial; none if it is the exact one.
-        system: the overrides of the row, which make its system of the recipe.
-        overrides: all: the user's, the row's, the column's and the seed's, as for `train --set`.
+        folder: of the run; it may not exist yet.
+        recipe: the resolved recipe.
+        changes: `differences` between the exact run and this one, without `IMMATERIAL` keys; empty for an exact run.
+        system: the overrides of the row.
+        overrides: all overrides (user, row, column and seed), as for `train --set`.
     """
 
     row: Row
@@ -62,49 +62,49 @@ class Run:
     overrides: tuple[str, ...]
 
     def arguments(self) -> list[str]:
-        """Returns the arguments of `whatwhere train` that make this run."""
+        """Returns the arguments of `whatwhere train` for this run."""
         sets = [argument for override in self.overrides for argument in ("--set", override)]
         return [self.recipe.name, *sets, "--output", str(self.folder)]
 
     def command(self) -> str:
-        """Returns the command that makes this run."""
+        """Returns the command for this run."""
         return shlex.join(["whatwhere", "train", *self.arguments()])
 
     def results(self) -> dict[str, Any] | None:
-        """Returns the results of the finished run, or None; raises TrainingError if they are those of another run."""
+        """Returns the results of the finished run, or None; raises TrainingError if they are of another run."""
         return RunFolder(self.folder).results(self.recipe.resolved())
 
     def state(self) -> str:
-        """Returns `done`, `missing`, or how far an interrupted run has come."""
+        """Returns `done`, `missing`, or the progress of an interrupted run."""
         return RunFolder(self.folder).state(self.recipe.resolved())
 
 
 def resolve_overrides(
     base: Recipe, row: Row, column: Column, seed: int, sets: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the overrides of a row, and all those that make a run of the shipped recipe.
+    """Returns the overrides of a row, and all overrides of the run.
 
-    `base` is the shipped recipe, changed by `sets`, the user's overrides.
+    `base` is the shipped recipe with `sets`, the user's overrides.
 
     Raises:
-        ReproduceError: an override of the user is one that the row, the column or the seed decides.
+        ReproduceError: the user overrides a key that the row, its column or the seed sets.
     """
-
-    def texts(overrides: Sequence[str]) -> tuple[str, ...]:
-        return tuple(text for one in overrides for text in resolve(one, base))
-
-    # What is made of the recipe, such as half of a width, may be changed there; an encoding may not.
-    own = [one for one in (*row.system, *column.overrides) if resolve(one, base) == [one]]
-    own += [text for one in row.system if one.startswith("encoding ") for text in resolve(one, base)]
-    fixed = {"seed", "model.position_encoding", *(text.partition("=")[0] for text in own)}
+    system = tuple(text for one in row.system for text in resolve(one, base))
+    own = tuple(text for one in column.overrides for text in resolve(one, base))
+    # A value that a row derives from the recipe, such as half a width, may be replaced there.
+    given = [one for one in (*row.system, *column.overrides) if resolve(one, base) == [one]]
+    given += [
+        text for one in row.system if one.split()[0] in ("encoding", "whole_context") for text in resolve(one, base)
+    ]
+    fixed = sorted({"seed", "model.position_encoding", *(text.partition("=")[0] for text in given)})
     for key in (override.partition("=")[0] for override in sets):
-        for other in sorted(fixed):
+        for other in fixed:
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
                 raise ReproduceError(
-                    f"--set {key} is not valid: {other} is what row {row.key!r}, its column or the seed decides."
+                    f"--set {key} is not valid: row {row.key!r}, its column or --seeds sets {other}. --rows chooses "
+                    "other rows."
                 )
-    system = texts(row.system)
-    return system, (*sets, *system, *texts(column.overrides), f"seed={seed}")
+    return system, (*sets, *system, *own, f"seed={seed}")
 
 
 def build_run(
@@ -123,10 +123,10 @@ def build_run(
     changes = differences(exact.resolved(), recipe.resolved())
     immaterial = set(IMMATERIAL)
     if recipe.evaluation.keep == "best":
-        # Which models the best is chosen from.
+        # It determines the models from which the best is chosen.
         immaterial.remove("evaluation.every")
     elif recipe.data.source == "task":
-        # Of a toy task nothing is reported that validation samples decide.
+        # Results of toy tasks do not depend on validation samples.
         immaterial.add("evaluation.blocks")
     return Run(
         row=row,
@@ -152,19 +152,19 @@ def plan(
     """Lists the runs of a table.
 
     Args:
-        table: what is to be made.
+        table: the table.
         output: the folder of all runs.
         small: the small version.
-        seeds: runs of each system, with the seeds 0 to `seeds` - 1; by default as many as in the paper.
-        rows: keys of the rows wanted; by default all.
+        seeds: number of runs of each system, with seeds 0 to `seeds` - 1; by default as in the paper.
+        rows: keys of the rows to include; by default all.
         sets: `key.sub=value` for every run.
 
     Returns:
-        by the keys of row and column, in the order of the table, a run for each seed. A small version lacks the columns
-        that have none.
+        for each (row key, column key), in the order of the table, a run for each seed. A small version leaves out
+        columns that have none.
 
     Raises:
-        ReproduceError: `seeds` or a row is not valid, nothing is left to make, or see `build_run`.
+        ReproduceError: `seeds` or a row is not valid, there are no runs, or see `build_run`.
     """
     seeds = table.seeds if seeds is None else seeds
     if seeds < 1:
@@ -180,25 +180,25 @@ def plan(
             if column.key not in row.figures or (rows and row.key not in rows) or (small and not column.small):
                 continue
             for seed in range(seeds):
-                # Columns that differ in what is measured share the run.
+                # Columns that differ only in the measure share the run.
                 run = (row.key, column.recipe, column.variant, seed)
                 if run not in made:
                     made[run] = build_run(row, column, seed, output=output, small=small, sets=sets)
                 result.setdefault((row.key, column.key), []).append(made[run])
     if not result:
         asked = f"rows {', '.join(rows)} of {table.name}" if rows else table.name
-        raise ReproduceError(f"--small is not valid for {asked}: no column of it has a small version.")
+        raise ReproduceError(f"--small is not valid for {asked}: none of its columns has a small version.")
     return result
 
 
 def unique(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[Run]:
-    """Returns every run once, all with the first seed before any with the second: a table fills evenly."""
+    """Returns every run once, ordered by seed, so that all cells get a result early."""
     runs = {run.folder: run for cell in planned.values() for run in cell}
     return sorted(runs.values(), key=lambda run: run.seed)
 
 
 def train(run: Run, data_dir: str | os.PathLike[str] | None = None, *, end: bool = True) -> None:
-    """Makes a run that is not done, or continues it; `end` says whether it is the last run of these processes."""
+    """Starts or continues a run; `end` is True for the last run of these processes."""
     from ..training import loop
 
     resume = RunFolder(run.folder).is_begun

@@ -1,19 +1,20 @@
-"""Verdicts: how our figures compare with the paper's.
+"""Verdicts: how our results compare with the paper's.
 
-A cell of ours is the mean over its finished seeds; its spread is their sample standard deviation. The verdict of a cell
-is the first of these that holds:
+Our value of a cell is the mean over finished seeds; its spread is their sample standard deviation. The verdict is the
+first of these that applies:
 
-* `not run`: no run for it is finished.
-* `not in the paper`: the paper has no such figure; ours stands beside the others, and judges none of them.
-* `agrees within spread`: the runs are exact, there are at least two of them, the paper gives a standard deviation, and
-  |ours - paper's| <= 2 * sqrt(our spread^2 + its spread^2), plus half a unit of the paper's last digit.
-* `nothing to compare`: there is no other row with which the order could be compared.
-* `agrees in order`: in every comparison, our means are in the paper's order.
-* `differs`: in at least one they are not.
+* `not run`: no run is finished.
+* `not in the paper`: the paper has no such figure.
+* `agrees within spread`: at least two runs with the exact recipe, the paper gives a standard deviation, and
+  |ours - paper| <= 2 * sqrt(our spread^2 + paper's spread^2) + half a unit of the paper's last digit.
+* `nothing to compare`: no other row can be compared.
+* `agrees in order`: our means have the paper's order in every comparison.
+* `differs`: they do not in at least one comparison.
 
-The order of two rows of a column is compared if both have runs, and the paper's figures differ by more than their
-combined spread, sqrt(a^2 + b^2); if one of them has none, by more than the other's, and the table's margin. A
-comparison that agrees is `clear` if both have two runs, and our means differ by more than our combined spread.
+Two rows of a column are compared if both have runs, and the paper's figures differ by more than their combined spread,
+sqrt(a^2 + b^2). If a figure has no spread, it counts as 0, and the figures must also differ by more than the table's
+margin. An agreeing comparison is `clear` if both cells have two runs or more, and our means differ by more than our
+combined spread.
 """
 
 import dataclasses
@@ -35,13 +36,13 @@ NOT_RUN, UNPRINTED, WITHIN, ALONE, ORDER, DIFFERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table: the paper's figure, and ours.
+    """A cell of a table: the paper's figure and our values.
 
     Attributes:
         row, column: the keys of its row and its column.
         paper: the printed figure; None if there is none.
-        values: ours, of every finished seed.
-        exact: whether all of them are from exact runs.
+        values: our value for each finished seed.
+        exact: whether all values are from runs of the exact recipe.
     """
 
     row: str
@@ -52,24 +53,24 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """The mean of our figures, of which there must be one."""
+        """The mean of `values`, which must not be empty."""
         return statistics.fmean(self.values)
 
     @property
     def spread(self) -> float | None:
-        """Their sample standard deviation; None with fewer than two."""
+        """The sample standard deviation of `values`; None for fewer than two."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is said of a cell.
+    """The verdict of a cell.
 
     Attributes:
-        text: one of the six of the module's docstring.
-        compared: rows with which the order was compared.
-        agreed: those among them with which our order is the paper's.
-        clear: those among the agreed whose distance from it is more than our combined spread.
+        text: one of the six in the module's docstring.
+        compared: number of compared rows.
+        agreed: number of compared rows with the paper's order.
+        clear: number of agreed rows that differ by more than our combined spread.
     """
 
     text: str
@@ -79,21 +80,21 @@ class Verdict:
 
 
 def ordered(one: Figure, other: Figure, margin: float) -> bool:
-    """Returns whether two printed figures are so far apart that their order is one: see the module's docstring."""
+    """Returns whether two printed figures differ enough to be compared; see the module's docstring."""
     needed = math.hypot(one.spread or 0.0, other.spread or 0.0)
     if one.spread is None or other.spread is None:
         needed = max(needed, margin)
-    # Differences of decimal fractions are off in the last bits.
+    # 1e-9 allows for rounding errors.
     return abs(one.mean - other.mean) > needed + 1e-9
 
 
 def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
-    """Returns the verdict of a cell, by the rules of the module's docstring.
+    """Returns the verdict of a cell; see the module's docstring.
 
     Args:
-        cell: which is judged.
-        column: all cells of its column; the cell itself may be among them.
-        margin: the table's.
+        cell: the cell.
+        column: all cells of its column, with or without the cell itself.
+        margin: the table's margin.
     """
     if not cell.values:
         return Verdict(text=NOT_RUN)

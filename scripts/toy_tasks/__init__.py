@@ -1,12 +1,12 @@
-"""Toy tasks that tell position encodings apart: data set builders, solvers and tokenizers.
+"""Toy tasks for comparing position encodings: data sets, solvers and tokenizers.
 
-    from whatwhere.scripts.toy_tasks.flip_flop import FlipFlop
+    from whatwhere.scripts.toy_tasks.common import build_dataset
+    from whatwhere.scripts.toy_tasks.flip_flop import FlipFlopConfig
 
-    FlipFlop("sparse", instructions=64, seed=3).as_streaming_dataset(split="test")  # drawn as it is read
-    builder = FlipFlop()
-    builder.download_and_prepare()  # into the cache of `datasets`; nothing is downloaded
-    builder.as_dataset(split="validation")
+    config = FlipFlopConfig(ignore=0.98, instructions=64, seed=3)
+    build_dataset(config, "test", streaming=True)  # generated on the fly
+    build_dataset(config, "validation")  # in the cache of `datasets`; nothing is downloaded
 
-`registry` lists the tasks. `whatwhere train` trains on them (`data.source: task`),
-`whatwhere task` compares checkpoints.
+`registry` lists the tasks; `test_sets` of a configuration are those of the paper. `whatwhere train` trains on the tasks
+(`data.source: task`), `whatwhere task` compares checkpoints.
 """

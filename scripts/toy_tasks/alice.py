@@ -1,6 +1,6 @@
-"""How often a word is in the last sentence (CoPE paper, Sections 3.2 and A, Tables 1 and 6): a probe for any model.
+"""Counting a word in the last sentence (CoPE paper, Sections 3.2 and A, Tables 1 and 6): a probe for any model.
 
-A prompt is some sentences and a question, as in the paper:
+A prompt consists of sentences and a question, as in the paper:
 
     Alice was beginning to get very tired of sitting by her sister on the bank, ... "without pictures or conversations?"
 
@@ -8,34 +8,32 @@ A prompt is some sentences and a question, as in the paper:
 
     Now, tell me how many times word "Alice" is mentioned in the last sentence.
 
-A model that cannot tell the last sentence from the ones before it counts the words of both. Nothing is trained on
-this: `whatwhere task --task alice CHECKPOINT` compares the likelihoods of the answers 0 to 5
-in any causal language model.
+A model that does not separate the last sentence from those before it counts the word in all of them. The probe needs
+no training: `whatwhere task --task alice CHECKPOINT` compares the likelihoods of the answers 0 to 5.
 """
 
 import collections
-import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import datasets
 import numpy as np
 from pydantic import Field
 
 from ..checks import Count
-from .common import SampleConfig, TaskBuilder
+from .common import SampleConfig
 
 LARGEST_ANSWER = 5
 # From the first chapter of Alice's Adventures in Wonderland (Lewis Carroll, 1865); the first two are the paper's.
 SENTENCES = tuple((Path(__file__).parent / "alice.txt").read_text(encoding="utf-8").splitlines())
 PAPER_WORDS = ("Alice", "book")
-# Where a word is: in the last sentence, in one before it, in both, or in neither.
+# Places of a word: in the last sentence, in one before it, in both, or in neither.
 PLACES = ("last", "earlier", "both", "none")
 
 
 class Question(NamedTuple):
-    """Some sentences, a word, where it is (one of `PLACES`), and how often it is in the last sentence."""
+    """Sentences, a word, its place (one of `PLACES`), and its count in the last sentence."""
 
     sentences: tuple[str, ...]
     word: str
@@ -44,7 +42,7 @@ class Question(NamedTuple):
 
 
 def _counts(sentence: str) -> collections.Counter[str]:
-    """Returns how often each word is in a sentence, without words that are, or may be taken for, parts of others."""
+    """Returns the count of each word in a sentence, without words that are, or can be mistaken for, parts of others."""
     words = collections.Counter(re.findall(r"[A-Za-z]+", sentence))
     parts = {
         part for compound in re.findall(r"[A-Za-z]+(?:[-'][A-Za-z]+)+", sentence) for part in re.split("[-']", compound)
@@ -55,22 +53,22 @@ def _counts(sentence: str) -> collections.Counter[str]:
     )
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
 class AliceConfig(SampleConfig):
-    """Questions about a word of the last sentence, of one before it, of both or of none, equally often.
+    """Questions about a word in the last sentence, in one before it, in both or in neither, equally often.
 
-    Args:
+    Attributes:
         sentences: the number of sentences, all different.
-        as_in_paper: the two questions of the paper in turn, for which `sentences` must be 2.
+        as_in_paper: alternate the two questions of the paper; `sentences` must be 2.
     """
 
     test_samples: Count = 200
     sentences: Annotated[int, Field(ge=2, le=len(SENTENCES) - 1)] = 2
     as_in_paper: bool = False
 
-    def validate(self) -> None:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yields what is wrong with the parameters together."""
         if self.as_in_paper and self.sentences != 2:
-            raise ValueError(f"sentences={self.sentences!r} is not valid with as_in_paper=True: it must be 2.")
+            yield "sentences", "with as_in_paper it must be 2"
 
     def test_sets(self) -> dict[str, dict[str, Any]]:
         return {
@@ -95,7 +93,7 @@ class AliceConfig(SampleConfig):
             fitting = sorted(
                 word
                 for word in candidates
-                # In another form, or as a part of another word, it would be a matter of opinion.
+                # Other forms of the word, or words that contain it, would make the count ambiguous.
                 if len(re.findall(rf"\b{word.lower()}\b", text)) == last[word] + earlier[word]
                 and last[word] <= LARGEST_ANSWER
             )
@@ -109,7 +107,7 @@ class AliceConfig(SampleConfig):
         return Question(SENTENCES[:2], PAPER_WORDS[index % len(PAPER_WORDS)], "earlier", 0)
 
     def row(self, sample: Question) -> dict[str, Any]:
-        """Returns `prompt`, `answer` (a number), and the `word` with the `place` where it is (one of `PLACES`)."""
+        """Returns `prompt`, `answer` (a number), `word` and `place` (one of `PLACES`)."""
         question = f'Now, tell me how many times word "{sample.word}" is mentioned in the last sentence.'
         return {
             "prompt": "\n\n".join([*sample.sentences, question]),
@@ -117,16 +115,6 @@ class AliceConfig(SampleConfig):
             "word": sample.word,
             "place": sample.place,
         }
-
-    def features(self) -> dict[str, Any]:
-        return dict.fromkeys(("prompt", "answer", "word", "place"), datasets.Value("string"))
-
-
-class Alice(TaskBuilder):
-    """The two questions of the paper, and drawn ones about 2, 3 and 5 sentences."""
-
-    BUILDER_CONFIG_CLASS = AliceConfig
-    DEFAULT_CONFIG_NAME = "sentences_2"
 
 
 def solve(text: str, config: AliceConfig) -> str:

@@ -7,42 +7,42 @@ A sample is a program and a question about one of its variables:
 The number after `print a` is the answer.
 """
 
-import dataclasses
 import itertools
 import string
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from ..checks import Count, NotNegativeFloat, Positive
-from .common import Sample, TaskBuilder, TaskConfig
+from .common import Sample, TaskConfig
 
 _SET, _PASS, _INCREMENT = range(3)
 # Symbols of an operation.
 _LENGTHS = np.array([4, 1, 2])
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
 class CountingConfig(TaskConfig):
     """Operations that set variables to 0, increment them, or do nothing.
 
-    The number of operations is uniform. Each one is drawn by its weight; an assignment takes any variable, an increment
-    one that has been set. An increment that finds none, or one at its largest value, is drawn again, and so is a
-    program that sets no variable. The question is about any variable that has been set.
+    The number of operations is uniformly distributed. Operations are drawn by their weights. An assignment takes a
+    random variable, an increment a random variable that has been set. An increment is redrawn if no variable is set or
+    the variable has its maximum value, and a program if it sets no variable. The question is about a random variable
+    that has been set.
 
-    Args:
+    Attributes:
         variables: the number of variables.
-        min_steps: the smallest number of operations.
-        max_steps: the largest number of operations.
-        max_value: the largest value of a variable.
-        set_weight: of an assignment.
-        pass_weight: of an operation that does nothing.
-        increment_weight: of an increment.
+        min_steps: the minimum number of operations.
+        max_steps: the maximum number of operations.
+        max_value: the maximum value of a variable.
+        set_weight: weight of assignments.
+        pass_weight: weight of `pass`.
+        increment_weight: weight of increments.
     """
 
-    separator = " "
-    may_be_cut = True
+    separator: ClassVar[str] = " "
+    may_be_cut: ClassVar[bool] = True
 
     variables: Annotated[int, Field(ge=1, le=26)] = 1
     min_steps: Count = 3
@@ -52,11 +52,10 @@ class CountingConfig(TaskConfig):
     pass_weight: NotNegativeFloat = 50.0
     increment_weight: NotNegativeFloat = 7.0
 
-    def validate(self) -> None:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yields what is wrong with the parameters together."""
         if self.min_steps > self.max_steps:
-            raise ValueError(
-                f"min_steps={self.min_steps!r} is not valid: it must be at most max_steps={self.max_steps!r}."
-            )
+            yield "min_steps", f"it must be at most max_steps={self.max_steps!r}"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -68,7 +67,7 @@ class CountingConfig(TaskConfig):
         return 4 * self.max_steps + 4
 
     def test_sets(self) -> dict[str, dict[str, Any]]:
-        # 100 and 10 in the paper, which trains with 50
+        # 100 and 10 in the paper, with 50 in training.
         return {
             "in_distribution": {},
             "longer": {"pass_weight": 2 * self.pass_weight},
@@ -119,17 +118,6 @@ class CountingConfig(TaskConfig):
             symbols[ends[kinds == _SET] + place] = symbol
         symbols[-4:] = question, first_variable + asked, zero + values[asked], semicolon
         return Sample(symbols, np.arange(symbols.size) == symbols.size - 2)
-
-
-class Counting(TaskBuilder):
-    """The sets of the CoPE paper: Tables 3 and 9 (1, 3 and 5 variables), Table 4 (`longer` and `shorter` contexts)."""
-
-    BUILDER_CONFIG_CLASS = CountingConfig
-    SETS = {
-        **{f"variables_{number}": {"variables": number} for number in (1, 3, 5)},
-        **{name: changes for name, changes in CountingConfig().test_sets().items() if changes},
-    }
-    DEFAULT_CONFIG_NAME = "variables_1"
 
 
 def solve(text: str, config: CountingConfig) -> str:

@@ -1,10 +1,9 @@
-"""Flip-flop language modelling (Liu et al. 2023, 2306.00946; CoPE paper, Section 5.1): recall the bit last written.
+"""Flip-flop language modelling (Liu et al. 2023, 2306.00946; CoPE paper, Section 5.1): recall the last written bit.
 
 A sample is a sequence of instructions, each followed by a bit: `w` (write) and a random bit, `i` (ignore) and a random
-bit, `r` (read) and the bit that was last written. `w0i1r0w1i0i1r1`: the bits after `r` are the answers.
+bit, `r` (read) and the last written bit. In `w0i1r0w1i0i1r1`, the bits after `r` are the answers.
 """
 
-import dataclasses
 import re
 from typing import Annotated, Any
 
@@ -12,18 +11,17 @@ import numpy as np
 from pydantic import Field
 
 from ..checks import Count
-from .common import Sample, TaskBuilder, TaskConfig
+from .common import Sample, TaskConfig
 
 _WRITE, _READ, _IGNORE, _BIT = range(4)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
 class FlipFlopConfig(TaskConfig):
-    """FFL(ignore): the first instruction is a write, the last one a read, and each one between them is drawn.
+    """FFL(ignore): the first instruction is a write, the last one a read, and all others are random.
 
-    Args:
-        instructions: their number; a sample has two symbols an instruction.
-        ignore: the probability of an ignore; writes and reads share the rest equally.
+    Attributes:
+        instructions: the number of instructions; each has two symbols.
+        ignore: the probability of `ignore`; the other instructions are writes and reads with equal probability.
     """
 
     train_samples: Count = 1_600_000
@@ -60,12 +58,6 @@ class FlipFlopConfig(TaskConfig):
         answers = np.zeros(2 * self.instructions, dtype=bool)
         answers[1::2] = reads
         return Sample(symbols, answers)
-
-
-class FlipFlop(TaskBuilder):
-    """The sets of Liu et al.: training and in-distribution test, sparse and dense out of distribution."""
-
-    BUILDER_CONFIG_CLASS = FlipFlopConfig
 
 
 def solve(text: str, config: FlipFlopConfig) -> str:

@@ -2,33 +2,33 @@
 
     NZTUIGWkXFrhCJDzscat, N, +4, I
 
-A string of different letters, one of them, a shift to the left (-) or to the right (+), and the letter there, which is
-the answer. The delimiter, a comma and a space, is one symbol.
+A sample has a string of different letters, one of its letters, a shift to the left (-) or to the right (+), and the
+letter at the shifted position, which is the answer. The delimiter, a comma and a space, is one symbol.
 """
 
-import dataclasses
 import re
 import string
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from ..checks import Count, NotNegative
-from .common import Sample, TaskBuilder, TaskConfig
+from .common import Sample, TaskConfig
 
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
 class IndirectIndexingConfig(TaskConfig):
-    """Strings without a repeated letter, of uniform length; letter and shift are drawn until the target is inside.
+    """Strings without repeated letters, of uniformly distributed length. Letter and shift are redrawn if the target is
+    outside the string.
 
-    Args:
-        min_length: letters of the shortest string.
-        max_length: letters of the longest string.
+    Attributes:
+        min_length: minimum number of letters in a string.
+        max_length: maximum number of letters in a string.
         max_shift: the largest shift to either side; a shift of 0 is written `+0`.
-        letters: the number of different letters in all strings, from the first of the alphabet on, capitals first.
+        letters: the number of letters in the alphabet: A to Z, then a to z.
     """
 
     train_samples: Count = 1_000_000
@@ -39,16 +39,12 @@ class IndirectIndexingConfig(TaskConfig):
     max_shift: NotNegative = 15
     letters: Annotated[int, Field(ge=1, le=len(_LETTERS))] = len(_LETTERS)
 
-    def validate(self) -> None:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yields what is wrong with the parameters together."""
         if self.min_length > self.max_length:
-            raise ValueError(
-                f"min_length={self.min_length!r} is not valid: it must be at most max_length={self.max_length!r}."
-            )
+            yield "min_length", f"it must be at most max_length={self.max_length!r}"
         if self.max_length > self.letters:
-            raise ValueError(
-                f"max_length={self.max_length!r} is not valid: no letter is repeated, so it must be at most "
-                f"letters={self.letters!r}."
-            )
+            yield "max_length", f"no letter is repeated, so it must be at most letters={self.letters!r}"
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -74,12 +70,6 @@ class IndirectIndexingConfig(TaskConfig):
         end = [delimiter, letters[source], delimiter, sign, *digits, delimiter, letters[target]]
         symbols = np.array(letters + end, dtype=np.int64)
         return Sample(symbols, np.arange(symbols.size) == symbols.size - 1)
-
-
-class IndirectIndexing(TaskBuilder):
-    """The set of the PoPE paper."""
-
-    BUILDER_CONFIG_CLASS = IndirectIndexingConfig
 
 
 def solve(text: str, config: IndirectIndexingConfig) -> str:

@@ -1,21 +1,22 @@
-"""The list of the tasks on which models are trained, and of the probes that are only for evaluation."""
+"""The registry of tasks for training, and of probes for evaluation only."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from whatwhere.position_base import suggest
 
+from ..checks import parse
 from . import alice, counting, flip_flop, indirect_indexing, selective_copy
-from .common import SampleConfig, TaskBuilder, check_names
+from .common import SampleConfig, TaskConfig
 
-TASKS: dict[str, type[TaskBuilder]] = {
-    "flip_flop": flip_flop.FlipFlop,
-    "selective_copy": selective_copy.SelectiveCopy,
-    "counting": counting.Counting,
-    "indirect_indexing": indirect_indexing.IndirectIndexing,
+TASKS: dict[str, type[TaskConfig]] = {
+    "flip_flop": flip_flop.FlipFlopConfig,
+    "selective_copy": selective_copy.SelectiveCopyConfig,
+    "counting": counting.CountingConfig,
+    "indirect_indexing": indirect_indexing.IndirectIndexingConfig,
 }
-PROBES: dict[str, type[TaskBuilder]] = {"alice": alice.Alice}
-# Each takes the text up to an answer and the configuration, and returns the answer.
+PROBES: dict[str, type[SampleConfig]] = {"alice": alice.AliceConfig}
+# Functions of the text up to an answer and the configuration; they return the answer.
 SOLVERS: dict[str, Callable[[str, Any], str]] = {
     "flip_flop": flip_flop.solve,
     "selective_copy": selective_copy.solve,
@@ -31,9 +32,7 @@ def task_config(task: str, parameters: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: the task or a parameter is unknown, or a parameter is of the wrong type or out of range.
     """
-    builders = {**TASKS, **PROBES}
-    if task not in builders:
-        raise ValueError(f"task={task!r} is not valid. {suggest(task, builders)}")
-    cls: type[SampleConfig] = builders[task].BUILDER_CONFIG_CLASS
-    check_names(cls, parameters)
-    return cls(**parameters)
+    configs: dict[str, type[SampleConfig]] = {**TASKS, **PROBES}
+    if task not in configs:
+        raise ValueError(f"task={task!r} is not valid. {suggest(task, configs)}")
+    return parse(configs[task], parameters)

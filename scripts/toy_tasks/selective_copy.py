@@ -1,11 +1,9 @@
 """Selective copy (Gu and Dao 2023, 2312.00752; CoPE paper, Section 5.2): repeat a sequence without its blanks.
 
-A sample is a shuffled sequence of blanks (`_`) and other symbols, followed by the others in their order: `c_ab__a` and
-then `caba`, which is the answer. There is no mark between the two: the answer begins when the number of symbols that
-are not blank, which is the same in every sample, is complete and the blanks have been read.
+A sample is a shuffled sequence of blanks (`_`) and other symbols, followed by the other symbols in the same order:
+`c_ab__a` and then the answer `caba`. There is no separator: all samples have the same numbers of blanks and symbols.
 """
 
-import dataclasses
 import string
 from typing import Annotated, Any
 
@@ -13,19 +11,18 @@ import numpy as np
 from pydantic import Field
 
 from ..checks import Count, NotNegative
-from .common import Sample, TaskBuilder, TaskConfig
+from .common import Sample, TaskConfig
 
 _CHARACTERS = ("_", *string.ascii_letters, *string.digits)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
 class SelectiveCopyConfig(TaskConfig):
     """Symbols to copy between blanks.
 
-    Args:
-        vocabulary: the number of different symbols, the blank included.
-        non_blanks: symbols to copy in a sample.
-        blanks: blanks in a sample.
+    Attributes:
+        vocabulary: the number of different symbols, including the blank.
+        non_blanks: number of symbols to copy in a sample.
+        blanks: number of blanks in a sample.
     """
 
     train_samples: Count = 1_000_000
@@ -42,7 +39,7 @@ class SelectiveCopyConfig(TaskConfig):
         return 2 * self.non_blanks + self.blanks
 
     def test_sets(self) -> dict[str, dict[str, Any]]:
-        # 128 and 512 in the paper, which trains with 256
+        # 128 and 512 in the paper, with 256 in training.
         return {
             "in_distribution": {},
             "dense": {"blanks": self.blanks // 2},
@@ -58,12 +55,6 @@ class SelectiveCopyConfig(TaskConfig):
         return Sample(symbols, np.arange(symbols.size) >= length)
 
 
-class SelectiveCopy(TaskBuilder):
-    """The sets of the CoPE paper: training and in-distribution test, dense and sparse out of distribution."""
-
-    BUILDER_CONFIG_CLASS = SelectiveCopyConfig
-
-
 def solve(text: str, config: SelectiveCopyConfig) -> str:
-    """Returns the symbol that follows `text`: a whole sequence and any part of its copy."""
+    """Returns the symbol that follows `text`, a complete sequence with a part of its copy."""
     return text.replace("_", "")[-config.non_blanks]

@@ -1,13 +1,13 @@
-"""Checkpoints: written, checked and loaded without executing anything that they hold.
+"""Writes, checks and loads checkpoints without executing code from them.
 
-| file | holds |
+| file | contents |
 |---|---|
 | `model.safetensors` | the weights |
 | `optimizer.safetensors` | the tensors of the optimiser's state, named `<parameter>.<key>` |
 | `run.json` | the step, the optimiser's parameter groups, the random states of all processes |
-| `manifest.json` | the SHA-256 of each of the others |
+| `manifest.json` | the SHA-256 of each of the other files |
 
-The learning-rate schedule is a function of the step: nothing of it is saved.
+The learning-rate schedule is a function of the step, and is not saved.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ FILES = ("model.safetensors", "optimizer.safetensors", "run.json")
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be loaded, with the file and the reason."""
+    """A checkpoint cannot be loaded; the message names the file and the reason."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, and the weights of the best model so far; each is there whole or not at all.
+    """The checkpoints of a run, and the weights of the best model so far. Each is written atomically.
 
     Args:
         folder: of the run.
-        keep: how many of the newest checkpoints are kept.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, folder: RunFolder, keep: int) -> None:
@@ -54,7 +54,7 @@ class Checkpoints:
         state: dict[str, Any],
         best: dict[str, Any] | None,
     ) -> None:
-        """Writes a checkpoint after step `state["step"]`, and deletes old ones; `best` is that of `save_best`.
+        """Writes a checkpoint after step `state["step"]`, and deletes old ones; `best` as in `save_best`.
 
         Raises:
             TrainingError: a file cannot be written.
@@ -73,9 +73,9 @@ class Checkpoints:
         self.remove(self.folder.checkpoints()[: -self.keep], best)
 
     def remove(self, folders: list[Path], best: dict[str, Any] | None) -> None:
-        """Deletes checkpoints, and the weights that were the best but are neither `best` nor those of a checkpoint."""
+        """Deletes checkpoints, and weights of former best models that no checkpoint needs."""
         for folder in folders:
-            # A process that is killed meanwhile leaves no incomplete checkpoint.
+            # Renamed first: a process killed during the deletion leaves no incomplete checkpoint.
             draft = folder.with_name(f".{folder.name}")
             folder.rename(draft)
             shutil.rmtree(draft)
@@ -90,10 +90,10 @@ class Checkpoints:
                 file.unlink()
 
     def until(self, step: int | None) -> list[Path]:
-        """Returns the checkpoints up to that after `step`, or all.
+        """Returns the checkpoints up to the one after `step`, or all.
 
         Raises:
-            TrainingError: there is none after this step.
+            TrainingError: there is no checkpoint after this step.
         """
         folders = self.folder.checkpoints()
         steps = [step_of(folder) for folder in folders]
@@ -108,7 +108,7 @@ class Checkpoints:
         """Checks the last of these checkpoints and returns the contents of its `run.json`.
 
         Raises:
-            TrainingError: it is damaged; the message names the newest one that is whole.
+            TrainingError: it is damaged; the message names the newest intact one.
         """
         try:
             return self._read(folders[-1])
@@ -118,9 +118,9 @@ class Checkpoints:
             with contextlib.suppress(DamagedCheckpoint):
                 self._read(folder)
                 raise TrainingError(
-                    f"{damage}. {folder.name!r} is whole: continue from it with --resume-from {step_of(folder)}."
+                    f"{damage}. {folder.name!r} is intact: continue from it with --resume-from {step_of(folder)}."
                 ) from damage
-        raise TrainingError(f"{damage}. No earlier checkpoint is whole: start again in another folder.") from damage
+        raise TrainingError(f"{damage}. No earlier checkpoint is intact: start again in another folder.") from damage
 
     def _read(self, folder: Path) -> dict[str, Any]:
         state = read_checkpoint(folder)
@@ -131,11 +131,11 @@ class Checkpoints:
         return state
 
     def best_file(self, best: dict[str, Any]) -> Path:
-        """Returns the file of the best model, `best["step"]` of which is the step after which it was the best."""
+        """Returns the file of the best model; `best["step"]` is its step."""
         return self.folder.path / "checkpoints" / f"best-{int(best['step']):08d}.safetensors"
 
     def save_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
-        """Writes the weights of the best model, and deletes those that are not needed any more."""
+        """Writes the weights of the best model, and deletes weights that are no longer needed."""
         file = self.best_file(best)
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".{file.name}")
@@ -154,7 +154,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Turns an error of writing a file (a full disk, most often) into a TrainingError that says how to continue."""
+        """Converts errors of writing a file, such as a full disk, into a TrainingError with advice."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -162,18 +162,18 @@ class Checkpoints:
             raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self.advice()}") from error
 
     def advice(self) -> str:
-        """Returns where a run that stops now can continue."""
+        """Returns a message about how to continue the run."""
         if not (folders := self.folder.checkpoints()):
             return "There is no checkpoint yet."
-        return f"The last checkpoint, {folders[-1].name!r}, is whole: continue from it with --resume."
+        return f"Continue from the last checkpoint, {folders[-1].name!r}, with --resume."
 
 
 def write_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Writes the files of a checkpoint into an existing, empty folder, and waits until they are on the disk.
+    """Writes the files of a checkpoint into an existing, empty folder, and flushes them to disk.
 
-    `state` is what else belongs to it, as JSON; `parameter_groups` is added.
+    `state` is the content of `run.json`; `parameter_groups` is added.
     """
     save_model(model, str(folder / "model.safetensors"))
     optimizer_state = optimizer.state_dict()
@@ -195,18 +195,18 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     """Checks every file of a checkpoint against its manifest; returns the contents of `run.json`.
 
     Raises:
-        DamagedCheckpoint: a file is missing, cut or changed, or the checkpoint has another format.
+        DamagedCheckpoint: a file is missing, truncated or changed, or the checkpoint has another format.
     """
     if not (folder / "manifest.json").exists() and list(folder.glob("*.pkl")):
         raise DamagedCheckpoint(
-            f"{str(folder)!r} was written by an earlier version of this package, with pickled files, which could "
-            "execute code and are no longer read. Finish the run with that version"
+            f"{str(folder)!r} was written by an earlier version of this package with pickled files, which can execute "
+            "code and are no longer read. Finish the run with that version"
         )
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         version, digests = manifest["format"], dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is cut or changed"
+        reason = error.strerror if isinstance(error, OSError) else "it was truncated or changed"
         raise DamagedCheckpoint(f"{str(folder / 'manifest.json')!r} cannot be read: {reason}") from error
     if version != FORMAT:
         raise DamagedCheckpoint(
@@ -219,8 +219,8 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{str(folder / name)!r} cannot be read: {error.strerror}") from error
         if digest != digests.get(name):
             raise DamagedCheckpoint(
-                f"{str(folder / name)!r} is damaged: it was cut or changed after it was written (its SHA-256 is not "
-                "that of manifest.json)"
+                f"{str(folder / name)!r} is damaged: it was truncated or changed after it was written (its SHA-256 "
+                "differs from manifest.json)"
             )
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
@@ -228,7 +228,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
 def load_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, state: dict[str, Any]
 ) -> None:
-    """Loads the weights, the optimiser and the schedule of a checkpoint; `state` is what `read_checkpoint` returned."""
+    """Loads the weights, the optimiser and the schedule of a checkpoint; `state` is from `read_checkpoint`."""
     load_model(model, str(folder / "model.safetensors"))
     values: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in load_file(str(folder / "optimizer.safetensors")).items():
@@ -240,14 +240,14 @@ def load_checkpoint(
     ]
     optimizer.load_state_dict({"state": values, "param_groups": groups})
     step = state["step"]
-    # The functions of the step stay those of the recipe.
+    # The schedule's functions are not saved; they come from the recipe.
     functions = [None] * len(groups)
     rates = [group["lr"] for group in groups]
     scheduler.load_state_dict({"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": functions})
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Returns the states of the random numbers of this process, as JSON: Python's, NumPy's, torch's, its device's."""
+    """Returns the states of this process's random number generators (Python, NumPy, torch, device), as JSON."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -260,7 +260,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restores what `random_state` returned, on a device of the same type."""
+    """Restores a result of `random_state`, on a device of the same type."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     keys, position, has_gauss, cached = state["numpy"]
@@ -271,7 +271,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file, read in pieces."""
+    """Returns the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):

@@ -1,4 +1,4 @@
-"""The data of a run: its tokenizer, the batch of every step, and what it is evaluated on."""
+"""The data of a run: tokenizer, training batches and held-out data."""
 
 import dataclasses
 import hashlib
@@ -19,16 +19,16 @@ from .recipe import Recipe
 
 @dataclasses.dataclass
 class TrainingData:
-    """What a run reads.
+    """The data of a run.
 
     Attributes:
         tokenizer: saved with the model.
-        batches: returns the global batch of a step: `input_ids` and, depending on the kind, `labels`, `position_ids`.
+        batches: returns the global batch of a step: `input_ids`, and for some data `labels` or `position_ids`.
         held_out: blocks or samples by the name of their split.
-        splits_sha256: a fingerprint of each split, for a resumed run must read the same; None for a stream.
-        unit: what is counted, `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
-        bytes_per_token: for bits per byte; None for a toy task, and for words that are not text.
-        note: what the user should know about the data, or nothing.
+        splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
+        unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
+        bytes_per_token: for bits per byte; None for toy tasks and for symbols that are not text.
+        note: a message to the user about the data; may be empty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ def _load_task(recipe: Recipe) -> TrainingData:
     block = data.sequence_length if config.may_be_cut else None
     loss, keep = data.loss or "answer", data.train_samples is not None
     train = TaskSamples(config, tokenizer, "train", count=data.train_samples, block=block, loss=loss, keep=keep)
-    # The same samples for every seed of a run: what differs between seeds is the model.
+    # Validation and test samples do not depend on the seed of the run.
     same = data.task_config()
     validation = TaskSamples(same, tokenizer, "validation", count=same.validation_samples, block=block, keep=True)
     held_out = {"validation": validation}
@@ -99,7 +99,7 @@ def _load_task(recipe: Recipe) -> TrainingData:
         tested = data.task_config(test_set=name)
         held_out[f"test set {name}"] = TaskSamples(tested, tokenizer, "test", count=tested.test_samples, block=block)
     sha256: dict[str, str | None] = {}
-    # Samples are drawn as they are needed. The first ones tell whether a resumed run draws the same.
+    # Samples are generated on the fly. The first ones are the fingerprint for resuming.
     for split, drawn in {"train": train, **held_out}.items():
         digest = hashlib.sha256(json.dumps(drawn.config.symbols).encode())
         for index in range(8 if drawn.count is None else min(8, drawn.count)):

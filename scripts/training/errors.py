@@ -1,4 +1,4 @@
-"""How a run ends early, and what the command line says about it."""
+"""Errors and interruptions of runs, and their messages on the command line."""
 
 import contextlib
 import signal
@@ -9,11 +9,11 @@ from ..extras import explain
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot start or continue, with the reason."""
+    """A run cannot start or continue; the message gives the reason."""
 
 
 class Interrupted(Exception):
-    """A run that was asked to stop, and has written a checkpoint."""
+    """A run was stopped by a signal, after writing a checkpoint."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"{signal.Signals(number).name} received: stopped after step {step}, with a checkpoint")
@@ -21,10 +21,12 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def reported(advice: Callable[[], str]) -> Iterator[None]:
-    """Ends the process with one line for an error of the user, and with `advice()` for an interruption."""
+def reported(advice: Callable[[], str] = lambda: "Run the same command again.") -> Iterator[None]:
+    """Exits with a one-line message for user errors, and with `advice()` for interruptions."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError, TrainingError) as error:
         sys.exit(f"error: {explain(error)}")
     except (Interrupted, KeyboardInterrupt) as stop:

@@ -1,4 +1,4 @@
-"""How long a run will take on this machine: a few steps on random tokens are timed."""
+"""Estimates the duration of a run on this machine, by timing a few steps on random tokens."""
 
 import time
 
@@ -10,15 +10,15 @@ from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe
 
-# Largest number of floating-point operations in a timed step on a CPU: about a second.
+# Maximum number of floating-point operations in a timed step on a CPU (about a second).
 _LARGEST = 3e10
 
 
 def estimate_seconds(recipe: Recipe) -> float | None:
     """Estimates the seconds that training a recipe takes on this machine, in one process.
 
-    Includes steps and evaluations, but not reading and tokenising the text. Other processes on the machine make it too
-    high. None if the model is too large to time a step on a CPU.
+    The estimate includes steps and evaluations, but not reading and tokenising the text, and is too high if other
+    processes use the machine. None if the model is too large to time a step on a CPU.
     """
     data, training, evaluation = recipe.data, recipe.training, recipe.evaluation
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,18 +1,16 @@
-"""Fine-tuning with Transformers' own `Trainer`: fully or with LoRA, with the checkpoint's encoding or a new one.
+"""Fine-tuning with Transformers' `Trainer`, fully or with LoRA, with the checkpoint's encoding or a new one.
 
-What the output folder holds at its top: without `lora`, or with `merge`, a whole model; with `lora` alone the adapter,
-and if the encoding is new or the checkpoint is a stock one also `base/`, the converted model that the adapter is for.
-(The card of an adapter is peft's own; that of a whole model is ours.)
+The output folder contains a full model, or with `lora` and without `merge` an adapter. If the encoding is new or the
+checkpoint is a stock model, the adapter's base model is saved in `base/`. Full models get our model card, adapters get
+peft's.
 
-Checkpoints are Trainer's own. Resuming executes nothing that they hold: weights are read as safetensors, the optimiser,
-the schedule and the random states by `torch.load(weights_only=True)`, and `training_args.bin`, a pickle that Trainer
-writes, is never read. (Do not load it yourself from a folder that you do not trust.)
+Checkpoints are written by Trainer. Resuming never executes code from them: weights are read as safetensors, the states
+of optimiser, schedule and random numbers with `torch.load(weights_only=True)`, and `training_args.bin`, a pickle, is
+not read. Do not load that file yourself from a folder you do not trust.
 """
 
-import json
 import math
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,8 +19,8 @@ import datasets
 import peft
 import torch
 from accelerate import PartialState
+from huggingface_hub import ModelCard
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from whatwhere.model_card import weights_fingerprint
@@ -36,6 +34,7 @@ from ..data.pack import add_labels, endless_blocks, make_blocks
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource, find_files
 from ..data.tokenize import build_tokenizer, bytes_per_token
+from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import describe_data
 from ..evaluation.results import provenance, write_json
 from .errors import Interrupted, TrainingError
@@ -52,115 +51,111 @@ _CHECKPOINTING = (
 )
 
 
+Length = Annotated[int, Field(ge=2)]
+
+
 class FinetuneError(Refused):
-    """A fine-tuning that cannot run, with the reasons."""
+    """Fine-tuning cannot run; the message gives the reasons."""
 
     what = "the command"
 
 
 class Settings(Checked):
-    """What makes a run what it is: `finetune.json` holds it. The command `whatwhere finetune` explains the fields."""
+    """The settings of a run, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
 
-    checkpoint: str
-    position_encoding: str | None = None
-    position_encoding_parameters: dict | None = None
-    rope_parameters: dict | None = None
-    train_file: list[str] | None = None
-    validation_file: list[str] | None = None
-    data: str = "stdlib"
-    dataset: str | None = None
-    dataset_config: str | None = None
-    splits: dict | None = None
-    text_field: str = "text"
-    streaming: bool = False
-    shuffle_buffer: Count = 256
-    tokenizer: str | None = None
-    sequence_length: Annotated[int, Field(ge=2)] | None = None
-    evaluation_blocks: Count = 256
-    steps: Count = 500
-    batch_size: Count = 8
-    accumulation: Count = 1
-    learning_rate: Positive | None = None
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: NotNegative = 0
-    weight_decay: NotNegativeFloat = 0.0
-    save_every: Count = 100
-    seed: NotNegative = 0
-    bf16: bool = False
-    activation_checkpointing: bool = False
-    cpu: bool = False
-    lora: bool = False
-    lora_rank: Count = 16
-    lora_alpha: Positive = 32.0
-    lora_dropout: Fraction = 0.0
-    merge: bool = False
+    checkpoint: str = Field(description="folder or Hub id")
+    position_encoding: str | list[str] | None = Field(
+        None, description="a name, or a list such as '[rope, cope]'; default: the checkpoint's own"
+    )
+    position_encoding_parameters: dict | None = Field(None, description="parameters of the encoding")
+    rope_parameters: dict | None = Field(None, description="default: the checkpoint's own")
+    train_file: list[str] | None = Field(None, description="your text: text, jsonl or parquet files, folders, patterns")
+    validation_file: list[str] | None = Field(None, description="text to evaluate on; default: a part of --train-file")
+    data: str = Field("stdlib", description="stdlib (default), hub, local, or a corpus such as pg19")
+    dataset: str | None = Field(None, description="data set of --data hub")
+    dataset_config: str | None = Field(None, description="its configuration")
+    splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/corpus.py)")
+    text_field: str = Field("text", description="column of the documents; default text")
+    streaming: bool = Field(False, description="stream the training text")
+    shuffle_buffer: Count = Field(256, description="sequences in the shuffle buffer of --streaming; default 256")
+    tokenizer: str | None = Field(None, description="default: the checkpoint's own")
+    sequence_length: Length | None = Field(None, description="default: the model's max_position_embeddings")
+    evaluation_blocks: Count = Field(256, description="sequences to evaluate on; default 256")
+    steps: Count = Field(500, description="optimiser steps; default 500")
+    batch_size: Count = Field(8, description="sequences per device; default 8")
+    accumulation: Count = Field(1, description="batches per step; default 1")
+    learning_rate: Positive | None = Field(None, description="default 5e-5, with --lora 2e-4")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="cosine (default), linear, constant"
+    )
+    warmup_steps: NotNegative = Field(0, description="default 0")
+    weight_decay: NotNegativeFloat = Field(0.0, description="default 0")
+    save_every: Count = Field(100, description="steps between checkpoints; default 100")
+    seed: NotNegative = Field(0, description="default 0")
+    bf16: bool = Field(False, description="mixed precision")
+    activation_checkpointing: bool = Field(False, description="use less memory and more time")
+    cpu: bool = Field(False, description="do not use a GPU")
+    lora: bool = Field(False, description="train low-rank adapters (peft)")
+    lora_rank: Count = Field(16, description="default 16")
+    lora_alpha: Positive = Field(32.0, description="default 32")
+    lora_dropout: Fraction = Field(0.0, description="default 0")
+    merge: bool = Field(False, description="with --lora: save a full model")
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the fields together."""
+        """Yields (field, reason) for problems across fields."""
         if self.data in CORPORA:
             for name in set(TextSource.model_fields) - {"source", "streaming"}:
                 if getattr(self, name) != TextSource.model_fields[name].default:
                     yield name, f"it has no effect with data={self.data!r}"
         elif self.data in SOURCES:
-            yield from self.text().problems()
+            for name, reason in self.text().problems():
+                yield name, reason.replace("source=", "data=")
         else:
             yield "data", f"allowed: {', '.join((*SOURCES, *CORPORA))}"
-        if self.merge and not self.lora:
-            yield "merge", "it has no effect without lora"
+        for name in () if self.lora else ("merge", "lora_rank", "lora_alpha", "lora_dropout"):
+            if getattr(self, name) != Settings.model_fields[name].default:
+                yield name, "it has no effect without lora"
+        if self.warmup_steps >= self.steps:
+            yield "warmup_steps", f"it must be below steps={self.steps!r}"
 
     def text(self) -> TextSource:
-        """Returns where the text comes from, unless it is a corpus that is known by name."""
+        """Returns the source of the text, if it is not a named corpus."""
         options = {name: getattr(self, name) for name in TextSource.model_fields if name != "source"}
         return TextSource.model_construct(**{**options, "source": self.data})
 
 
-def model_class(checkpoint: str) -> Any:
-    """Returns the class of ours that loads a checkpoint: one of our own, or a stock GPT-2 or Llama.
-
-    Raises:
-        FinetuneError: there is no such checkpoint, or it is of another kind.
-    """
-    if os.path.exists(checkpoint) and not os.path.exists(os.path.join(checkpoint, "config.json")):
-        raise FinetuneError(f"checkpoint={checkpoint!r} is not valid: it has no config.json.")
-    try:
-        model_type = PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
-    except OSError as error:
-        raise FinetuneError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
-    family = str(model_type).removeprefix("whatwhere_")
-    if family not in FAMILIES:
-        allowed = [*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES)]
-        raise FinetuneError(
-            f"checkpoint={checkpoint!r} is not valid: its model_type is {model_type!r}. Allowed: "
-            f"{', '.join(map(repr, allowed))}."
-        )
-    return FAMILIES[family]
+def _model_type(checkpoint: str) -> str:
+    with checked_loading(checkpoint):
+        return str(PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type"))
 
 
 def load_model(
     checkpoint: str,
-    position_encoding: str | None = None,
+    position_encoding: str | list[str] | None = None,
     position_encoding_parameters: dict | None = None,
     rope_parameters: dict | None = None,
 ) -> tuple[Any, set[str]]:
-    """Loads one of our models, or a stock GPT-2 or Llama as one of ours; None keeps what the checkpoint has.
+    """Loads one of our models, or a stock GPT-2 or Llama as one of ours; None keeps the checkpoint's value.
 
     Returns:
         the model, and the names of the parameters that the checkpoint does not have.
 
     Raises:
-        FinetuneError: there is no such checkpoint, it is of another kind, or the encoding is not possible.
+        ValueError: there is no such checkpoint, it has another model type, or the encoding is not valid.
     """
-    loader = model_class(checkpoint)
+    model_type = _model_type(checkpoint)
+    family = FAMILIES.get(model_type.removeprefix("whatwhere_"))
+    if family is None:
+        allowed = ", ".join(repr(prefix + name) for prefix in ("", "whatwhere_") for name in FAMILIES)
+        raise FinetuneError(f"checkpoint={checkpoint!r}: its model_type is {model_type!r}. Allowed: {allowed}.")
     asked = {
         "position_encoding": position_encoding,
         "position_encoding_parameters": position_encoding_parameters,
         "rope_parameters": rope_parameters,
     }
     changes = {key: value for key, value in asked.items() if value is not None}
-    try:
-        model, report = loader.from_pretrained(checkpoint, output_loading_info=True, **changes)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise FinetuneError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+    with checked_loading(checkpoint):
+        model, report = family.from_pretrained(checkpoint, output_loading_info=True, **changes)
     return model, set(report["missing_keys"])
 
 
@@ -176,10 +171,10 @@ def finetune(
 
     Args:
         settings: of the run.
-        output: a folder that does not exist or is empty, or with `resume` that of the interrupted run.
+        output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint.
         data_dir: the folder of local data.
-        arguments: the command line, for the records; by default that of this process.
+        arguments: the command line to record; by default that of this process.
 
     Raises:
         ValueError: the checkpoint, the data or a setting is not valid.
@@ -214,7 +209,8 @@ def _finetune(
         if fresh:
             print(f"newly initialised: {', '.join(sorted(fresh))}")
     if options.lora:
-        converted = options.position_encoding is not None or not _is_ours(options.checkpoint)
+        stock = not _model_type(options.checkpoint).startswith("whatwhere_")
+        converted = options.position_encoding is not None or stock
         if converted and processes.is_main_process and not resume:
             model.save_pretrained(output / "base")
             tokenizer.save_pretrained(output / "base")
@@ -225,8 +221,8 @@ def _finetune(
 
     with stop_signals() as received:
         trainer = _trainer(model, options, output, blocks, received)
-        last = _newest_checkpoint(folder, processes.num_processes) if resume else None
-        # The same numbers are drawn in training as without this evaluation.
+        last = _newest_checkpoint(folder) if resume else None
+        # Keeps the random numbers of training independent of this evaluation.
         with torch.random.fork_rng():
             before = trainer.evaluate()["eval_loss"]
         trainer.train(resume_from_checkpoint=last)
@@ -252,6 +248,7 @@ def _finetune(
         return {"bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)}, **perplexity}
 
     whole = not options.lora or options.merge
+    local = Path(options.checkpoint) if os.path.exists(options.checkpoint) else None
     results = {
         "metrics": metrics(loss),
         "metrics_before": metrics(before) if math.isfinite(before) else {},
@@ -260,8 +257,10 @@ def _finetune(
         ),
         "length": blocks["test"][0]["input_ids"].shape[0],
         "tokens": len(labels),
-        "base_model": None if os.path.exists(options.checkpoint) else options.checkpoint,
-        "base_weights_sha256": weights_fingerprint(options.checkpoint) if os.path.exists(options.checkpoint) else None,
+        "base_model": None if local else options.checkpoint,
+        "base_folder": local.resolve().name if local else None,
+        "base_weights_sha256": weights_fingerprint(local) if local else None,
+        "licence": _stated_licence(local) if local else None,
         "recipe": options.model_dump(),
         "seed": options.seed,
         "steps": trainer.state.global_step,
@@ -275,14 +274,23 @@ def _finetune(
     return results
 
 
+def _stated_licence(folder: Path) -> str | None:
+    """Returns the licence in the metadata of a checkpoint's card, or None."""
+    if not (folder / "README.md").is_file():
+        return None
+    card = ModelCard((folder / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    licence = card.data.get("license")
+    return licence if isinstance(licence, str) else None
+
+
 def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[Any, dict[str, Any], str, str]:
-    """Returns the tokenizer, the blocks of `train` and `test`, the split that serves as `test`, and what it is."""
+    """Returns the tokenizer, the blocks of `train` and `test`, the name of the test split, and its description."""
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     limit = max_length(config)
     if limit is not None and length > limit:
         raise FinetuneError(
-            f"sequence_length={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "
-            f"{limit} tokens."
+            f"sequence_length={length!r} is not valid: position_encoding={config.position_encoding!r} supports at "
+            f"most {limit} tokens."
         )
     try:
         tokenizer = build_tokenizer(options.tokenizer or options.checkpoint)
@@ -311,7 +319,7 @@ def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[An
 
 
 def _load_corpus(options: Settings, data_dir: str | None) -> dict[str, Any]:
-    """Returns the splits of the text; of a corpus that is known by name, `train` and one held-out split."""
+    """Returns the splits of the text; for a named corpus, `train` and one held-out split."""
     if options.data not in CORPORA:
         return load_text(options.text(), data_dir=data_dir, pieces=True)
     known = CORPORA[options.data].local if data_folder(data_dir) else CORPORA[options.data].hub
@@ -321,19 +329,18 @@ def _load_corpus(options: Settings, data_dir: str | None) -> dict[str, Any]:
 
 def _add_adapter(model: Any, options: Settings, *, base: str, fresh: set[str]) -> Any:
     """Returns the model with low-rank adapters on its linear layers; `base` is where the model itself is saved."""
-    # peft writes this name down as that of the adapter's base: a folder must be found from anywhere.
+    # peft saves this as the name of the base model; an absolute path is valid from every folder.
     model.name_or_path = os.path.abspath(base) if os.path.exists(base) else base
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.lora_rank,
-        # peft takes fractions, too.
+        # peft accepts floats.
         lora_alpha=options.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=options.lora_dropout,
         target_modules="all-linear",
-        # GPT-2's layers hold their weights transposed.
+        # The weights of GPT-2's Conv1D layers are transposed.
         fan_in_fan_out=model.config.model_type == "whatwhere_gpt2",
-        # Weights that hold nothing yet are trained in full. They are named by their modules: peft passes over a name
-        # that is not one.
+        # Newly initialised parameters are trained in full. peft takes names of modules, not of parameters.
         modules_to_save=sorted({name.rpartition(".")[0] for name in fresh}) or None,
     )
     return peft.get_peft_model(model, config)
@@ -377,48 +384,12 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
     )
 
 
-def _newest_checkpoint(folder: RunFolder, processes: int) -> str | None:
-    """Returns the newest of Trainer's checkpoints after checking its files; None if there is none.
-
-    Trainer itself continues silently if the states of the optimiser or of the random numbers are missing.
-
-    Raises:
-        FinetuneError: a file is missing, cut or changed.
-    """
-    folders = folder.checkpoints()
-    while folders:
-        try:
-            # Trainer writes this file last.
-            json.loads((folders[-1] / "trainer_state.json").read_text(encoding="utf-8"))
-            break
-        except (OSError, ValueError):
-            print(f"{str(folders.pop())!r} was not written to its end: looking for an earlier checkpoint")
-    if not folders:
-        return None
-    ranks = [""] if processes == 1 else [f"_{rank}" for rank in range(processes)]
-    names = ["optimizer.pt", "scheduler.pt", *(f"rng_state{rank}.pth" for rank in ranks)]
-    weights = sorted(folders[-1].glob("*.safetensors"))
-    for file in (*[folders[-1] / name for name in names], *(weights or [folders[-1] / "model.safetensors"])):
-        if reason := _damage(file):
-            earlier = f"Delete this folder to continue from {folders[-2].name!r}" if folders[1:] else "Start again"
-            raise FinetuneError(f"{str(file)!r} is damaged: {reason}. {earlier}.")
-    return str(folders[-1])
-
-
-def _damage(file: Path) -> str | None:
-    """Returns what is wrong with a file of safetensors or `torch.save`, or None."""
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt"):
-                return None
-        with zipfile.ZipFile(file) as archive:
-            # The checksums of all parts.
-            return "it was changed" if archive.testzip() else None
-    except FileNotFoundError:
-        return "it is missing"
-    except (OSError, SafetensorError, zipfile.BadZipFile) as error:
-        return str(error)
-
-
-def _is_ours(checkpoint: str) -> bool:
-    return str(PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")).startswith("whatwhere_")
+def _newest_checkpoint(folder: RunFolder) -> str | None:
+    """Returns the newest complete one of Trainer's checkpoints, which does not check that itself; None without one."""
+    for path in reversed(folder.checkpoints()):
+        # Trainer writes the last of these files last.
+        names = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "*.safetensors", "trainer_state.json")
+        if all(any(path.glob(name)) for name in names):
+            return str(path)
+        print(f"{str(path)!r} is incomplete: looking for an earlier checkpoint")
+    return None

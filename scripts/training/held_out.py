@@ -1,4 +1,4 @@
-"""Scores on held-out data: in evaluations during training, and at the end."""
+"""Scores on held-out data, during training and at its end."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from ..evaluation.data_description import describe_data
 from .data import TrainingData
 from .errors import TrainingError
 
-# Nats a token; its exponential still fits a float.
+# Nats per token; its exponential is a finite float.
 HOPELESS = 700.0
 
 
@@ -20,20 +20,20 @@ HOPELESS = 700.0
 def evaluate(
     model: Any, data: TrainingData, split: str, accelerator: Accelerator, *, batch_size: int, limit: int | None
 ) -> dict[str, float]:
-    """Scores `limit` blocks of a held-out split, spread evenly over it; by default all.
+    """Scores `limit` evenly spaced blocks of a held-out split; by default all.
 
     Args:
         model: without its data-parallel wrapper, which would wait for processes that have no block left.
-        batch_size: blocks that a process takes at a time.
+        batch_size: blocks per batch and process.
 
     Returns:
-        for a toy task, `loss` (nats per answer token) and what `summarise` returns. For text, `bits_per_byte`: all
-        nats, end-of-text tokens included, over ln 2 times the bytes of the predicted text; `perplexity` per token,
-        `loss` (nats per token) and `tokens`, the number of predictions. Words that are not text have no
+        for a toy task, `loss` (nats per answer token) and the result of `summarise`. For text, `bits_per_byte` (all
+        nats, including end-of-text tokens, over ln 2 times the bytes of the predicted text), `perplexity` (per token),
+        `loss` (nats per token) and `tokens` (the number of predictions). Symbols that are not text have no
         `bits_per_byte`.
 
     Raises:
-        TrainingError: the loss shows that training has diverged.
+        TrainingError: training has diverged.
     """
     model.eval()
     blocks, is_task = data.held_out[split], data.unit == "samples"
@@ -60,7 +60,7 @@ def evaluate(
     nats, *counts = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
     loss = nats / counts[0]
     if not loss < HOPELESS:
-        raise TrainingError(f"a loss of {loss!r} nats a token on the {split} split: training has diverged.")
+        raise TrainingError(f"loss={loss!r} nats per token on the {split} split: training has diverged.")
     if is_task:
         return {"loss": loss, **summarise(counts)}
     scores = {} if data.bytes_per_token is None else {"bits_per_byte": nats / (math.log(2) * counts[1])}
@@ -68,7 +68,7 @@ def evaluate(
 
 
 def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) -> dict[str, Any]:
-    """Returns what `results.json` says about a model of text; `data` is that of the recipe."""
+    """Returns the `data` and scores of `results.json` for text; `data` is the recipe's."""
     about: dict[str, Any] = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
     if data.train_file:
         about |= {"train_file": data.train_file, "validation_file": data.validation_file}
@@ -84,9 +84,9 @@ def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) 
 
 
 def about_task(data: Any, tokenizer: Any, scores: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Returns what `results.json` says about a model of a toy task; `scores` by the name of the test set."""
+    """Returns the `data` and scores of `results.json` for a toy task; `scores` by the name of the test set."""
     config = data.task_config()
-    # For the card: the shortest prompt of a few.
+    # The example of the card: the shortest of a few prompts.
     rows = (config.row(config.sample("test", index)) for index in range(8))
     row = min(rows, key=lambda row: len(row["prompt"]))
     tokens = len(tokenizer(row["answer"])["input_ids"])

@@ -1,12 +1,11 @@
 """The training loop, on accelerate: from a recipe to a folder with the trained model.
 
-A finished folder holds the model and its tokenizer at the top (`from_pretrained(folder)` loads it), `README.md` (the
-card), `recipe.yaml` (every key resolved), `metrics.jsonl`, `results.json` and `checkpoints/` (see `run_folder.py`).
-Resuming executes nothing that a folder holds: tensors are read as safetensors, the rest as JSON and YAML.
+The folder of a finished run contains the model and its tokenizer (for `from_pretrained(folder)`), `README.md` (the
+card), `recipe.yaml` (with all defaults), `metrics.jsonl`, `results.json` and `checkpoints/` (see `run_folder.py`).
+Resuming never executes code from a folder: tensors are read as safetensors, everything else as JSON and YAML.
 
-A run is a function of its recipe, its data and the number of processes. Interrupted and resumed, it gives the same
-metrics and the same weights, bit for bit, as if it had not been interrupted (on one kind of machine, and as far as the
-device's operations are deterministic).
+A run is determined by its recipe, its data and the number of processes. A resumed run gives bitwise the same metrics
+and weights as an uninterrupted run, on the same kind of machine and if the device's operations are deterministic.
 """
 
 import contextlib
@@ -55,22 +54,22 @@ def train(
 
     Args:
         recipe: see `load_recipe`.
-        output: a folder that does not exist or is empty, or with `resume` that of the interrupted run.
+        output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint.
-        resume_from: continue from the checkpoint after this step, and delete those after it.
+        resume_from: continue from the checkpoint after this step, and delete later ones.
         data_dir: the folder of local data.
-        arguments: the command line, for the records; by default that of this process.
-        end: whether this is the last run of these processes; otherwise their group stays, for the next one.
+        arguments: the command line to record; by default that of this process.
+        end: whether this is the last run of these processes; if not, the process group is kept for the next run.
 
     Raises:
-        TrainingError: the folder is not usable, the run to resume is another one, or the loss is not finite.
+        TrainingError: the folder is not usable, it has another run, or the loss is not finite.
         Interrupted: SIGINT or SIGTERM arrived.
         ValueError: the recipe's model or data are not valid.
     """
     folder = RunFolder(Path(output))
     resume = resume or resume_from is not None
     with folder.lock():
-        # How long processes wait changes nothing about the run.
+        # The timeout does not change the result.
         folder.check(recipe.resolved(), resume=resume, ignore=("training.ddp_timeout",))
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
@@ -81,10 +80,10 @@ def train(
 
 
 def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
-    """Refuses a recipe whose model is not valid or whose local files are not there, before anything is read.
+    """Checks a recipe's model and that its local files exist, before anything is read.
 
     Raises:
-        RecipeError: with all reasons.
+        RecipeError: with all problems.
     """
     problems: list[str] = []
     try:
@@ -102,13 +101,13 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
 
 
 class Run:
-    """One training run: everything that it needs, and where it is."""
+    """The state of one training run."""
 
     def __init__(self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None) -> None:
         self.recipe, self.output, self.folder = recipe, output, RunFolder(output)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
-        # Of the lowest validation loss so far, if that model is to be kept: the loss, and the step it was seen at.
+        # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
         self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints)
@@ -136,7 +135,7 @@ class Run:
             print(f"{self.recipe.name}: {message}", file=sys.stderr, flush=True)
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Turns an error of waiting for another process into a TrainingError."""
+        """Converts errors of communication between processes into a TrainingError."""
 
         def where() -> str:
             return f"after step {self.step}. {self.checkpoints.advice()}"
@@ -144,7 +143,7 @@ class Run:
         return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
 
     def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
-        """Prepares the folder, and loads the checkpoint from which the run is resumed.
+        """Prepares the folder, and loads the checkpoint if the run is resumed.
 
         Raises:
             TrainingError: see `load_checkpoint`.
@@ -161,14 +160,14 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def train(self) -> None:
-        """Trains from the present step to the last one.
+        """Trains from the current step to the last one.
 
         Raises:
             TrainingError: the loss is not finite.
             Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
         """
         training, every, unit = self.recipe.training, self.recipe.evaluation.every, self.data.unit
-        # Samples of a task, and separate documents, differ in length.
+        # Samples of tasks and separate documents have different lengths.
         per_step = training.batch_size * (self.recipe.data.sequence_length if unit == "tokens" else 1)
         progress = Progress(
             self.recipe.name,
@@ -203,23 +202,23 @@ class Run:
                     raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
 
     def train_step(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes one step on a global batch; returns its mean loss and the norm of its gradient before clipping."""
+        """Performs one step on a global batch; returns its mean loss and the gradient norm before clipping."""
         self.model.train()
         batch = add_labels(batch)
-        # The whole batch is normalised by its own number of predictions, however it is divided.
+        # The loss is normalised by the number of predictions in the global batch, for any division of the batch.
         predictions = int((batch["labels"][:, 1:] != IGNORED).sum())
         rows = list(range(self.recipe.training.batch_size))
         with self.accelerator.split_between_processes(rows) as mine:
             parts = [mine[i : i + self.micro_batch_size] for i in range(0, len(mine), self.micro_batch_size)]
         total = torch.zeros((), device=self.accelerator.device)
         for part in parts:
-            # Gradients are exchanged once, in the last backward pass.
+            # Gradients are synchronised only in the last backward pass.
             last = part is parts[-1]
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 inputs = {name: rows[part].to(self.accelerator.device) for name, rows in batch.items()}
                 loss = self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
                 total += loss.detach()
-                # Data-parallel training averages gradients over processes; each has its share of the sum here.
+                # Data-parallel training averages gradients over processes, but the sum is needed here.
                 self.accelerator.backward(loss * self.accelerator.num_processes)
         limit = self.recipe.training.clip_norm
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
@@ -240,7 +239,7 @@ class Run:
         return values
 
     def _validate(self, progress: Progress) -> None:
-        """Evaluates on the validation split, and keeps the model if it is the best so far and the recipe says so."""
+        """Evaluates on the validation split, and saves the model if it is the best so far and the recipe keeps it."""
         scores = self.evaluate("validation", self.recipe.evaluation.blocks)
         self.log({f"validation_{name}": value for name, value in scores.items()})
         if self.recipe.evaluation.keep == "best" and not (self.best and scores["loss"] >= self.best["validation_loss"]):
@@ -260,7 +259,7 @@ class Run:
         return evaluate(self.whole_model, self.data, split, self.accelerator, batch_size=size, limit=limit)
 
     def log(self, values: dict[str, float]) -> None:
-        """Appends a line to `metrics.jsonl` and tells the trackers."""
+        """Appends a line to `metrics.jsonl`, and logs to the trackers."""
         if self.accelerator.is_main_process:
             path = self.output / "metrics.jsonl"
             with self.checkpoints.writing(path), path.open("a", encoding="utf-8") as file:
@@ -269,10 +268,10 @@ class Run:
             self.accelerator.log(values, step=self.step)
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint after the present step.
+        """Writes a checkpoint after the current step.
 
         Raises:
-            TrainingError: a file cannot be written; in every process.
+            TrainingError: a file cannot be written; raised in all processes.
         """
         random = gather_object([random_state(self.accelerator.device)])
         failure: list[TrainingError | None] = [None]
@@ -293,11 +292,11 @@ class Run:
             raise failure[0]
 
     def load_checkpoint(self, step: int | None = None) -> None:
-        """Loads the newest checkpoint, or that after `step`; without any, the run starts from its beginning.
+        """Loads the newest checkpoint, or the one after `step`; without checkpoints, the run starts at step 0.
 
         Raises:
-            TrainingError: there is no such checkpoint, it is damaged, or it was made by another number of processes,
-                on another kind of device, or on other data.
+            TrainingError: there is no such checkpoint, it is damaged, or it was written with another number of
+                processes, another kind of device, or other data.
         """
         folders = self.checkpoints.until(step)
         state: dict[str, Any] = {"step": 0, "seconds": 0.0, "best": None}
@@ -310,15 +309,15 @@ class Run:
             set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
             self.say(f"resuming after step {state['step']:,}")
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
-        # All processes have read their checkpoint.
+        # Wait until all processes have read the checkpoint.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.checkpoints.remove(self.folder.checkpoints()[len(folders) :], self.best)
             self._cut_metrics()
 
     def _check_origin(self, state: dict[str, Any]) -> None:
-        """Refuses a checkpoint from which this process cannot continue exactly."""
-        made = f"the run in {str(self.output)!r} was made"
+        """Raises TrainingError for a checkpoint from which this process cannot continue exactly."""
+        made = f"the run in {str(self.output)!r} was trained"
         if state["processes"] != self.accelerator.num_processes:
             raise TrainingError(
                 f"{made} by {state['processes']} processes and cannot be resumed exactly by "
@@ -332,12 +331,12 @@ class Run:
         old = state["splits_sha256"]
         if changed := [name for name, digest in self.data.splits_sha256.items() if old.get(name) != digest]:
             raise TrainingError(
-                f"{made} on other text: the corpus, the Python version or the tokenizer has changed since. Different: "
+                f"{made} on other text: the corpus, the Python version or the tokenizer has changed. Changed splits: "
                 f"{', '.join(changed)}."
             )
 
     def _cut_metrics(self) -> None:
-        """Removes the lines of steps that are made again; the last line may have been cut off."""
+        """Removes the lines of steps after the checkpoint; the last line may be incomplete."""
         metrics = self.output / "metrics.jsonl"
         if not metrics.exists():
             return
@@ -353,7 +352,7 @@ class Run:
             write_text(metrics, "".join(kept))
 
     def _scores(self) -> dict[str, Any]:
-        """Returns what `results.json` says about the data and the scores."""
+        """Returns the data and scores of `results.json`."""
         data, samples = self.recipe.data, self.step * self.recipe.training.batch_size
         if self.data.unit == "samples":
             scores = {name: self.evaluate(f"test set {name}") for name in data.test_sets or {}}
@@ -367,10 +366,10 @@ class Run:
         return {**about, "tokens_trained": samples * data.sequence_length}
 
     def finish(self, arguments: list[str] | None = None, *, end: bool = True) -> dict[str, Any]:
-        """Evaluates on the test split (validation, if there is none) and saves the model, the results and the card.
+        """Evaluates on the test split (or validation, without a test split) and saves model, results and card.
 
-        A toy task's model is evaluated on every test set. If the recipe keeps the best model, it is that of the lowest
-        validation loss, and not the last one, that is evaluated and saved.
+        Models of toy tasks are evaluated on every test set. If the recipe keeps the best model, the model with the
+        lowest validation loss is evaluated and saved instead of the last one.
         """
         recipe, model = self.recipe, self.whole_model
         if self.best is not None:
@@ -398,7 +397,7 @@ class Run:
                 }
                 write_json(draft / "results.json", results)
                 write_card(draft, name=self.output.resolve().name)
-        # Freed while all processes are there: gloo can wait for ever for a neighbour that has gone.
+        # All processes must still exist: gloo can wait forever for one that has ended.
         del model
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
         self.accelerator.wait_for_everyone()
@@ -411,8 +410,15 @@ class Run:
 
 
 def _commit() -> str | None:
-    """Returns the commit of this code, with a mark if it was changed; None outside a repository."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--abbrev=40", "--dirty"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    """Returns the commit of this code, with a mark if it was changed; None if no repository tracks this file."""
+    file = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        # An installed package may lie inside the repository of another project.
+        git("ls-files", "--error-unmatch", file.name)
+        return git("describe", "--always", "--abbrev=40", "--dirty")
     return None

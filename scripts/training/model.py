@@ -1,4 +1,4 @@
-"""The model and the optimiser of a recipe: the one place that knows which classes `model.family` stands for."""
+"""The model and the optimiser of a recipe."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhere
 def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
     """Builds the configuration of the recipe's model.
 
-    What `model` leaves out comes from the rest of the recipe: the vocabulary and the special tokens from `tokenizer`,
-    `max_position_embeddings` from `data.sequence_length`, or the longest sample of a test set if that is more.
+    Fields not in `model` are derived: the vocabulary and the special tokens from `tokenizer`, and
+    `max_position_embeddings` from `data.sequence_length`, or from the longest sample of a test set if it is longer.
 
     Raises:
-        RecipeError: a field is unknown or out of range, or the encoding cannot reach `data.sequence_length`.
+        RecipeError: a field is unknown or out of range, or the encoding does not support `data.sequence_length`.
     """
     fields = dict(recipe.model)
     family = fields.pop("family")
@@ -50,14 +50,14 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
             "data.sequence_length" if length == recipe.data.sequence_length else "the longest sample of data.test_sets"
         )
         raise RecipeError(
-            f"{what}={length!r} is not valid: position_encoding={config.position_encoding!r} reaches "
-            f"{limit} tokens. Allowed: at most {limit}, or a larger model.max_position_embeddings."
+            f"{what}={length!r} is not valid: position_encoding={config.position_encoding!r} supports at most "
+            f"{limit} tokens. Shorten it, or set a larger model.max_position_embeddings."
         )
     return config
 
 
 def build_model(recipe: Recipe, config: Any) -> Any:
-    """Builds the model with freshly initialised weights, which the seed of the process decides."""
+    """Builds the model with random weights, from the seed of the process."""
     model = FAMILIES[recipe.model["family"]](config)
     if recipe.training.activation_checkpointing:
         model.activation_checkpointing_enable()

@@ -1,4 +1,4 @@
-"""What a run says while it trains: a progress bar on a terminal, lines in a log; and the signals that stop it."""
+"""Progress messages of a run (a bar on a terminal, lines in a log), and the signals that stop it."""
 
 import contextlib
 import signal
@@ -20,11 +20,11 @@ class Progress:
 
     Args:
         name: of the run.
-        step: the steps that are done.
-        steps: all steps.
+        step: the number of completed steps.
+        steps: the total number of steps.
         unit: `tokens`, `sequences` or `samples`.
-        per_step: units in a step.
-        speaks: whether this process is the one that says it.
+        per_step: units per step.
+        speaks: whether this process prints.
     """
 
     def __init__(self, name: str, *, step: int, steps: int, unit: str, per_step: int, speaks: bool) -> None:
@@ -35,18 +35,18 @@ class Progress:
         self._begun, self._first_step, self._next_line = self._marked, step, self._marked + FIRST_LINE
 
     def mark(self, step: int) -> None:
-        """Begins to measure the speed anew."""
+        """Restarts the measurement of speed."""
         self._marked, self._marked_step = time.monotonic(), step
 
     def speed(self, step: int, loss: float) -> float:
-        """Returns units per second since the last mark, shows them, and marks this step."""
+        """Returns the units per second since the last mark, displays them, and sets a new mark."""
         speed = (step - self._marked_step) * self.per_step / (time.monotonic() - self._marked)
         self.mark(step)
         self.bar.set_postfix({"loss": f"{loss:.3f}", f"{self.unit}/s": f"{speed:,.0f}"})
         return speed
 
     def advance(self, step: int, loss: torch.Tensor) -> None:
-        """Shows that a step is done."""
+        """Displays a completed step."""
         self.bar.update()
         now = time.monotonic()
         if not (self.bar.disable and self.speaks and now >= self._next_line):
@@ -62,7 +62,7 @@ class Progress:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in the list that it gives; a second SIGINT is a KeyboardInterrupt."""
+    """Collects SIGINT and SIGTERM in the yielded list; a second SIGINT raises KeyboardInterrupt."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -70,7 +70,7 @@ def stop_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    # Python lets only the main thread handle signals.
+    # Signal handlers can only be set in the main thread.
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     old = {number: signal.signal(number, note) for number in numbers}
     try:

@@ -1,4 +1,4 @@
-"""Recipes: everything that decides a training run, in one YAML file, checked when it is read (see `checks.py`)."""
+"""Recipes: all settings of a training run in one YAML file, validated when it is read (see `checks.py`)."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,16 +23,16 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 class RecipeError(Refused):
-    """A recipe that cannot be run, with all reasons that are known."""
+    """A recipe is not valid; the message has all known problems."""
 
     what = "the recipe"
 
 
 class DataRecipe(TextSource):
-    """What is read, and how it becomes tokens; see `TextSource`, `build_tokenizer` and `iterate_blocks`.
+    """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `iterate_blocks`.
 
-    With `source` "task" samples of a toy task are drawn, which is said by `task` and the keys that follow it; see
-    `TaskConfig`, `TaskSamples` and `ShuffledBatches`.
+    With `source` "task", the data are samples of a toy task, defined by `task` and the keys after it; see `TaskConfig`,
+    `TaskSamples` and `ShuffledBatches`.
     """
 
     source: Literal["stdlib", "hub", "local", "corpus", "task"] = "stdlib"  # type: ignore[assignment]
@@ -41,7 +41,7 @@ class DataRecipe(TextSource):
     tokenizer: str = "bytes"
     vocab_size: Annotated[int, Field(ge=258)] | None = None
     pack: Literal["concat", "documents", "separate"] = "concat"
-    # For `source: task` only. Parameters and test sets that are left out are filled in when a recipe is parsed.
+    # For `source: task` only. Defaults of parameters and test sets are filled in when a recipe is parsed.
     task: str | None = None
     task_parameters: dict | None = None
     test_sets: dict | None = None
@@ -50,14 +50,14 @@ class DataRecipe(TextSource):
     loss: Literal["answer", "all"] | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the fields together."""
+        """Yields (field, reason) for problems across fields."""
         yield from super().problems()
         is_task = self.source == "task"
         for key in ("shuffle_buffer", "tokenizer", "vocab_size", "pack") if is_task else _TASK_KEYS:
             if getattr(self, key) != DataRecipe.model_fields[key].default:
                 yield key, f"it has no effect with source={self.source!r}"
         if (self.vocab_size is None) == (self.tokenizer == "bpe"):
-            yield "vocab_size", f"with tokenizer={self.tokenizer!r}; 'bpe' needs it, the others have their own"
+            yield "vocab_size", f"it is required with tokenizer='bpe', and not allowed with {self.tokenizer!r}"
         if self.tokenizer in ("jsb", "6mer") and self.pack != "separate":
             yield "pack", f"tokenizer={self.tokenizer!r} has no token that ends a document. Allowed: 'separate'"
         if self.tokenizer == "bpe" and self.streaming:
@@ -67,8 +67,8 @@ class DataRecipe(TextSource):
         """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
 
         Args:
-            seed: decides the samples.
-            test_set: the name of a test set, whose parameters are then taken.
+            seed: of the samples.
+            test_set: the name of a test set, whose parameters are used instead.
 
         Raises:
             RecipeError: the task or a parameter is unknown or not valid.
@@ -91,7 +91,7 @@ class DataRecipe(TextSource):
             raise RecipeError(f"data.{where} is not valid: {error}") from error
 
     def longest_input(self) -> int:
-        """Returns the largest number of tokens that the model is given in training or evaluation."""
+        """Returns the maximum number of tokens in a sequence of training or evaluation."""
         if self.source != "task" or self.task_config().may_be_cut:
             return self.sequence_length
         return max(self.sequence_length, *(self.task_config(test_set=name).longest for name in self.test_sets or {}))
@@ -113,17 +113,17 @@ class DataRecipe(TextSource):
             if not isinstance(name, str) or not isinstance(changes, dict) or "seed" in changes:
                 raise RecipeError(
                     f"data.test_sets[{name!r}]={changes!r} is not valid: it must be a mapping of parameters, without "
-                    "`seed`, for a name."
+                    "`seed`."
                 )
         known = self.model_copy(update={"task_parameters": shape(training), "test_sets": test_sets})
         for name in test_sets:
             tested = known.task_config(test_set=name)
             if unknown := set(tested.symbols) - set(training.symbols):
                 raise RecipeError(
-                    f"data.test_sets[{name!r}]={test_sets[name]!r} is not valid: the model would not know the symbols "
+                    f"data.test_sets[{name!r}]={test_sets[name]!r} is not valid: training has no symbols "
                     f"{', '.join(map(repr, sorted(unknown)))}."
                 )
-        # With the size that the task gives it, so that a later default cannot change an old recipe.
+        # Includes the default sizes, so that later changes of defaults do not affect old recipes.
         test_sets = {
             name: {**changes, "test_samples": known.task_config(test_set=name).test_samples}
             for name, changes in test_sets.items()
@@ -153,11 +153,11 @@ class TrainingRecipe(Checked):
     checkpoint_every: Count | None = None
     keep_checkpoints: Count = 2
     trackers: list[str] = []
-    # Seconds that a process waits for the others before the run ends with an error.
+    # Timeout of communication between processes, in seconds.
     ddp_timeout: Count = DDP_TIMEOUT
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the fields together."""
+        """Yields (field, reason) for problems across fields."""
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
         if self.minimum_learning_rate and self.schedule != "cosine":
@@ -169,8 +169,7 @@ class TrainingRecipe(Checked):
 
 
 class EvaluationRecipe(Checked):
-    """When and on how much text the model is evaluated, and which one is kept: the last, or that of the lowest
-    validation loss."""
+    """Frequency and size of evaluations, and the model to keep: the last, or that with the lowest validation loss."""
 
     every: Count | None = None
     blocks: Count | None = None
@@ -178,13 +177,13 @@ class EvaluationRecipe(Checked):
     keep: Literal["last", "best"] = "last"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the fields together."""
+        """Yields (field, reason) for problems across fields."""
         if self.keep == "best" and self.every is None:
-            yield "keep", "with every=None there is no best one"
+            yield "keep", "it needs every"
 
 
 class Recipe(Checked):
-    """One run. `model` holds `family` (`llama` or `gpt2`) and the fields of that family's configuration."""
+    """The settings of a run. `model` has `family` (`llama` or `gpt2`) and the fields of that family's configuration."""
 
     name: str
     data: DataRecipe
@@ -194,20 +193,20 @@ class Recipe(Checked):
     seed: NotNegative = 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the fields together."""
-        # It becomes the name of a folder.
+        """Yields (field, reason) for problems across fields."""
+        # It is used as a folder name.
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             yield "name", "allowed are letters, digits, '_', '-' and '.', and it must not begin with '-' or '.'"
         if self.data.streaming and not (self.evaluation.blocks and self.evaluation.final_blocks):
             yield "evaluation.final_blocks", "with data.streaming, it and evaluation.blocks must be given"
         if self.data.source == "task" and self.evaluation.final_blocks is not None:
-            yield "evaluation.final_blocks", "with data.source='task', data.test_samples takes its place"
+            yield "evaluation.final_blocks", "with data.source='task', use data.test_samples instead"
 
     def resolved(self) -> dict[str, Any]:
-        """Returns every key with its value: `parse_recipe` makes an equal recipe of it.
+        """Returns all keys with their values, for `parse_recipe`.
 
-        A recipe of text has no keys of toy tasks, and none says that the last model is kept, how long processes wait by
-        default, or that no files are named: recipes that are older than those keys stay equal.
+        Keys of toy tasks are left out for text, and some newer keys if they have their default, so that results of
+        older recipes stay equal.
         """
         values = self.model_dump()
         if self.evaluation.keep == "last":
@@ -227,7 +226,7 @@ _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_sam
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two traps removed: `2e-3` is a number, and a key given twice is an error."""
+    """YAML 1.1, except that `2e-3` is a number, and that duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -254,7 +253,7 @@ def load_recipe(
     Args:
         source: a YAML file, or the name of a shipped recipe (`demo_rope`).
         overrides: `key.sub=value`, applied in order; the value is YAML.
-        train_file: the text to train on, in place of what the recipe's `data` says about where text comes from.
+        train_file: the text to train on, instead of the recipe's source.
         validation_file: the text to evaluate on; needs `train_file`.
 
     Raises:
@@ -273,7 +272,7 @@ def load_recipe(
     except OSError as error:
         raise RecipeError(f"recipe {str(source)!r} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"recipe {str(source)!r} is no valid YAML: {error}") from error
+        raise RecipeError(f"recipe {str(source)!r} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"recipe {str(source)!r} is not valid: it must be a mapping of keys to values.")
     if train_file or validation_file:
@@ -294,20 +293,19 @@ def _apply(values: dict[str, Any], override: str) -> None:
     *sections, last = key.split(".")
     for section in sections:
         if not isinstance(values.setdefault(section, {}), dict):
-            raise RecipeError(f"--set {override!r} is not valid: {section!r} is no section of the recipe.")
+            raise RecipeError(f"--set {override!r} is not valid: {section!r} is not a section of the recipe.")
         values = values[section]
     try:
         values[last] = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override!r} is not valid: the value is no valid YAML.") from error
+        raise RecipeError(f"--set {override!r} is not valid: the value is not valid YAML.") from error
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Builds a recipe from a dictionary, such as `Recipe.resolved()` returns; checks everything but the model.
+    """Builds a recipe from a dictionary, such as `Recipe.resolved()`; checks everything except the model.
 
     Raises:
-        RecipeError: the recipe is not valid; the message has all errors, with those of a section before those of
-            sections together.
+        RecipeError: the recipe is not valid; the message has all errors.
     """
     values = dict(values)
     data, model = values.get("data"), values.get("model")
@@ -318,7 +316,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         recipe = parse(Recipe, values, error=RecipeError)
     except RecipeError as error:
         problems += error.problems
-    # A model that is wrong by itself is refused when it is built, unless there are other errors.
+    # Errors of the model alone are reported when it is built; here only together with other errors.
     if isinstance(model, dict) and (problems or not isinstance(model.get("family"), str)):
         problems += filter(None, [model_problem(model)])
     if problems:
@@ -329,7 +327,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def model_problem(fields: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the fields of a recipe's `model`, `family` among them, or None."""
+    """Returns the error in the fields of a recipe's `model` (including `family`), or None."""
     fields = dict(fields)
     family = fields.pop("family", None)
     if family not in CONFIGURATIONS:

@@ -1,13 +1,13 @@
-"""The folder of a run: what the run is, how far it has come, and who writes to it.
+"""The folder of a run: its settings, progress, results and lock.
 
-| file | holds |
+| file | contents |
 |---|---|
 | `recipe.yaml` or `finetune.json` | the record: every setting of the run |
 | `checkpoints/` | `step-<n>` (or Trainer's `checkpoint-<n>`) |
-| `results.json` | the results; written last: a run that has them is finished |
-| `.lock`, `.lock.json` | the lock of the process that writes to the folder, and its name |
+| `results.json` | the results; written last, when the run is finished |
+| `.lock`, `.lock.json` | the lock of the process that writes to the folder, and its host and process id |
 
-Files are replaced as a whole: a reader, or a run that was killed, never leaves half of one.
+Files are replaced atomically.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ LOCK, OWNER, DRAFT = ".lock", ".lock.json", ".final"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Returns, for every key in which two settings differ, a line `key: old → new`."""
+    """Returns a line `key: old → new` for every key in which two settings differ."""
     lines = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
@@ -44,11 +44,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """A folder for one run, which need not exist yet.
+    """The folder of a run; it need not exist yet.
 
     Attributes:
         path: the folder.
-        record: the name of the file that says what the run is.
+        record: the name of the settings file.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a run has written its record here."""
+        """Whether the settings file exists."""
         return (self.path / self.record).exists()
 
     def checkpoints(self) -> list[Path]:
@@ -65,22 +65,22 @@ class RunFolder:
         return sorted((path for path in found if re.fullmatch(r"(step|checkpoint)-\d+", path.name)), key=step_of)
 
     def state(self, settings: Mapping[str, Any] | None = None) -> str:
-        """Returns `done`, `missing`, or how far an unfinished run has come; `settings` are those of `results`."""
+        """Returns `done`, `missing`, or the progress of an unfinished run; `settings` as in `results`."""
         if self.results(settings) is not None:
             return "done"
         if not self.is_begun:
             return "missing"
         checkpoints = self.checkpoints()
-        return f"interrupted after step {step_of(checkpoints[-1])}" if checkpoints else "begun"
+        return f"interrupted after step {step_of(checkpoints[-1])}" if checkpoints else "started"
 
     def results(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Returns the results of the finished run, or None.
 
         Args:
-            settings: those that the run must have; None for any.
+            settings: the expected settings; None for any.
 
         Raises:
-            TrainingError: the results cannot be read, or are those of another run.
+            TrainingError: the results cannot be read, or the run has other settings.
         """
         try:
             results = self._read("results.json")
@@ -91,17 +91,17 @@ class RunFolder:
         return results
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, ignore: tuple[str, ...] = ()) -> None:
-        """Refuses a folder in which the run cannot begin, or cannot be resumed.
+        """Checks that the run can be started or resumed in this folder.
 
         Args:
             settings: of the run.
-            resume: whether it continues what is in the folder.
-            ignore: settings that may have changed since.
+            resume: continue the run in the folder.
+            ignore: settings that may have changed.
 
         Raises:
-            TrainingError: the folder holds something, or holds no run to resume, or another one.
+            TrainingError: the folder is not empty; or with `resume`, it has no unfinished run with these settings.
         """
-        # `runs/..` is the present folder, whether `runs` exists or not.
+        # `runs/..` must be the current folder even if `runs` does not exist.
         path = self.path.resolve()
         names = {file.name for file in path.iterdir()} if path.exists() else set()
         if not resume:
@@ -109,17 +109,17 @@ class RunFolder:
                 raise TrainingError(f"output={str(self.path)!r} is not empty. Choose another folder, or use --resume.")
             return
         if self.record not in names:
-            raise TrainingError(f"output={str(self.path)!r} holds no run to resume: it has no {self.record}.")
+            raise TrainingError(f"output={str(self.path)!r} has no run to resume: it has no {self.record}.")
         if "results.json" in names:
-            raise TrainingError(f"output={str(self.path)!r} holds a finished run: there is nothing to resume.")
+            raise TrainingError(f"output={str(self.path)!r} has a finished run: there is nothing to resume.")
         self._compare(self._read(self.record), settings, ignore)
 
     def _compare(self, old: Mapping[str, Any], settings: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> None:
-        # As they are read back: tuples are lists.
+        # Tuples are read back as lists.
         changed = differences(old, json.loads(json.dumps(settings)))
         if changed := [line for line in changed if line.partition(": ")[0] not in ignore]:
             raise TrainingError(
-                f"output={str(self.path)!r} holds a run with other settings (before → now): {'; '.join(changed)}. "
+                f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}. "
                 "Choose another folder, or move this one away."
             )
 
@@ -129,13 +129,13 @@ class RunFolder:
             text = file.read_text(encoding="utf-8")
             values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
             if not isinstance(values, dict):
-                raise ValueError("it holds no mapping.")
+                raise ValueError("it is not a mapping.")
         except (ValueError, yaml.YAMLError) as error:
             raise TrainingError(f"{str(file)!r} cannot be read: {error}") from error
         return values
 
     def write_record(self, settings: Mapping[str, Any]) -> None:
-        """Writes what the run is."""
+        """Writes the settings file."""
         file = self.path / self.record
         if file.suffix == ".json":
             write_json(file, dict(settings))
@@ -144,7 +144,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Path]:
-        """Gives a folder whose files become the run's at the end of the block, `results.json` last."""
+        """Yields a folder whose files are moved to the run's folder at the end, `results.json` last."""
         draft = self.path / DRAFT
         draft.mkdir(parents=True)
         yield draft
@@ -153,7 +153,7 @@ class RunFolder:
         draft.rmdir()
 
     def remove_leftovers(self) -> None:
-        """Deletes the unfinished files of a run that was killed."""
+        """Deletes incomplete files of a killed run."""
         found = [self.path / DRAFT, *(self.path / f".{name}.partial" for name in (self.record, "metrics.jsonl"))]
         if self.is_begun:
             # Temporary files of safetensors.
@@ -166,12 +166,13 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the lock. A missing folder is created, and removed again if it is empty at the end.
+        """Locks the folder. A missing folder is created, and removed again if it is empty at the end.
 
-        The operating system releases the lock of a killed process. In a distributed run, rank 0 holds it.
+        The operating system releases the lock of a killed process. In a distributed run, only rank 0 takes the lock.
+        The lock file stays in the folder: if it were deleted, two later processes could lock two files of this name.
 
         Raises:
-            TrainingError: another run holds it, or the folder cannot be written.
+            TrainingError: another run has the lock, or the folder cannot be written.
         """
         try:
             check_writable(self.path)
@@ -199,12 +200,10 @@ class RunFolder:
             owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
             yield
         finally:
-            with contextlib.suppress(OSError):
-                owner.unlink(missing_ok=True)
-                (folder / LOCK).unlink(missing_ok=True)
-                if not existed:
-                    folder.rmdir()
+            owner.unlink(missing_ok=True)
             lock.release()
+            if not existed and os.listdir(folder) == [LOCK]:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -36,7 +36,7 @@ Outcomes = dict[str, tuple[str, str]]
 
 
 def fetch_tests(version: str) -> pathlib.Path:
-    """Returns a folder that holds the tests as the package `transformers_tests`; downloads them if it is not there."""
+    """Returns a folder with the tests as the package `transformers_tests`; downloads them if necessary."""
     folder = CACHE / f"transformers-{version}"
     package = folder / "transformers_tests"
     if not package.is_dir():

@@ -1,0 +1,153 @@
+"""What results files contain. They are checked when they are read; fields that are not listed here are allowed."""
+
+import fnmatch
+from typing import Any
+
+import pydantic
+
+from ..checks import Checked
+
+
+class Stored(Checked):
+    """Base of the contents of JSON files that this package wrote."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+
+class Origin(Stored):
+    """The origin of measurements: see `results.provenance`."""
+
+    command: str
+    date: str
+    versions: dict[str, str]
+
+
+class Training(Origin):
+    """`results.json` of a run: its held-out metrics, and what it was trained on."""
+
+    metrics: dict[str, Any]
+    data: dict[str, Any]
+    length: int | None = None
+    recipe: dict[str, Any] | None = None
+    weights_sha256: str | None = None
+
+
+class Curves(Stored):
+    """`curves.json` of a card, see `cards.curves.thin_curves`."""
+
+    training: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+
+
+class Cell(Stored):
+    """Results of one model in windows of one length. Measured fields are None if the model does not support the length.
+
+    Attributes:
+        length: tokens in a window.
+        multiple: length divided by the trained length.
+        reached: whether the model supports sequences of this length.
+        reason: why the length is not supported; None if it is.
+        loss: mean negative log-likelihood per token, in nats.
+        standard_error: of `loss`, a ratio estimate over `clusters`; None for fewer than two clusters.
+            `length_report.error` derives the standard errors of perplexity and bits per byte.
+        perplexity: exp(loss), per token.
+        bits_per_byte: negative log2-likelihood of the scored tokens over their bytes; None if the number of bytes per
+            token is unknown.
+        tokens: scored tokens.
+        bytes: bytes of the scored tokens' text.
+        windows: number of windows.
+        clusters: "documents", or "windows" if there is only one text.
+        documents: texts with at least one window.
+        short_documents: texts shorter than a window.
+        dropped_tokens: tokens outside all windows, including those of short texts.
+    """
+
+    length: int
+    multiple: float
+    reached: bool
+    reason: str | None = None
+    bits_per_byte: float | None = None
+    standard_error: float | None = None
+    loss: float | None = None
+    perplexity: float | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+    windows: int | None = None
+    clusters: str | None = None
+    documents: int | None = None
+    short_documents: int | None = None
+    dropped_tokens: int | None = None
+
+
+class LengthEntry(Stored):
+    """A checkpoint, unchanged or with a variant, in windows of several lengths."""
+
+    name: str
+    variant: str | None
+    weights: str | None
+    trained_length: int
+    tokens_sha256: str
+    cells: list[Cell]
+    by_position: list[dict[str, Any]]
+
+
+class Lengths(Origin):
+    """`length*.json`: what is scored, the measurements, and the origin of earlier ones."""
+
+    data: dict[str, Any]
+    checkpoints: list[LengthEntry]
+    earlier: list[Origin] = []
+
+
+class Score(Stored):
+    """A metric of a task."""
+
+    value: float
+    standard_error: float | None
+
+
+class TaskScores(Stored):
+    """The scores of one lm-eval task or group."""
+
+    metrics: dict[str, Score]
+    samples: int
+
+
+class ZeroShot(Origin):
+    """`lm_eval.json`."""
+
+    tasks: dict[str, TaskScores]
+
+
+class Card(Stored):
+    """`card.json`: where the weights of a card are, and whether a tokenizer is saved with them."""
+
+    weights: str
+    tokenizer: bool
+
+
+class PaperTable(Origin):
+    """`results.json` of a table of the papers, see `reproduction.report.collect`."""
+
+    table: str
+    title: str
+    small: bool
+    cells: list[dict[str, Any]]
+
+
+# By patterns of file names; the results files of a checkpoint come first, in the order of a card.
+RESULT_FILES: dict[str, type[Stored]] = {
+    "results.json": Training,
+    "curves.json": Curves,
+    "length.json": Lengths,
+    "length_*.json": Lengths,
+    "lm_eval.json": ZeroShot,
+}
+
+
+def schema_of(name: str, content: Any) -> type[Stored]:
+    """Returns the class that describes the content of a file with this name."""
+    if name == "results.json" and isinstance(content, dict) and "table" in content:
+        return PaperTable
+    kinds: dict[str, type[Stored]] = {**RESULT_FILES, "card.json": Card}
+    return next((kinds[pattern] for pattern in kinds if fnmatch.fnmatch(name, pattern)), Stored)

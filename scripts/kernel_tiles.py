@@ -1,0 +1,47 @@
+"""The choice of tile sizes by measurement: a file for the environment variable WHATWHERE_TILES."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+
+@contextlib.contextmanager
+def measured(file: pathlib.Path) -> Iterator[None]:
+    """Within it, the first call of each kind of kernel times its tiles; the file gets the fastest.
+
+    A kernel that adds to its results is not timed: it runs with the first tiles that compile.
+    """
+    import triton
+
+    from whatwhere import kernel_launch
+    from whatwhere.kernel_launch import Tiles
+
+    original = kernel_launch.choose
+    known: dict[str, tuple[int, ...]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def choose(
+        name: str,
+        candidates: Sequence[Tiles],
+        compiles: Callable[[Tiles], Exception | None],
+        run: Callable[[Tiles], None] | None,
+    ) -> Tiles:
+        fitting = [tiles for tiles in candidates if compiles(tiles) is None]
+        if run is None or len(fitting) < 2:
+            return original(name, candidates, compiles, run)
+        times = {tiles: triton.testing.do_bench(functools.partial(run, tiles), warmup=5, rep=20) for tiles in fitting}
+        fastest = min(fitting, key=lambda tiles: times[tiles])
+        known[name] = dataclasses.astuple(fastest)
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        partial.replace(file)
+        return fastest
+
+    kernel_launch.CHOSEN.clear()
+    kernel_launch.choose = choose
+    try:
+        yield
+    finally:
+        kernel_launch.choose = original

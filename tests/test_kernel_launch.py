@@ -1,0 +1,108 @@
+"""How kernels are launched: the choice of tiles, and how often a kernel is compiled."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from whatwhere import kernel_launch
+from whatwhere.kernel_launch import Tiles
+from whatwhere.scripts import kernel_tiles
+
+CANDIDATES = [Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(32, 32)]
+
+
+def choose(failing=(), run=None):
+    def compiles(tiles):
+        return RuntimeError("ptxas died") if tiles in failing else None
+
+    return kernel_launch.choose("a kernel", CANDIDATES, compiles, run)
+
+
+def test_the_first_tiles_that_compile(monkeypatch):
+    """Whatever the error of the compiler; nothing is timed."""
+    monkeypatch.delenv("WHATWHERE_TILES", raising=False)
+    assert choose() == CANDIDATES[0]
+    assert choose(failing=CANDIDATES[:2]) == CANDIDATES[2]
+    with pytest.raises(RuntimeError, match="No tiles compile for a kernel") as error:
+        choose(failing=CANDIDATES)
+    assert "ptxas died" in str(error.value.__cause__)
+
+
+def test_a_file_has_what_was_measured(monkeypatch, tmp_path):
+    file = tmp_path / "tiles.json"
+    seconds = {CANDIDATES[0]: 3.0, CANDIDATES[1]: 1.0, CANDIDATES[2]: 2.0}
+    monkeypatch.setattr(kernel_launch.triton.testing, "do_bench", lambda timed, **_: seconds[timed.args[0]])
+    monkeypatch.delenv("WHATWHERE_TILES", raising=False)
+    with kernel_tiles.measured(file):
+        assert choose(run=lambda tiles: None) == CANDIDATES[1]
+        assert choose(run=lambda tiles: None, failing=CANDIDATES[1:2]) == CANDIDATES[2]
+        assert choose() == CANDIDATES[0]
+    assert json.loads(file.read_text()) == {"a kernel": [32, 32, 4, 1]}
+    assert choose() == CANDIDATES[0]
+    monkeypatch.setenv("WHATWHERE_TILES", str(file))
+    assert choose() == CANDIDATES[2]
+    assert choose(failing=CANDIDATES[2:]) == CANDIDATES[0]
+
+
+COUNT = """
+import json
+import torch
+import triton
+from whatwhere import kernel_cope, kernel_flash, kernel_pope
+from whatwhere.kernel_cope import cope_attention
+from whatwhere.kernel_pope import pope_attention
+from whatwhere.scripts.compile_kernels import _Driver
+
+found = {}
+
+def count(*, fn, compile, **_):
+    found.setdefault(fn.name.rpartition(".")[2], set()).add(compile["key"])
+    return True  # It is not compiled.
+
+def launch(kernel, grid, candidates, key, arguments, constants, **_):
+    tiles = candidates[0]
+    sizes = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    kernel.warmup(*arguments, **constants, **sizes, grid=(1,))
+
+triton.knobs.runtime.jit_cache_hook = count
+triton.runtime.driver.set_active(_Driver("sm_90"))
+for module in (kernel_cope, kernel_flash, kernel_pope):
+    module.launch = launch
+
+def call(rows, keys, packed):
+    query, key, value = (torch.empty(2, 4, length, 64, dtype=torch.bfloat16) for length in (rows, keys, keys))
+    ranges = torch.empty(2, 1, rows + keys, 2, dtype=torch.int32) if packed else None
+    table = torch.empty(64, 32)
+    phases = [torch.empty(1, length, 64).half() for length in (rows, rows, keys, keys)]
+    for one in (query, key, value):
+        one.requires_grad_(rows > 1)
+    cope = cope_attention(query, key, value, table, ranges=ranges, scaling=0.1, position_scale=1.0)
+    pope = pope_attention(query, key, value, (*phases, torch.empty(4, 64)), ranges=ranges, scaling=0.1)
+    if rows > 1:
+        (cope + pope).sum().backward()
+
+for packed in (False, True):
+    for keys in range(100, 300):
+        call(1, keys, packed)
+    for length in (7, 64, 100, 129, 256, 300, 513, 777, 1000, 1024):
+        call(length, length, packed)
+print(json.dumps({name: len(keys) for name, keys in found.items()}))
+"""
+
+
+def test_lengths_do_not_compile_kernels_again(tmp_path):
+    """200 decoding steps and ten lengths, with and without ranges, as a GPU's driver would see them."""
+    (tmp_path / "count.py").write_text(COUNT, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "count.py"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts.keys() >= {"forward_kernel", "decode_kernel", "_window_forward", "_window_columns", "turn_kernel"}
+    print(counts)
+    # With and without ranges; and a cache whose strides are, or are not, multiples of 16.
+    assert max(counts.values()) <= 4, counts
