@@ -1,8 +1,8 @@
 """Attention by the Triton kernels: what they support, and the error where they do not.
 
 Supports: float32, bfloat16, float16; heads of up to 256 channels; grouped heads; autocast; torch.compile; padding,
-packed documents and static caches. Does not support: dropout of attention weights, a user's own 4D mask, attention
-weights as an output, gradients of gradients.
+packed documents, static caches and dropout. Does not support: a user's own 4D mask, attention weights as an output,
+gradients of gradients.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim.
 """
@@ -62,7 +62,7 @@ def runs_by_default(device: torch.device) -> bool:
     return device.type == "cuda" and runs_on(device) and not interpreted()
 
 
-def unsupported(module: Any, query: torch.Tensor, attention_mask: Any, dropout: float) -> str | None:
+def unsupported(query: torch.Tensor, attention_mask: Any) -> str | None:
     """Returns what the kernels do not support in a call, its value, and what is allowed; None if they support it."""
     if not runs_on(query.device):
         allowed = "a GPU (compute capability 8.0 or newer, or ROCm), or a CPU with TRITON_INTERPRET=1 set at the start"
@@ -71,9 +71,6 @@ def unsupported(module: Any, query: torch.Tensor, attention_mask: Any, dropout: 
         return f"dtype={query.dtype}; allowed: {', '.join(map(str, DTYPES))}"
     if query.shape[-1] > MAX_HEAD_DIM:
         return f"head_dim={query.shape[-1]}; allowed: at most {MAX_HEAD_DIM}"
-    if dropout > 0:
-        field = "attn_pdrop" if hasattr(module.config, "attn_pdrop") else "attention_dropout"
-        return f"{field}={dropout!r} in training; allowed: 0.0"
     if attention_mask is not None and not is_ranges(attention_mask):
         return (
             f"an attention_mask of the shape {tuple(attention_mask.shape)} and type {attention_mask.dtype}; allowed: "
@@ -108,6 +105,7 @@ def kernel_attention(
     value: torch.Tensor,
     ranges: torch.Tensor | None,
     scaling: float,
+    dropout: float,
     context: PositionContext | None,
 ) -> torch.Tensor:
     """Calls the kernel of the layer; returns (B, Q, H, D)."""
@@ -115,7 +113,8 @@ def kernel_attention(
         # Rotated queries and keys may be float32 beside values of autocast's type.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    output = module.encodings.kernel(query, key, value, context, ranges=ranges, scaling=scaling)
+    options = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
+    output = module.encodings.kernel(query, key, value, context, **options)
     return output.transpose(1, 2).contiguous()
 
 
@@ -135,7 +134,7 @@ def triton_attention_forward(
     Raises:
         ValueError: the kernels do not support the call.
     """
-    problem = unsupported(module, query, attention_mask, dropout)
+    problem = unsupported(query, attention_mask)
     if problem is None and kwargs.get("output_attentions"):
         problem = "output_attentions=True; allowed: False, or attn_implementation='eager'"
     if problem is not None:
@@ -143,7 +142,7 @@ def triton_attention_forward(
             f"attn_implementation='triton' does not support {problem}. attn_implementation='auto' uses PyTorch where "
             "the kernels are not supported."
         )
-    return kernel_attention(module, query, key, value, attention_mask, scaling, context), None
+    return kernel_attention(module, query, key, value, attention_mask, scaling, dropout, context), None
 
 
 def auto_kernel(
@@ -159,11 +158,6 @@ def auto_kernel(
     """Returns the output of the layer's kernel for attn_implementation="auto", or None where it is not used."""
     if not runs_by_default(query.device) or module.encodings.kernel_name is None:
         return None
-    problem = unsupported(module, query, attention_mask, dropout)
-    if problem is None:
-        return kernel_attention(module, query, key, value, attention_mask, scaling, context)
-    if dropout > 0 and not torch.compiler.is_compiling():
-        logger.warning_once(
-            f"attn_implementation='auto' uses {module.encodings.default!r}: the kernels do not support {problem}."
-        )
-    return None
+    if unsupported(query, attention_mask) is not None:
+        return None
+    return kernel_attention(module, query, key, value, attention_mask, scaling, dropout, context)

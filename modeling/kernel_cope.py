@@ -42,7 +42,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_flash import (
+    apply_dropout,
     check_inputs,
+    dropout_arguments,
+    dropout_seed,
     flash_backward_columns,
     flash_backward_rows,
     flash_decode,
@@ -227,6 +230,7 @@ def _window_forward(
     values,
     ranges,
     window,
+    dropout,
     scaling,
     H,
     groups,
@@ -295,7 +299,10 @@ def _window_forward(
         _, fraction, below, step = _interpolate(z, position, seen, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        acc, weight, top = softmax_step(acc, weight, top, logits, seen, v, PRECISION)
+        columns = begin + tl.arange(0, BLOCK_N)[None, :]
+        acc, weight, top = softmax_step(
+            acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
+        )
         count += tl.sum(counts, 1)
         unfinished = sees & (low < begin) & (count < last)
         pending = tl.max(unfinished.to(tl.int32))
@@ -318,13 +325,13 @@ def _window_forward(
 
 @triton.jit
 def _window_gradients(
-    q, k, gk, v, grad, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older, scaling, P,
-    BITS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, gk, v, grad, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+    dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
 
-    Returns the weights; the gradients of logits, gate logits and positions; the counts, those of the keys right of
-    each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
+    Returns the weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the
+    keys right of each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
     """
     last = (P - 1) << BITS
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
@@ -337,11 +344,14 @@ def _window_gradients(
     position = tl.minimum(tl.maximum(after + counts, 0), last)
     level, fraction, below, step = _interpolate(z, position, seen, BITS)
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
-    grad_logits = weights * (dot(grad, tl.trans(v), None, PRECISION) - row_delta[:, None])
+    grad_weights = dot(grad, tl.trans(v), None, PRECISION)
+    grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
+    grad_logits = weights * (grad_weights - row_delta[:, None])
     grad_position = grad_logits * step
     grad_gates = slope[:, None] + _running_sums(grad_position, older)
     grad_gates = tl.where(counted, grad_gates * gates * (1.0 - gates), 0.0)
-    return weights, grad_logits, grad_gates, grad_position, counts, after, level, fraction
+    kept = apply_dropout(weights, dropout, member, rows[:, None], columns[None, :])
+    return kept, grad_logits, grad_gates, grad_position, counts, after, level, fraction
 
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
@@ -355,6 +365,7 @@ def _window_rows(
     ranges,
     window,
     delta,
+    dropout,
     grad_query,
     levels,
     carried_count,
@@ -426,8 +437,8 @@ def _window_rows(
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
-            q, k, gk, v, do, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older, scaling, P,
-            BITS, PRECISION,
+            q, k, gk, v, do, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+            dropout, member, rows, columns, scaling, P, BITS, PRECISION,
         )  # fmt: skip
         if gate_key is not None:
             dq = dot(dgates.to(k.dtype), gk, dq, PRECISION)
@@ -462,6 +473,7 @@ def _window_columns(
     ranges,
     window,
     delta,
+    dropout,
     carried_count,
     carried_slope,
     grad_key,
@@ -545,7 +557,7 @@ def _window_columns(
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
                     q, k, gk, v, do, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-                    scaling, P, BITS, PRECISION,
+                    dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
                 if gate_key is not None:
@@ -601,6 +613,8 @@ class _Pass:
         ranges: torch.Tensor | None,
         scaling: float,
         position_scale: float,
+        seed: torch.Tensor | None = None,
+        dropout: float = 0.0,
     ) -> None:
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
@@ -609,6 +623,7 @@ class _Pass:
         self.table = table.contiguous()
         self.ranges = ranges.contiguous() if ranges is not None else None
         self.scaling, self.position_scale = scaling, position_scale
+        self.dropout = dropout_arguments(seed, dropout)
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
         self.P = table.shape[1]
@@ -624,7 +639,7 @@ class _Pass:
         }
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         self.bits = {"BITS": min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length())}
-        self.tune = (self.D, query.dtype, ranges is not None, gate_key is not None)
+        self.tune = (self.D, query.dtype, ranges is not None, gate_key is not None, seed is not None)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -680,7 +695,7 @@ class _Pass:
                 [Tiles(rows, 32)] if shared_rows else self.forward_tiles,
                 (*self.tune, rows, shared_rows),
                 (
-                    *(*self.matrices, values, self.ranges, window, self.scaling),
+                    *(*self.matrices, values, self.ranges, window, self.dropout, self.scaling),
                     *(H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, **self.bits, "SHARED": shared_rows},
@@ -732,7 +747,7 @@ class _Pass:
         shape = (B, self.G, K, D)
         grad_key, grad_value = (torch.zeros(shape, dtype=torch.float32, device=self.query.device) for _ in range(2))
         grad_gate_key = torch.zeros_like(grad_key) if self.gate_key is not None else None
-        inputs = (heads(grad), *self.matrices, values, self.ranges, window, delta)
+        inputs = (heads(grad), *self.matrices, values, self.ranges, window, delta, self.dropout)
         for first in range(0, Q, chunk):
             self.position_values(first, values)
             levels.zero_()
@@ -782,10 +797,13 @@ def _forward(
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     scaling: float,
     position_scale: float,
+    dropout: float,
 ) -> list[torch.Tensor]:
-    attention = _Pass(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
+    inputs = (query, key, value, table, gate_key, position_query, ranges)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout)
     window = attention.window_forward()
     out, lse = flash_forward(
         attention.query,
@@ -793,6 +811,7 @@ def _forward(
         attention.value,
         scaling=scaling,
         ranges=ranges,
+        dropout=attention.dropout,
         bound=(window.start, WINDOW_ROWS),
         constant=window.constant,
         initial=(window.out, window.lse),
@@ -801,7 +820,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale):
+def _(query, key, value, table, gate_key, position_query, ranges, seed, scaling, position_scale, dropout):
     B, H, Q, D = query.shape
     per_row, per_block = query.new_empty((B, H, Q), dtype=torch.float32), (B, H, -(-Q // WINDOW_ROWS))
     return [
@@ -825,11 +844,14 @@ def _backward(
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     scaling: float,
     position_scale: float,
+    dropout: float,
 ) -> list[torch.Tensor]:
-    attention = _Pass(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
+    inputs = (query, key, value, table, gate_key, position_query, ranges)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout)
     window = Window(*saved)
     delta = row_products(grad, window.out)
     grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query = attention.window_backward(
@@ -837,7 +859,8 @@ def _backward(
     )
     # A constant added to the logits of a row shifts their log-sum-exp.
     plain = (grad, attention.query, attention.key, attention.value, window.lse - window.constant, delta)
-    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "bound": (window.start, WINDOW_ROWS)}
+    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "dropout": attention.dropout}
+    options["bound"] = (window.start, WINDOW_ROWS)
     grad_query = flash_backward_rows(*plain, **options, initial=grad_query)
     *columns, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
     results = [grad_query, *columns, grad_table.to(table.dtype)]
@@ -847,7 +870,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, query, key, value, table, gate_key, position_query, ranges, saved, scaling, position_scale):
+def _(grad, query, key, value, table, gate_key, position_query, ranges, seed, saved, *settings):
     inputs = (query, key, value, table, gate_key, position_query)
     return [tensor.new_empty(tensor.shape) for tensor in inputs if tensor is not None]
 
@@ -890,7 +913,7 @@ def _(query, key, value, table, gate_key, position_query, ranges, scaling, posit
 
 
 def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.position_scale = inputs
+    *tensors, ctx.scaling, ctx.position_scale, ctx.dropout = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -898,11 +921,11 @@ def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
     # Read once: activation checkpointing allows no second time.
     saved = list(ctx.saved_tensors)
-    *inputs, ranges = saved[:7]
+    inputs = saved[:6]
     if grads[0] is None:
-        return (None,) * 9
-    results = iter(_backward(grads[0], *inputs, ranges, saved[7:], ctx.scaling, ctx.position_scale))
-    return (*(None if tensor is None else next(results) for tensor in inputs), None, None, None)
+        return (None,) * 11
+    results = iter(_backward(grads[0], *saved[:8], saved[8:], ctx.scaling, ctx.position_scale, ctx.dropout))
+    return (*(None if tensor is None else next(results) for tensor in inputs), *(None,) * 5)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -926,6 +949,7 @@ def cope_attention(
     ranges: torch.Tensor | None = None,
     scaling: float,
     position_scale: float,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention with contextual positions (CoPE, Golovneva et al. 2024, Eq. 3 to 9), differentiable.
 
@@ -943,12 +967,13 @@ def cope_attention(
             up to K - Q + i. Keys that are not seen are not counted.
         scaling: the factor on q.k, in content and gates.
         position_scale: the factor on r.e.
+        dropout: the probability that a weight is dropped.
 
     Returns:
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
 
     Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
+        ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
     if value.shape != key.shape:
@@ -967,9 +992,8 @@ def cope_attention(
             f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
             f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
         )
-    arguments = (query, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
     inputs = (query, key, value, table, gate_key, position_query)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
-    if query.shape[2] == 1 and not wanted:
-        return _decode(*arguments)
-    return _forward(*arguments)[0]
+    if query.shape[2] == 1 and not wanted and not dropout:
+        return _decode(*inputs, ranges, scaling, position_scale)
+    return _forward(*inputs, ranges, dropout_seed(query, dropout), scaling, position_scale, dropout)[0]

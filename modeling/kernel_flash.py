@@ -5,7 +5,7 @@ These are launchers on raw tensors, without autograd; the operators are built fr
 
 Supports: causal attention with rows aligned to the end, and everything that `ranges` can say; grouped heads; query
 length at most key length; values of up to 256 channels, keys as wide or up to twice as wide; float32, bfloat16, float16
-(sums always float32). Does not support: dropout, additive masks.
+(sums always float32); dropout of weights. Does not support: additive masks.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D channels of queries and keys, V channels of
 values, n blocks of rows that share a bound, S splits of the keys in decoding. Query head h uses key head h // (H // G).
@@ -61,6 +61,20 @@ class Polar(NamedTuple):
     shift: Any
     batch_q: Any
     batch_k: Any
+
+
+class Dropout(NamedTuple):
+    """Weights are dropped by a hash of the seed, the head, the row and the key: the same in every kernel.
+
+    Attributes:
+        seed: int32 (1,).
+        limit: a weight is dropped if the first 31 bits of its hash are below this.
+        scale: the factor on the other weights.
+    """
+
+    seed: Any
+    limit: Any
+    scale: Any
 
 
 # Far below every logit, and far from overflow. -inf would give NaN in rows that have seen no key yet.
@@ -134,8 +148,35 @@ def seen_keys(ranges, low, high, start, Q, K, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(acc, total, top, logits, seen, v, PRECISION: tl.constexpr):
-    """Adds logits in base 2, (BLOCK_M, BLOCK_N), and values to an online softmax; `seen` None: all are seen."""
+def _hash(bits):
+    """A bijection of uint32 that spreads every bit over all ("lowbias32" by Chris Wellons)."""
+    bits ^= bits >> 16
+    bits *= 0x7FEB352D
+    bits ^= bits >> 15
+    bits *= 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def apply_dropout(weights, dropout, member, rows, keys):
+    """Returns weights times 0 or 1 / (1 - p); unchanged if `dropout` is None.
+
+    rows, keys: indices that broadcast to the shape of the weights. member: batch entry * H + head.
+    """
+    if dropout is not None:
+        seed = _hash(tl.load(dropout.seed).to(tl.uint32)) + member.to(tl.uint32)
+        row_hash = _hash(_hash(seed) + rows.to(tl.uint32))
+        bits = _hash(row_hash + _hash(keys.to(tl.uint32)))
+        weights = tl.where((bits >> 1).to(tl.int32) >= dropout.limit, weights * dropout.scale, 0.0)
+    return weights
+
+
+@triton.jit
+def softmax_step(acc, total, top, logits, seen, v, dropout, member, rows, keys, PRECISION: tl.constexpr):
+    """Adds logits in base 2, (BLOCK_M, BLOCK_N), and values to an online softmax; `seen` None: all are seen.
+
+    For dropout, member, rows and keys see `apply_dropout`.
+    """
     if seen is not None:
         logits = tl.where(seen, logits, MASKED)
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -144,7 +185,8 @@ def softmax_step(acc, total, top, logits, seen, v, PRECISION: tl.constexpr):
         # A row that has seen no key yet has exp2(0) here.
         weights = tl.where(seen, weights, 0.0)
     decay = tl.exp2(top - new_top)
-    acc = dot(weights.to(v.dtype), v, acc * decay[:, None], PRECISION)
+    kept = apply_dropout(weights, dropout, member, rows, keys)
+    acc = dot(kept.to(v.dtype), v, acc * decay[:, None], PRECISION)
     return acc, total * decay + tl.sum(weights, 1), new_top
 
 
@@ -252,6 +294,7 @@ def forward_kernel(
     ranges,
     bound,
     decay,
+    dropout,
     constant,
     initial_out,
     initial_lse,
@@ -317,11 +360,13 @@ def forward_kernel(
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION) * scale
+            columns = start + tl.arange(0, BLOCK_N)[None, :]
             if decay is not None:
-                columns = start + tl.arange(0, BLOCK_N)[None, :]
                 logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
             seen = seen_keys(ranges, low, high, start, Q, K, BLOCK_N) if masked else None
-            acc, total, top = softmax_step(acc, total, top, logits, seen, v, PRECISION)
+            acc, total, top = softmax_step(
+                acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
+            )
 
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
@@ -357,6 +402,7 @@ def backward_rows_kernel(
     ranges,
     bound,
     decay,
+    dropout,
     initial,
     scaling,
     H,
@@ -406,13 +452,14 @@ def backward_rows_kernel(
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION) * scale
+            columns = start + tl.arange(0, BLOCK_N)[None, :]
             if decay is not None:
-                columns = start + tl.arange(0, BLOCK_N)[None, :]
                 logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
             weights = tl.exp2(logits - row_lse[:, None])
             if masked:
                 weights = tl.where(seen_keys(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
+            grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
             grad_logits = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
             acc = dot(grad_logits, k, acc, PRECISION)
 
@@ -436,6 +483,7 @@ def backward_columns_kernel(
     ranges,
     bound,
     decay,
+    dropout,
     initial_key,
     initial_value,
     scaling,
@@ -512,8 +560,10 @@ def backward_columns_kernel(
                     seen = seen & (keys[:, None] >= low[None, :]) & valid[:, None]
                 weights = tl.where(seen, weights, 0.0)
             grad_tile = load(grads + h * grad.head, grad.row, start, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
-            grad_v = dot(weights.to(grad_tile.dtype), grad_tile, grad_v, PRECISION)
+            kept = apply_dropout(weights, dropout, member * GROUPS + h, rows[None, :], keys[:, None])
+            grad_v = dot(kept.to(grad_tile.dtype), grad_tile, grad_v, PRECISION)
             grad_weights = dot(v, tl.trans(grad_tile), None, PRECISION)
+            grad_weights = apply_dropout(grad_weights, dropout, member * GROUPS + h, rows[None, :], keys[:, None])
             row_delta = tl.load(delta + h * Q + rows, mask=rows < Q, other=0.0)
             grad_logits = weights * (grad_weights - row_delta[None, :])
             if grad_decay is not None:
@@ -617,7 +667,7 @@ def decode_kernel(
             logits += decay_bias(row_high, row_rest, key_decay, heads[:, None] * K + columns, inside)
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
         seen = seen_keys(ranges, low, high, begin, 1, K, BLOCK_N)
-        acc, total, top = softmax_step(acc, total, top, logits, seen, v, PRECISION)
+        acc, total, top = softmax_step(acc, total, top, logits, seen, v, None, None, None, None, PRECISION)
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     index = (member * splits + split) * groups
@@ -770,6 +820,27 @@ def _decay(decay: tuple[torch.Tensor, torch.Tensor] | None) -> Decay | None:
     return Decay(rows, keys, *(0 if one.shape[0] == 1 else one.stride(0) for one in (rows, keys)))
 
 
+def dropout_arguments(seed: torch.Tensor | None, probability: float) -> Dropout | None:
+    """Returns the argument of the kernels for a seed, int32 (1,), and the probability that a weight is dropped."""
+    if seed is None:
+        return None
+    scale = 1 / (1 - probability) if probability < 1 else 0.0
+    return Dropout(seed, min(round(probability * 2**31), 2**31 - 1), scale)
+
+
+def dropout_seed(query: torch.Tensor, probability: float) -> torch.Tensor | None:
+    """Returns a seed from PyTorch's generator of the device, int32 (1,); None if nothing is dropped.
+
+    Raises:
+        ValueError: the probability is not in [0, 1].
+    """
+    if not 0 <= probability <= 1:
+        raise ValueError(f"dropout={probability!r} is not valid: it must be in [0, 1].")
+    if probability == 0:
+        return None
+    return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=query.device)
+
+
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -820,6 +891,7 @@ def flash_forward(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -833,6 +905,7 @@ def flash_forward(
         scaling: the factor on q.k, positive.
         ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
         decay: rows and keys of `Decay`, or None.
+        dropout: of `dropout_arguments`.
         bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
             start[b, h, i // rows].
         constant: float32 (B, H, Q), added to all logits of a row.
@@ -857,7 +930,7 @@ def flash_forward(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_FORWARD, query, value),
-        _key(query, value, ranges, decay, start, constant, initial_out),
+        _key(query, value, ranges, decay, dropout, start, constant, initial_out),
         (
             *(
                 heads(query),
@@ -868,6 +941,7 @@ def flash_forward(
                 ranges,
                 start,
                 _decay(decay),
+                dropout,
                 constant,
                 initial_out,
                 initial_lse,
@@ -890,6 +964,7 @@ def flash_backward_rows(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -915,10 +990,23 @@ def flash_backward_rows(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_ROWS, query, value),
-        _key(query, value, ranges, decay, start, initial),
+        _key(query, value, ranges, decay, dropout, start, initial),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous(), grad_query),
-            *(ranges, start, _decay(decay), initial, float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
+            *(
+                ranges,
+                start,
+                _decay(decay),
+                dropout,
+                initial,
+                float(scaling),
+                H,
+                H // G,
+                Q,
+                K,
+                bound_blocks,
+                bound_rows,
+            ),
         ),
         _constants(query, value),
     )
@@ -936,6 +1024,7 @@ def flash_backward_columns(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
     decay_gradient: bool = False,
@@ -960,10 +1049,10 @@ def flash_backward_columns(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
         _candidates(_COLUMNS, query, value),
-        (*_key(query, value, ranges, decay, grad_decay, start, initial_key), H // G),
+        (*_key(query, value, ranges, decay, dropout, grad_decay, start, initial_key), H // G),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
-            *(grad_key, grad_value, grad_decay, ranges, start, _decay(decay), initial_key, initial_value),
+            *(grad_key, grad_value, grad_decay, ranges, start, _decay(decay), dropout, initial_key, initial_value),
             *(float(scaling), G, Q, K, bound_blocks, bound_rows),
         ),
         {**_constants(query, value), "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
@@ -982,11 +1071,12 @@ def flash_backward(
     scaling: float,
     ranges: torch.Tensor | None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout: Dropout | None = None,
     decay_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of query, key, value and c of the keys: `out` and `lse` as `flash_forward` returned them."""
     tensors = (grad, query, key, value, lse, row_products(grad, out))
-    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay}
+    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay, "dropout": dropout}
     grad_query = flash_backward_rows(*tensors, **options)
     return grad_query, *flash_backward_columns(*tensors, **options, decay_gradient=decay_gradient)
 

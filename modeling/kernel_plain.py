@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from .kernel_flash import check_inputs, flash_backward, flash_decode, flash_forward
+from .kernel_flash import (
+    check_inputs,
+    dropout_arguments,
+    dropout_seed,
+    flash_backward,
+    flash_decode,
+    flash_forward,
+)
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
@@ -35,13 +42,16 @@ def _forward(
     row_decay: torch.Tensor | None,
     key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     scaling: float,
+    dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return flash_forward(query, key, value, scaling=scaling, ranges=ranges, decay=_decay(row_decay, key_decay))
+    options: dict[str, Any] = {"ranges": ranges, "decay": _decay(row_decay, key_decay)}
+    return flash_forward(query, key, value, scaling=scaling, **options, dropout=dropout_arguments(seed, dropout))
 
 
 @_forward.register_fake
-def _(query, key, value, row_decay, key_decay, ranges, scaling):
+def _(query, key, value, row_decay, key_decay, ranges, seed, scaling, dropout):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -54,12 +64,15 @@ def _backward(
     row_decay: torch.Tensor | None,
     key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scaling: float,
+    dropout: float,
     decay_gradient: bool,
 ) -> list[torch.Tensor]:
     options: dict[str, Any] = {"ranges": ranges, "decay": _decay(row_decay, key_decay)}
+    options["dropout"] = dropout_arguments(seed, dropout)
     results = flash_backward(
         grad, query, key, value, out, lse, scaling=scaling, **options, decay_gradient=decay_gradient
     )
@@ -67,7 +80,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, query, key, value, row_decay, key_decay, ranges, out, lse, scaling, decay_gradient):
+def _(grad, query, key, value, row_decay, key_decay, ranges, seed, out, lse, scaling, dropout, decay_gradient):
     results = [one.new_empty(one.shape) for one in (query, key, value)]
     return [*results, query.new_empty(key_decay.shape, dtype=torch.float32)] if decay_gradient else results
 
@@ -91,7 +104,7 @@ def _(query, key, value, row_decay, key_decay, ranges, scaling):
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scaling = inputs
+    *tensors, ctx.scaling, ctx.dropout = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
@@ -99,12 +112,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
+        return (None,) * 9
     tensors = ctx.saved_tensors
     wanted = ctx.needs_input_grad[4]
-    results = _backward(grad, *tensors, ctx.scaling, wanted)
+    results = _backward(grad, *tensors, ctx.scaling, ctx.dropout, wanted)
     # Softmax does not see the c of a row.
-    return (*results[:3], None, results[3].to(tensors[4].dtype) if wanted else None, None, None)
+    return (*results[:3], None, results[3].to(tensors[4].dtype) if wanted else None, *(None,) * 4)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -125,6 +138,7 @@ def plain_attention(
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     scaling: float,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Causal softmax attention, differentiable in query, key, value and the decay of the keys.
 
@@ -137,12 +151,13 @@ def plain_attention(
         ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
         scaling: the factor on q.k, positive.
+        dropout: the probability that a weight is dropped.
 
     Returns:
         (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
 
     Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
+        ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
     B, H, Q, _ = query.shape
@@ -152,6 +167,6 @@ def plain_attention(
             raise ValueError(f"decay={tuple(numbers.shape)!r} is not valid: it must be (1 or {B}, {H}, {length}).")
     inputs = (query, key, value, row_decay, key_decay)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
-    if Q == 1 and not wanted:
+    if Q == 1 and not wanted and not dropout:
         return _decode(*inputs, ranges, scaling)
-    return _forward(*inputs, ranges, scaling)[0]
+    return _forward(*inputs, ranges, dropout_seed(query, dropout), scaling, dropout)[0]

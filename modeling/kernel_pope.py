@@ -17,7 +17,16 @@ from typing import Any
 
 import torch
 
-from .kernel_flash import flash_backward, flash_decode, flash_forward, load, pointer, subtract_phase
+from .kernel_flash import (
+    dropout_arguments,
+    dropout_seed,
+    flash_backward,
+    flash_decode,
+    flash_forward,
+    load,
+    pointer,
+    subtract_phase,
+)
 from .kernel_launch import Tiles, block_width, heads, launch
 
 try:
@@ -129,6 +138,7 @@ class _Part:
     key: tuple[torch.Tensor, tuple[torch.Tensor, ...], None]
     value: torch.Tensor
     ranges: torch.Tensor | None
+    seed: torch.Tensor | None
 
 
 def _parts(
@@ -138,6 +148,7 @@ def _parts(
     phases: Sequence[torch.Tensor],
     shift: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
 ) -> Iterator[_Part]:
     """Yields the parts, each of which takes at most the scratch memory (or is one key head)."""
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
@@ -158,6 +169,8 @@ def _parts(
                 (key[batch, keys], (cos_k, sin_k), None),
                 value[batch, keys],
                 None if ranges is None else ranges[batch],
+                # Each part counts its heads from 0.
+                None if seed is None else seed + (first * G + group),
             )
 
 
@@ -182,19 +195,22 @@ def _forward(
     sin_k: torch.Tensor,
     shift: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     scaling: float,
+    dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = [], []
-    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges):
+    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges, seed):
         turned = _turn(*part.query), _turn(*part.key)
-        part_out, part_lse = flash_forward(*turned, part.value, scaling=scaling, ranges=part.ranges)
+        options: dict[str, Any] = {"ranges": part.ranges, "dropout": dropout_arguments(part.seed, dropout)}
+        part_out, part_lse = flash_forward(*turned, part.value, scaling=scaling, **options)
         out.append((part.queries, part_out))
         lse.append((part.queries, part_lse))
     return _join(out, query.shape), _join(lse, query.shape[:3])
 
 
 @_forward.register_fake
-def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, scaling):
+def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, seed, scaling, dropout):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -210,17 +226,20 @@ def _backward(
     sin_k: torch.Tensor,
     shift: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scaling: float,
+    dropout: float,
 ) -> list[torch.Tensor]:
     queries, keys, values = [], [], []
     grad_shift = None if shift is None else torch.zeros_like(shift)
-    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges):
+    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges, seed):
         at = part.queries
         turned = _turn(*part.query), _turn(*part.key)
+        options: dict[str, Any] = {"ranges": part.ranges, "dropout": dropout_arguments(part.seed, dropout)}
         grad_query, grad_key, grad_value, _ = flash_backward(
-            grad[at], *turned, part.value, out[at], lse[at], scaling=scaling, ranges=part.ranges
+            grad[at], *turned, part.value, out[at], lse[at], scaling=scaling, **options
         )
         grad_query, part_shift = _turn_backward(grad_query, *part.query)
         if grad_shift is not None and part_shift is not None:
@@ -233,7 +252,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, out, lse, scaling):
+def _(grad, query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, seed, out, lse, scaling, dropout):
     wanted = (query, key, value) if shift is None else (query, key, value, shift)
     return [tensor.new_empty(tensor.shape) for tensor in wanted]
 
@@ -261,7 +280,7 @@ def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, scaling):
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scaling = inputs
+    *tensors, ctx.scaling, ctx.dropout = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
@@ -269,10 +288,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
-    results = _backward(grad, *ctx.saved_tensors, ctx.scaling)
+        return (None,) * 12
+    results = _backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.dropout)
     grad_shift = results[3] if len(results) > 3 else None
-    return (*results[:3], None, None, None, None, grad_shift, None, None)
+    return (*results[:3], *(None,) * 4, grad_shift, *(None,) * 4)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -312,6 +331,7 @@ def pope_attention(
     *,
     ranges: torch.Tensor | None = None,
     scaling: float,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """PoPE attention (2509.10534, Eq. 4 to 7): differentiable in query, key, value and shift.
 
@@ -325,12 +345,14 @@ def pope_attention(
         ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
         scaling: the factor on the scores, positive.
+        dropout: the probability that a weight is dropped.
 
     Returns:
         (B, H, Q, D) in the type of the query (that of autocast where it is on); 0 in rows that see nothing.
 
     Raises:
-        ValueError: shapes or types do not fit, a table requires a gradient, or scaling is not positive.
+        ValueError: shapes or types do not fit, a table requires a gradient, scaling is not positive, or dropout is not
+            in [0, 1].
     """
     *phases, shift = tables
     _check(query, key, (phases[0], phases[1], phases[2], phases[3]), shift)
@@ -338,8 +360,9 @@ def pope_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shift = None if shift is None else shift.float()
-    arguments = (query, key, value, *phases, shift, ranges, scaling)
+    arguments = (query, key, value, *phases, shift, ranges)
     wanted = (query, key, value) if shift is None else (query, key, value, shift)
-    if query.shape[2] == 1 and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)):
-        return _decode(*arguments)
-    return _forward(*arguments)[0]
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
+    if query.shape[2] == 1 and not differentiable and not dropout:
+        return _decode(*arguments, scaling)
+    return _forward(*arguments, dropout_seed(query, dropout), scaling, dropout)[0]

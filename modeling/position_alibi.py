@@ -114,10 +114,11 @@ class ALiBi(PositionEncoding):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
+        dropout: float,
     ) -> torch.Tensor:
         from .kernel_plain import plain_attention
 
         (slopes, *positions), _ = self.term_inputs(context, scaling)
         slopes = -slopes[: query.shape[1], None].double()
         rows, keys = (slopes * one[:, None] for one in positions)
-        return plain_attention(query, key, value, decay=(rows, keys), ranges=ranges, scaling=scaling)
+        return plain_attention(query, key, value, decay=(rows, keys), ranges=ranges, scaling=scaling, dropout=dropout)

@@ -327,6 +327,7 @@ class PositionEncoding(nn.Module):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
+        dropout: float,
     ) -> torch.Tensor:
         """Returns the output (B, H, Q, D) of the encoding's Triton kernel, which also does what `after_cache` does.
 
@@ -337,6 +338,7 @@ class PositionEncoding(nn.Module):
             context: the context of this layer.
             ranges: the mask, see `attention_mask`, or None for causal.
             scaling: the factor on q.k.
+            dropout: the probability that a weight is dropped; 0 outside training.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel")
 

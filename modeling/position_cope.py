@@ -382,6 +382,7 @@ class CoPE(PositionEncoding):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
+        dropout: float,
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
 
@@ -397,4 +398,5 @@ class CoPE(PositionEncoding):
             ranges=ranges,
             scaling=scaling,
             position_scale=scale,
+            dropout=dropout,
         )

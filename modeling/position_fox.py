@@ -162,6 +162,7 @@ class FoX(PositionEncoding):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
+        dropout: float,
     ) -> torch.Tensor:
         from .kernel_plain import plain_attention
 
@@ -175,4 +176,4 @@ class FoX(PositionEncoding):
         sums = log_forget.double().cumsum(-1)
         rows = slots.clamp(min=0)[:, None].expand(sums.shape[0], sums.shape[1], -1)
         decay = sums.detach().gather(2, rows), sums
-        return plain_attention(query, key, value, decay=decay, ranges=ranges, scaling=scaling)
+        return plain_attention(query, key, value, decay=decay, ranges=ranges, scaling=scaling, dropout=dropout)

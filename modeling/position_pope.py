@@ -314,6 +314,7 @@ class PoPE(PositionEncoding):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
+        dropout: float,
     ) -> torch.Tensor:
         from .kernel_pope import pope_attention
 
@@ -324,7 +325,7 @@ class PoPE(PositionEncoding):
             # The kernel reads halves beside features that are no finer.
             tables = context.once("pope, half", lambda: [table.half() for table in context.shared[self.name]])
         phases = [table.squeeze(1) for table in tables]
-        return pope_attention(query, key, value, (*phases, shift), ranges=ranges, scaling=scaling)
+        return pope_attention(query, key, value, (*phases, shift), ranges=ranges, scaling=scaling, dropout=dropout)
 
 
 def decode_on_cpu(

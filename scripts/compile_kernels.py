@@ -186,13 +186,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """
     cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
     all_flags: list[tuple[str, ...]] = [(), ("ranges",), ("ranges", "separate gates")]
-    all_flags += [("position query",), ("grouped heads",), ("partial", "no shift")]
+    all_flags += [("position query",), ("grouped heads",), ("partial", "no shift"), ("dropout",)]
     cases += [(torch.bfloat16, 64, flags) for flags in all_flags]
     cases += [(torch.bfloat16, 128, ()), (torch.bfloat16, 256, ()), (torch.bfloat16, 40, ()), (torch.float32, 64, ())]
     for dtype, D, flags in cases:
         of_cope = [flag for flag in flags if flag not in ("partial", "no shift")]
         of_pope = [flag for flag in flags if flag not in ("separate gates", "position query")]
-        for rows in (1024, 1):
+        for rows in (1024,) if "dropout" in flags else (1024, 1):
             what = f"{POINTERS[dtype]} D={D} " + ("" if rows > 1 else "decoding ")
             yield f"cope {what}{'+'.join(of_cope) or 'causal'}", _cope_call(dtype, D, rows, flags)
             if len(of_pope) == len(flags):
@@ -225,6 +225,7 @@ def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
 
     inputs, ranges = _inputs(dtype, D, rows, flags)
     options: dict[str, Any] = {"ranges": ranges, "scaling": 0.125, "position_scale": 0.125}
+    options["dropout"] = 0.1 if "dropout" in flags else 0.0
     if "separate gates" in flags:
         options["gate_key"] = torch.empty_like(inputs[1])
     if "position query" in flags:
@@ -245,7 +246,8 @@ def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
     query, key, value = inputs
 
     def attention() -> torch.Tensor:
-        return pope_attention(query, key, value, tables, ranges=ranges, scaling=0.125)
+        dropout = 0.1 if "dropout" in flags else 0.0
+        return pope_attention(query, key, value, tables, ranges=ranges, scaling=0.125, dropout=dropout)
 
     return lambda: _run(attention, trained, rows > 1)
 
@@ -259,6 +261,7 @@ def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> 
     if "decay" in flags:
         decay = torch.empty(1, 16, rows), torch.empty(1, 16, 1024, requires_grad=rows > 1)
     options: dict[str, Any] = {"decay": decay, "ranges": ranges, "scaling": 0.125}
+    options["dropout"] = 0.1 if "dropout" in flags else 0.0
     return lambda: _run(lambda: plain_attention(query, key, value, **options), inputs, rows > 1)
 
 

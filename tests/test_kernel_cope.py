@@ -390,7 +390,7 @@ OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor"
 def test_operator(separate, rotated):
     query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=separate)
     position_query = torch.randn_like(query).requires_grad_() if rotated else None
-    arguments = (query, key, value, table, gate_key, position_query, None, 0.25, 0.25)
+    arguments = (query, key, value, table, gate_key, position_query, None, None, 0.25, 0.25, 0.0)
     torch.library.opcheck(kernel_cope._forward, arguments, test_utils=OPERATOR_TESTS)
 
 

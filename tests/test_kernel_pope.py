@@ -152,7 +152,7 @@ def test_in_parts(key_heads, monkeypatch):
     gradients = torch.autograd.grad(whole, wanted(*arguments), grad)
     monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
     query, key, value, (*phases, shift) = arguments
-    parts = list(kernel_pope._parts(query, key, value, phases, shift, ranges))
+    parts = list(kernel_pope._parts(query, key, value, phases, shift, ranges, None))
     assert [part.value.shape[:2] for part in parts] == [(1, key_heads)] * 6
     again = pope_attention(*arguments, ranges=ranges, scaling=0.4)
     close(again, whole)
@@ -209,7 +209,7 @@ def test_rows_that_see_nothing():
 def test_operators(shifted, limited):
     query, key, value, (*phases, shift) = inputs((2, 2, 1, 12, 20, 16, 8), shifted=shifted)
     ranges = padding_limits(2, 12, 20) if limited else None
-    torch.library.opcheck(kernel_pope._forward, (query, key, value, *phases, shift, ranges, 0.3))
+    torch.library.opcheck(kernel_pope._forward, (query, key, value, *phases, shift, ranges, None, 0.3, 0.0))
     one = [tensor.detach() for tensor in (query[:, :, :1], key, value)]
     first = [phases[0][:, :1], phases[1][:, :1], *phases[2:]]
     step = padding_limits(2, 1, 20) if limited else None

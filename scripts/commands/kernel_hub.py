@@ -76,7 +76,7 @@ out.sum().backward()
 ```
 
 `help(kernel.pope_attention)` describes the arguments. float32, bfloat16 and float16; heads of up to 256 channels;
-grouped heads. NVIDIA GPUs of compute capability 8.0 or newer, or ROCm. No dropout, and no gradients of gradients.
+grouped heads. NVIDIA GPUs of compute capability 8.0 or newer, or ROCm. No gradients of gradients.
 
 Tested in Triton's interpreter, and compiled for GPUs, but not yet run on one.
 
