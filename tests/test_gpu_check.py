@@ -68,9 +68,14 @@ def scaled_steps(monkeypatch):
 
 
 def wrong_levels(monkeypatch):
-    """The gradient of each position goes to its neighbour."""
-    right = kernel_cope._level
-    monkeypatch.setattr(kernel_cope, "_level", lambda base, index, *given: right(base, index + 1, *given))
+    """The gradient of the table at floor and ceiling of each position are swapped."""
+    right = kernel_cope._window_gradients
+
+    def gradients(*given):
+        *others, fraction = right(*given)
+        return *others, 1.0 - fraction
+
+    monkeypatch.setattr(kernel_cope, "_window_gradients", gradients)
 
 
 def shifted_count(monkeypatch):
@@ -78,7 +83,7 @@ def shifted_count(monkeypatch):
     right = kernel_cope._Pass.window_backward
 
     def backward(self, grad, delta, window):
-        return right(self, grad, delta, window | {"total": window["total"] + (1 << 21) // 1000})
+        return right(self, grad, delta, window._replace(total=window.total + (1 << 21) // 1000))
 
     monkeypatch.setattr(kernel_cope._Pass, "window_backward", backward)
 

@@ -67,6 +67,7 @@ FALLBACK = """
 import json
 import pathlib
 import sys
+import torch
 import triton
 import triton.language as tl
 from whatwhere.kernel_launch import Tiles
@@ -86,12 +87,12 @@ def product(left, right, out, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
         total += tl.arange(0, 3)
     tl.store(out + rows[:, None] * size + rows[None, :], total)
 
-types = {"left": "*bf16", "right": "*bf16", "out": "*fp32", "size": "i32", "WRONG": "constexpr"}
+arguments = (*torch.empty(2, 256, 256, dtype=torch.bfloat16), torch.empty(256, 256), 256)
 tiles = {"falls back": [Tiles(256, 256, 8, 4), Tiles(32, 32, 4, 2)], "too large": [Tiles(256, 256, 8, 4)],
          "wrong": [Tiles(32, 32)]}
 listed = {}
 for name in tiles:
-    listed[name] = [(product, dict(types), {"WRONG": name == "wrong"}, {}, tile) for tile in tiles[name]]
+    listed[name] = [(product, arguments, {"WRONG": name == "wrong"}, tile) for tile in tiles[name]]
 compile_kernels.variants = lambda: listed
 sys.exit(compile_kernels.main())
 """
