@@ -1,0 +1,51 @@
+"""The benchmark's candidates, run by Triton's interpreter, equal the kernels."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import torch.nn.attention.flex_attention as flex
+
+from tiny import slow_but
+from whatwhere import kernel_launch
+from whatwhere.kernel_cope import cope_attention
+from whatwhere.kernel_flash import flash_decode
+from whatwhere.scripts.benchmark import candidates
+
+pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
+
+SHAPES = {"grouped": (1, 2, 1, 150, 150, 16, 8), "longer-keys": (2, 2, 2, 200, 300, 16, 6)}
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention")
+@pytest.mark.parametrize("name", slow_but(["longer-keys"], SHAPES))
+def test_cope_with_flex_attention(name, monkeypatch):
+    # Gradients on a CPU are refused, but exist without compilation.
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    B, H, G, Q, K, D, P = SHAPES[name]
+    inputs = [torch.randn(B, H, Q, D), torch.randn(B, G, K, D), torch.randn(B, G, K, D), torch.randn(D, P)]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    options = {"scaling": 0.25, "position_scale": 0.25}
+    found, expected = candidates.cope_flex(*inputs, **options), cope_attention(*inputs, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(found)
+    for one, other in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("polar", [False, True])
+def test_decoding_by_one_launch(polar):
+    query, key, value = torch.rand(2, 4, 1, 16), torch.rand(2, 2, 90, 16), torch.rand(2, 2, 90, 16)
+    tables = None
+    if polar:
+        phases = torch.rand(1, 1, 16), torch.rand(1, 90, 16)
+        tables = *(f(one) for one in phases for f in (torch.cos, torch.sin)), torch.rand(4, 16)
+    ranges = torch.tensor([[0, 90], [40, 90]], dtype=torch.int32)[:, None, None]
+    ranges = torch.cat((ranges, torch.ones(2, 1, 90, 2, dtype=torch.int32)), 2)
+    for limits in (None, ranges):
+        # Twice: the counters are 0 again.
+        for _ in range(2):
+            found = candidates.decode_once(query, key, value, scaling=0.3, polar=tables, ranges=limits)
+            expected = flash_decode(query, key, value, scaling=0.3, polar=tables, ranges=limits)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
