@@ -42,6 +42,7 @@ def build_tokenizer(
     *,
     vocab_size: int | None = None,
     texts: Iterable[str] | None = None,
+    trained: Path | None = None,
     model_max_length: int | None = None,
 ) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
@@ -52,12 +53,16 @@ def build_tokenizer(
             (the 4,107 words of genomes, see `genome.py`), or the folder or Hub id of an existing tokenizer.
         vocab_size: the size of the `bpe` vocabulary with special tokens, at least 258; only for `bpe`.
         texts: the documents on which `bpe` is trained (the training split).
+        trained: the file of a trained `bpe`, instead of `texts`.
         model_max_length: the tokenizer warns about longer inputs; by default never.
     """
     if vocab_size is not None and kind != "bpe":
         raise ValueError(f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' takes a vocabulary size.")
     if kind in ("bytes", "bpe"):
-        backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
+        if trained is not None:
+            backend = Tokenizer.from_file(str(trained))
+        else:
+            backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
         tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
             tokenizer_object=backend,
             bos_token=END_OF_TEXT,

@@ -11,7 +11,6 @@ The learning-rate schedule is a function of the step, and is not saved.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -25,10 +24,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 
+from ..data.prepared import file_sha256
 from .errors import TrainingError
 from .run_folder import RunFolder, step_of
 
-FORMAT = 1
+FORMAT = 2
 FILES = ("model.safetensors", "optimizer.safetensors", "run.json")
 
 
@@ -268,15 +268,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(_from_hex(state["torch"]))
     if state["device"] is not None:
         torch.get_device_module(device.type).set_rng_state(_from_hex(state["device"]))
-
-
-def file_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _to_hex(state: torch.Tensor) -> str:

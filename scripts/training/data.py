@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.corpus import load_text
 from ..data.pack import ShuffledBatches, StreamedBatches, blocks_sha256, make_blocks
+from ..data.prepared import TextBlocks, prepare, prepare_tokenizer
 from ..data.samples import TaskSamples
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
@@ -48,16 +50,23 @@ def load_data(recipe: Recipe, data_dir: Any = None) -> TrainingData:
 def _load_text(recipe: Recipe, data_dir: Any) -> TrainingData:
     data, evaluation, batch_size = recipe.data, recipe.evaluation, recipe.training.batch_size
     corpus = load_text(data, data_dir=data_dir, pieces=True)
-    texts = corpus["train"]["text"] if data.tokenizer == "bpe" else None
-    tokenizer = build_tokenizer(data.tokenizer, vocab_size=data.vocab_size, texts=texts)
+    if data.tokenizer == "bpe":
+        tokenizer = prepare_tokenizer(corpus["train"], data.vocab_size)
+    else:
+        tokenizer = build_tokenizer(data.tokenizer)
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
-    held_out: dict[str, Any] = {
-        split: make_blocks(corpus[split], tokenizer, **form, limit=limit, name=f"the {split} split")
-        for split in ("validation", "test")
-        if split in corpus
-    }
+
+    def blocks(split: str, limit: int | None) -> Any:
+        name = f"the {split} split"
+        if data.streaming:
+            return make_blocks(corpus[split], tokenizer, **form, limit=limit, name=name)
+        text = prepare(corpus[split], tokenizer, name=name)
+        return TextBlocks(text, **form, pad_token_id=tokenizer.pad_token_id, limit=limit, name=name)
+
+    held_out = {split: blocks(split, limit) for split in ("validation", "test") if split in corpus}
     batches: ShuffledBatches | StreamedBatches
+    digest = blocks_sha256 if data.streaming else operator.attrgetter("text.sha256")
     sha256: dict[str, str | None] = {"train": None}
     if data.streaming:
         batches = StreamedBatches(
@@ -69,15 +78,15 @@ def _load_text(recipe: Recipe, data_dir: Any) -> TrainingData:
             shuffle_buffer=data.shuffle_buffer,
         )
     else:
-        blocks = make_blocks(corpus["train"], tokenizer, **form, name="the train split")
-        batches = ShuffledBatches(blocks, batch_size, recipe.seed)
-        sha256["train"] = blocks_sha256(blocks)
+        train = blocks("train", None)
+        batches = ShuffledBatches(train, batch_size, recipe.seed)
+        sha256["train"] = digest(train)
     own = data.train_file and not data.validation_file
     return TrainingData(
         tokenizer=tokenizer,
         batches=batches,
         held_out=held_out,
-        splits_sha256={**sha256, **{split: blocks_sha256(blocks) for split, blocks in held_out.items()}},
+        splits_sha256={**sha256, **{split: digest(some) for split, some in held_out.items()}},
         unit="sequences" if data.pack == "separate" else "tokens",
         bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
         note=corpus["validation"].info.description if own else "",

@@ -31,6 +31,7 @@ from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Po
 from ..data.corpora import CORPORA, load_corpus
 from ..data.corpus import load_text
 from ..data.pack import add_labels, endless_blocks, make_blocks
+from ..data.prepared import TextBlocks, prepare
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource, find_files
 from ..data.tokenize import build_tokenizer, bytes_per_token
@@ -240,7 +241,7 @@ def _finetune(
         trained = trained.merge_and_unload()
     trained.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    labels = blocks["test"][:]["input_ids"][:, 1:].flatten()
+    labels = blocks["test"][range(len(blocks["test"]))]["input_ids"][:, 1:].flatten()
     size = int(bytes_per_token(tokenizer)[labels].sum())
 
     def metrics(loss: float) -> dict[str, Any]:
@@ -303,7 +304,13 @@ def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[An
         )
     corpus = _load_corpus(options, data_dir)
     split = "test" if "test" in corpus else "validation"
-    train: Any
+
+    def blocks(of: str, limit: int | None) -> Any:
+        name = f"the {of} split"
+        if options.streaming:
+            return make_blocks(corpus[of], tokenizer, sequence_length=length, limit=limit, name=name)
+        return TextBlocks(prepare(corpus[of], tokenizer, name=name), length, limit=limit, name=name)
+
     if options.streaming:
         train = datasets.IterableDataset.from_generator(
             endless_blocks,
@@ -311,10 +318,8 @@ def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[An
         )
         train = train.shuffle(seed=options.seed, buffer_size=options.shuffle_buffer).with_format("torch")
     else:
-        train = make_blocks(corpus["train"], tokenizer, sequence_length=length, name="the train split")
-    test = make_blocks(
-        corpus[split], tokenizer, sequence_length=length, limit=options.evaluation_blocks, name=f"the {split} split"
-    )
+        train = blocks("train", None)
+    test = blocks(split, options.evaluation_blocks)
     return tokenizer, {"train": train, "test": test}, split, corpus[split].info.description
 
 

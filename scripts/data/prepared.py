@@ -1,0 +1,404 @@
+"""Tokenised text on disk: written once, by parallel processes, and read through memory maps.
+
+`prepare` tokenises the documents of a split into a folder, named by a hash of the rows, the tokenizer and the format's
+version:
+
+| file | contents |
+|---|---|
+| `tokens-00000.bin`, ... | the tokens of a range of documents, uint16, or int32 for more than 65,536 entries |
+| `ends-00000.bin`, ... | int64, for each document of that range the number of tokens up to its end |
+| `shard-00000.json`, ... | numbers of tokens and documents, and of both files size, time of writing and SHA-256 |
+| `prepared.json` | written last: the number of shards, and what was tokenised |
+
+The ranges depend on the rows alone, and not on the number of processes. Each shard is written atomically, so that
+interrupted work is continued. The tokens do not depend on the length of sequences or on packing: all runs with the same
+text and tokenizer use the same folder.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import tokenizers
+import torch
+from filelock import FileLock
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .pack import pad_blocks
+from .tokenize import build_tokenizer, tokenize_pieces
+
+FORMAT = 1
+CACHE_VARIABLE = "WHATWHERE_CACHE"
+# Documents of a shard: a 64th of all, at most so many.
+SHARD_DOCUMENTS, SHARDS = 8192, 64
+
+
+class DamagedShard(ValueError):
+    """A file of prepared text is missing, cut or changed."""
+
+
+def cache_folder() -> Path:
+    """Returns the folder of prepared text: `WHATWHERE_CACHE`, by default beside the cache of `datasets`."""
+    default = Path(datasets.config.HF_DATASETS_CACHE).parent / "whatwhere"
+    return Path(os.environ.get(CACHE_VARIABLE) or default).expanduser()
+
+
+def prepared_folder(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Returns the folder of the tokens of these rows; it may not exist yet."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    what = json.dumps([FORMAT, rows._fingerprint, type(tokenizer).__name__, content, special])
+    return cache_folder() / hashlib.sha256(what.encode()).hexdigest()[:32]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """What a process needs for one shard: a range of rows, and the files' number and folder."""
+
+    folder: Path
+    number: int
+    start: int
+    stop: int
+    dtype: str
+
+    @property
+    def record(self) -> Path:
+        return self.folder / f"shard-{self.number:05d}.json"
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"{kind}-{self.number:05d}.bin"
+
+
+def _shards(rows: datasets.Dataset, folder: Path, dtype: str) -> list[_Shard]:
+    """Returns the ranges of rows; a document in several pieces is in one shard."""
+    if "document" in rows.column_names:
+        numbers = np.asarray(rows.with_format("numpy")["document"])
+        firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+    else:
+        firsts = range(len(rows) + 1)  # type: ignore[assignment]
+    count = len(firsts) - 1
+    size = max(1, min(SHARD_DOCUMENTS, count // SHARDS))
+    bounds = [firsts[place] for place in range(0, count, size)] + [len(rows)]
+    return [_Shard(folder, number, *pair, dtype) for number, pair in enumerate(itertools.pairwise(bounds))]
+
+
+# What the processes of a pool have, without a copy: they are forked.
+_work: dict[str, Any] = {}
+
+
+def _write_shard(shard: _Shard) -> tuple[int, int]:
+    """Tokenises one shard; returns its tokens and documents."""
+    rows, tokenizer = _work["rows"], _work["tokenizer"]
+    drafts = {kind: shard.file(kind).with_suffix(f".{os.getpid()}.draft") for kind in ("tokens", "ends")}
+    total, ends = 0, []
+    try:
+        with drafts["tokens"].open("wb") as file:
+            for ids, last in tokenize_pieces(tokenizer, rows.select(range(shard.start, shard.stop))):
+                file.write(ids.astype(shard.dtype).tobytes())
+                total += len(ids)
+                if last:
+                    ends.append(total)
+        drafts["ends"].write_bytes(np.array(ends, dtype=np.int64).tobytes())
+        files = {}
+        for kind, draft in drafts.items():
+            draft.replace(shard.file(kind))
+            files[kind] = _stamp(shard.file(kind)) | {"sha256": file_sha256(shard.file(kind))}
+        _write_json(shard.record, {"tokens": total, "documents": len(ends), "files": files})
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+    return total, len(ends)
+
+
+def prepare(
+    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, name: str = "the text", processes: int | None = None
+) -> "PreparedText":
+    """Tokenises rows, or the part of them that is not tokenised yet, and returns the tokens.
+
+    Args:
+        rows: with `text`, and `document` if the text is a piece (see `tokenize_pieces`).
+        tokenizer: see `build_tokenizer`.
+        name: of the rows, for messages and the progress bar.
+        processes: that tokenise; by default one for each core, or one for little text.
+
+    Raises:
+        DamagedShard: a file of earlier work was cut or changed.
+        OSError: a file cannot be written.
+    """
+    folder = prepared_folder(rows, tokenizer)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Other processes, and other runs with the same text, wait for the one that tokenises.
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "prepared.json").exists():
+            dtype = "uint16" if len(tokenizer) <= 1 << 16 else "int32"
+            shards = _shards(rows, folder, dtype)
+            _write_all(rows, tokenizer, shards, name, processes)
+            about = {"format": FORMAT, "shards": len(shards), "dtype": dtype, "name": name}
+            _write_json(folder / "prepared.json", about)
+    return PreparedText(folder)
+
+
+def _write_all(
+    rows: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    shards: Sequence[_Shard],
+    name: str,
+    processes: int | None,
+) -> None:
+    missing = [shard for shard in shards if not shard.record.exists()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(processes or cores, len(missing))
+    _work.update(rows=rows, tokenizer=tokenizer)
+    begun = time.monotonic()
+    tokens = documents = 0
+    try:
+        with (
+            tqdm(total=len(shards), initial=len(shards) - len(missing), desc=name, unit="shard", disable=None) as bar,
+            _done_in(missing, processes) as results,
+        ):
+            for some_tokens, some_documents in results:
+                tokens, documents = tokens + some_tokens, documents + some_documents
+                speed = tokens / max(1e-9, time.monotonic() - begun)
+                bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
+                bar.update()
+    finally:
+        _work.clear()
+    if tokens:
+        seconds = time.monotonic() - begun
+        print(
+            f"tokenised {name}: {tokens:,} tokens of {documents:,} documents in {seconds:.0f} s "
+            f"({tokens / max(1e-9, seconds):,.0f} tokens/s, {processes} processes)",
+            file=sys.stderr,
+        )
+
+
+@contextlib.contextmanager
+def _done_in(shards: Sequence[_Shard], processes: int) -> Iterator[Iterator[tuple[int, int]]]:
+    """Yields the results of `_write_shard` as they are done."""
+    if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
+        yield map(_write_shard, shards)
+        return
+    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
+    try:
+        yield (done.result() for done in as_completed([pool.submit(_write_shard, shard) for shard in shards]))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if parallelism is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+
+
+def prepare_tokenizer(rows: datasets.Dataset, vocab_size: int | None) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer `bpe` trained on the text of these rows; it is trained once, and then read from a file."""
+    what = json.dumps([FORMAT, rows._fingerprint, vocab_size, tokenizers.__version__])
+    file = cache_folder() / f"bpe-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        if file.exists():
+            return build_tokenizer("bpe", vocab_size=vocab_size, trained=file)
+        tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=rows["text"])
+        draft = file.with_suffix(f".{os.getpid()}.draft")
+        tokenizer.backend_tokenizer.save(str(draft))
+        draft.replace(file)
+        return tokenizer
+
+
+class PreparedText:
+    """The tokens of a split, in files that are read as far as they are used.
+
+    Attributes:
+        folder: see the text of this file.
+        tokens: their number.
+        documents: their number.
+        sha256: a fingerprint of the tokens.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = False) -> None:
+        """Opens a folder of `prepare`; sizes are checked, and the SHA-256 of files with another time of writing.
+
+        Args:
+            folder: see the text of this file.
+            verify: check the SHA-256 of all files.
+
+        Raises:
+            DamagedShard: a file is missing, cut or changed.
+        """
+        about = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+        self.folder, self._dtype = folder, np.dtype(about["dtype"])
+        shards = [_Shard(folder, number, 0, 0, about["dtype"]) for number in range(about["shards"])]
+        records = []
+        for shard in shards:
+            records.append(json.loads(shard.record.read_text(encoding="utf-8")))
+            for kind in ("tokens", "ends"):
+                _check(shard.file(kind), records[-1]["files"][kind], verify)
+        self._files = [shard.file("tokens") for shard in shards]
+        # First token of each shard.
+        self._starts = np.concatenate([[0], np.cumsum([record["tokens"] for record in records])]).astype(np.int64)
+        self._ends = [
+            np.memmap(shard.file("ends"), dtype=np.int64, mode="r") if record["documents"] else np.empty(0, np.int64)
+            for shard, record in zip(shards, records)
+        ]
+        self.tokens, self.documents = int(self._starts[-1]), sum(record["documents"] for record in records)
+        self.sha256 = hashlib.sha256("".join(record["files"]["tokens"]["sha256"] for record in records).encode()).hexdigest()
+
+    def __getstate__(self) -> Path:
+        return self.folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self.__init__(folder)  # type: ignore[misc]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns tokens start..stop, int32."""
+        result = np.empty(stop - start, dtype=np.int32)
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        done = start
+        while done < stop:
+            first, last = int(self._starts[shard]), int(self._starts[shard + 1])
+            until = min(stop, last)
+            if until > done:
+                tokens = _memory(self._files[shard], self._dtype)[done - first : until - first]
+                result[done - start : until - start] = tokens
+            done, shard = until, shard + 1
+        return result
+
+    def ends(self, start: int, stop: int) -> np.ndarray:
+        """Returns the ends of documents in start < end < stop, int64, ascending: there the next document begins."""
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        found = []
+        while shard < len(self._ends) and self._starts[shard] < stop:
+            ends, first = self._ends[shard], self._starts[shard]
+            low, high = np.searchsorted(ends, [start - first, stop - first], side="right")
+            some = ends[low:high] + first
+            found.append(some[(some > start) & (some < stop)])
+            shard += 1
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def all_ends(self) -> np.ndarray:
+        """Returns the ends of all documents, int64 (documents)."""
+        return np.concatenate([ends + first for ends, first in zip(self._ends, self._starts)])
+
+
+class TextBlocks:
+    """Blocks of `sequence_length` tokens of prepared text; `pack` as in `iterate_blocks`.
+
+    Rows are read when they are asked for. Has what `torch.utils.data.DataLoader` needs.
+    """
+
+    def __init__(
+        self,
+        text: PreparedText,
+        sequence_length: int,
+        pack: str = "concat",
+        *,
+        pad_token_id: int | None = None,
+        limit: int | None = None,
+        name: str = "the text",
+    ) -> None:
+        """Finds the blocks, at most `limit`; `pad_token_id` is needed for pack="separate", `name` is for messages.
+
+        Raises:
+            ValueError: the text is shorter than one block.
+        """
+        self.text, self.sequence_length, self.pack, self.pad_token_id = text, sequence_length, pack, pad_token_id
+        if pack == "separate":
+            ends = text.all_ends()
+            lengths = np.diff(ends, prepend=0)
+            counts = lengths // sequence_length + (lengths % sequence_length > 1)
+            self._document_starts, self._last_blocks = ends - lengths, np.cumsum(counts)
+            self._document_ends = ends
+            self.count = int(self._last_blocks[-1]) if len(ends) else 0
+        else:
+            self.count = text.tokens // sequence_length
+        self.count = min(self.count, self.count if limit is None else limit)
+        if not self.count:
+            raise ValueError(f"sequence_length={sequence_length!r} is not valid: {name} has fewer tokens.")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def block(self, index: int) -> np.ndarray:
+        """Returns the tokens of one block, int32 (T)."""
+        if self.pack != "separate":
+            return self.text.read(index * self.sequence_length, (index + 1) * self.sequence_length)
+        document = int(np.searchsorted(self._last_blocks, index, side="right"))
+        before = int(self._last_blocks[document - 1]) if document else 0
+        start = int(self._document_starts[document]) + (index - before) * self.sequence_length
+        return self.text.read(start, min(start + self.sequence_length, int(self._document_ends[document])))
+
+    def _positions(self, index: int) -> np.ndarray:
+        start, stop = index * self.sequence_length, (index + 1) * self.sequence_length
+        begins = np.concatenate([[start], self.text.ends(start, stop)])
+        slots = np.arange(start, stop)
+        return slots - begins[np.searchsorted(begins, slots, side="right") - 1]
+
+    def __getitem__(self, index: int | Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns `input_ids`, int64 (T), or of several blocks (B, T), with `position_ids` or `labels` (see `pack`)."""
+        if not isinstance(index, Sequence):
+            return {name: rows[0] for name, rows in self[[int(index)]].items()}
+        blocks = [self.block(one) for one in index]
+        if self.pack == "separate":
+            return pad_blocks(blocks, self.pad_token_id or 0, self.sequence_length)
+        result = {"input_ids": torch.from_numpy(np.stack(blocks)).long()}
+        if self.pack == "documents":
+            result["position_ids"] = torch.from_numpy(np.stack([self._positions(one) for one in index]))
+        return result
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+        return [self[index] for index in indices]
+
+
+@functools.lru_cache(maxsize=64)
+def _memory(file: Path, dtype: np.dtype) -> np.ndarray:
+    return np.memmap(file, dtype=dtype, mode="r")
+
+
+def _stamp(file: Path) -> dict[str, int]:
+    stat = file.stat()
+    return {"bytes": stat.st_size, "written_ns": stat.st_mtime_ns}
+
+
+def _check(file: Path, record: Mapping[str, Any], verify: bool) -> None:
+    advice = f"Remove its folder {str(file.parent)!r}: the text is then tokenised again."
+    try:
+        stamp = _stamp(file)
+    except OSError as error:
+        raise DamagedShard(f"{str(file)!r} cannot be read: {error.strerror}. {advice}") from error
+    if stamp["bytes"] != record["bytes"]:
+        raise DamagedShard(
+            f"{str(file)!r} is damaged: it has {stamp['bytes']:,} bytes instead of {record['bytes']:,}. {advice}"
+        )
+    if (verify or stamp["written_ns"] != record["written_ns"]) and file_sha256(file) != record["sha256"]:
+        raise DamagedShard(f"{str(file)!r} is damaged: its SHA-256 differs from that in its record. {advice}")
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    draft = file.with_suffix(f".{os.getpid()}.draft")
+    draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    draft.replace(file)

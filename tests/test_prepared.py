@@ -1,0 +1,163 @@
+"""Tokenised text on disk."""
+
+import json
+import multiprocessing
+import os
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from whatwhere.scripts.data import prepared
+from whatwhere.scripts.data.pack import iterate_blocks
+from whatwhere.scripts.data.prepared import DamagedShard, PreparedText, TextBlocks, prepare, prepared_folder
+from whatwhere.scripts.data.tokenize import build_tokenizer
+
+TEXTS = [f"{'word ' * (number % 7)}{number}" for number in range(300)] + ["", "x"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHATWHERE_CACHE", str(tmp_path / "prepared"))
+
+
+@pytest.fixture
+def rows():
+    return datasets.Dataset.from_dict({"text": TEXTS})
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer("bytes")
+
+
+def in_memory(rows, tokenizer, length, pack):
+    return list(iterate_blocks(rows, tokenizer, length, pack))
+
+
+@pytest.mark.parametrize("pack", ["concat", "documents", "separate"])
+def test_blocks_are_those_of_the_text(rows, tokenizer, pack):
+    blocks = TextBlocks(prepare(rows, tokenizer), 16, pack, pad_token_id=tokenizer.pad_token_id)
+    expected = in_memory(rows, tokenizer, 16, pack)
+    assert len(blocks) == len(expected)
+    for index, block in enumerate(expected):
+        found = blocks[index]
+        tokens = found["input_ids"] if pack != "separate" else found["input_ids"][found["labels"] >= 0]
+        assert torch.equal(tokens, torch.from_numpy(block["input_ids"]).long())
+        if pack == "documents":
+            assert torch.equal(found["position_ids"], torch.from_numpy(block["position_ids"]).long())
+    # Several at once, in any order.
+    both = blocks[[7, 3]]
+    assert both["input_ids"].shape[0] == 2
+    assert torch.equal(both["input_ids"][1, :9], blocks[3]["input_ids"][:9])
+    assert len(TextBlocks(blocks.text, 16, pack, pad_token_id=0, limit=5)) == 5
+
+
+def test_pieces_of_documents(tokenizer):
+    rows = datasets.Dataset.from_dict({"text": ["one two", " three", "four", " five"], "document": [0, 0, 1, 1]})
+    text = prepare(rows, tokenizer)
+    assert bytes(text.read(0, 13).tolist()) == b"one two three"
+    assert (text.documents, text.tokens) == (2, 13 + 1 + 9 + 1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_any_number_of_processes_writes_the_same(rows, tokenizer, processes, monkeypatch, tmp_path):
+    folders = []
+    for count in (1, processes):
+        monkeypatch.setenv("WHATWHERE_CACHE", str(tmp_path / str(len(folders))))
+        folders.append(prepare(rows, tokenizer, processes=count).folder)
+    names = sorted(file.name for file in folders[0].glob("*.bin"))
+    assert len(names) == 2 * 76
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_nothing_is_done_twice(rows, tokenizer, monkeypatch):
+    first = prepare(rows, tokenizer)
+    monkeypatch.setattr(prepared, "tokenize_pieces", None)
+    again = prepare(datasets.Dataset.from_dict({"text": TEXTS}), tokenizer)
+    assert (again.folder, again.sha256) == (first.folder, first.sha256)
+    # Other text, or another tokenizer, is another folder.
+    assert prepared_folder(rows.select(range(9)), tokenizer) != first.folder
+    assert prepared_folder(rows, build_tokenizer("remi")) != first.folder
+
+
+def test_interrupted_work_goes_on(rows, tokenizer, monkeypatch):
+    right, calls = prepared._write_shard, []
+
+    def failing(shard):
+        calls.append(shard.number)
+        if len(calls) == 10:
+            raise OSError(28, "No space left on device")
+        return right(shard)
+
+    monkeypatch.setattr(prepared, "_write_shard", failing)
+    with pytest.raises(OSError, match="No space left"):
+        prepare(rows, tokenizer, processes=1)
+    assert not list(prepared_folder(rows, tokenizer).glob("*.draft"))
+    assert prepare(rows, tokenizer, processes=1).documents == len(TEXTS)
+    assert calls == [*range(10), *range(9, 76)]
+
+
+def _prepare_in(barrier, results, rows, tokenizer):
+    calls, right = [], prepared._write_shard
+    prepared._write_shard = lambda shard: calls.append(shard) or right(shard)
+    barrier.wait()
+    prepare(rows, tokenizer, processes=1)
+    results.put(len(calls))
+
+
+def test_processes_wait_for_the_one_that_works(rows, tokenizer):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(2), context.Queue()
+    both = [context.Process(target=_prepare_in, args=(barrier, results, rows, tokenizer)) for _ in range(2)]
+    for process in both:
+        process.start()
+    assert sorted(results.get(timeout=60) for _ in both) == [0, 76]
+    for process in both:
+        process.join()
+
+
+def test_damage_is_found_and_named(rows, tokenizer):
+    text = prepare(rows, tokenizer)
+    file = text.folder / "tokens-00003.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-2])
+    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*bytes instead of"):
+        prepare(rows, tokenizer)
+    file.write_bytes(b"\0\0" + content[2:])
+    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*SHA-256"):
+        prepare(rows, tokenizer)
+    # Changed and with the old time of writing.
+    written = json.loads((text.folder / "shard-00003.json").read_text())["files"]["tokens"]["written_ns"]
+    os.utime(file, ns=(written, written))
+    PreparedText(text.folder)
+    with pytest.raises(DamagedShard, match="SHA-256"):
+        PreparedText(text.folder, verify=True)
+    file.unlink()
+    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*cannot be read"):
+        prepare(rows, tokenizer)
+    # A copy has other times of writing, and is right.
+    file.write_bytes(content)
+    assert PreparedText(text.folder).sha256 == text.sha256
+
+
+def test_many_entries_take_more_bytes(rows, tokenizer, monkeypatch):
+    monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 1 << 17)
+    text = prepare(rows, tokenizer)
+    assert np.memmap(text.folder / "tokens-00000.bin", dtype=np.int32, mode="r")[0] == ord(TEXTS[0][0])
+
+
+def test_pickled_as_a_folder(rows, tokenizer):
+    blocks = TextBlocks(prepare(rows, tokenizer), 16)
+    content = pickle.dumps(blocks)
+    assert len(content) < 1000
+    assert torch.equal(pickle.loads(content)[5]["input_ids"], blocks[5]["input_ids"])
+
+
+def test_too_short(tokenizer):
+    text = prepare(datasets.Dataset.from_dict({"text": ["abc"]}), tokenizer)
+    with pytest.raises(ValueError, match=r"sequence_length=100 .* the train split has fewer tokens"):
+        TextBlocks(text, 100, name="the train split")
