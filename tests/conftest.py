@@ -1,6 +1,7 @@
 """What every test gets: a seed, one thread, no network, Triton kernels on the CPU."""
 
 import os
+import tempfile
 
 # Read when Triton is imported: kernels run in its interpreter. Only attn_implementation="triton" asks for them here.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -9,6 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Tokenised text of the tests; one folder for all processes of a machine, since tests repeat the same texts.
+os.environ.setdefault("WHATWHERE_CACHE", os.path.join(tempfile.gettempdir(), f"whatwhere-tests-{os.getuid()}"))
 
 import inspect
 import pathlib

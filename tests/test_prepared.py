@@ -9,9 +9,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from whatwhere.scripts.commands import prepare as command
 from whatwhere.scripts.data import prepared
-from whatwhere.scripts.data.pack import iterate_blocks
+from whatwhere.scripts.data.pack import ShuffledBatches, Steps, add_labels, iterate_blocks
 from whatwhere.scripts.data.prepared import DamagedShard, PreparedText, TextBlocks, prepare, prepared_folder
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
@@ -161,3 +163,43 @@ def test_too_short(tokenizer):
     text = prepare(datasets.Dataset.from_dict({"text": ["abc"]}), tokenizer)
     with pytest.raises(ValueError, match=r"sequence_length=100 .* the train split has fewer tokens"):
         TextBlocks(text, 100, name="the train split")
+
+
+def test_command(tmp_path, capfd, monkeypatch):
+    file = tmp_path / "own.txt"
+    file.write_text("some text. " * 400)
+    arguments = ["demo_rope", "--train-file", str(file), "--set", "data.sequence_length=16"]
+    command.main(arguments)
+    first, said = capfd.readouterr()
+    assert "train: " in first
+    assert "tokenised the train split" in said
+    command.main([*arguments, "--processes", "2"])
+    second, said = capfd.readouterr()
+    assert "tokenised" not in said
+    assert first.partition(", verified")[0] == second.partition(", verified")[0]
+    for wrong, field in ((["--processes", "0"], "--processes=0"), (["--set", "data.streaming=true"], "streaming")):
+        with pytest.raises(SystemExit):
+            command.main([*arguments, *wrong])
+        assert field in capfd.readouterr().err
+
+
+def test_workers_read_the_same_batches(rows, tokenizer):
+    """In order, each process its share, and without a draw from the training's random numbers."""
+    batches = ShuffledBatches(TextBlocks(prepare(rows, tokenizer), 16, "documents"), 4, seed=1)
+    state = torch.get_rng_state()
+    expected = [add_labels(batches(step)) for step in range(5, 9)]
+    for workers in (0, 2):
+        shares = []
+        for rank in range(2):
+            loader = DataLoader(
+                Steps(batches, (rank, 2)),
+                batch_size=None,
+                sampler=range(5, 9),
+                num_workers=workers,
+                generator=torch.Generator(),
+            )
+            shares.append(list(loader))
+        for whole, *parts in zip(expected, *shares):
+            for name, tensor in whole.items():
+                assert torch.equal(tensor, torch.cat([part[name] for part in parts]))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -34,7 +34,7 @@ from whatwhere.scripts.training.recipe import parse_recipe
 from whatwhere.scripts.training.run_folder import RunFolder
 
 # What differs between two runs that are otherwise equal.
-CLOCK = {"tokens_per_second", "samples_per_second", "sequences_per_second"}
+CLOCK = {"data_wait_seconds", "tokens_per_second", "samples_per_second", "sequences_per_second"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -884,7 +884,7 @@ def first_step(changes, data_dir, tmp_path):
     gradients = {}
 
     run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
-    loss, norm = run.train_step(run.data.batches(0))
+    loss, norm = run.train_step(next(run.batches()))
     return loss, norm, gradients
 
 
@@ -911,7 +911,7 @@ def test_accumulation_of_a_toy_task(tmp_path, loss):
         run = Run(toy_recipe("flip_flop", **changes), tmp_path / "x")
         gradients = {}
         run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
-        return *run.train_step(run.data.batches(0)), gradients
+        return *run.train_step(next(run.batches())), gradients
 
     whole_loss, norm, gradients = step(None)
     for micro_batch_size in (1, 2):

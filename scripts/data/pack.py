@@ -2,7 +2,7 @@
 
 import hashlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -148,20 +148,23 @@ def blocks_sha256(blocks: "datasets.Dataset | SeparateBlocks") -> str:
 class ShuffledBatches:
     """The global batch of every training step, determined by the seed and the step.
 
-    Each epoch visits every block once, in a new order. The order does not depend on the number of processes or on
-    accumulation, so that any division of the global batch trains the same model, and a resumed run continues exactly.
+    Each epoch visits every block once, in a new order; with seed None, the blocks are endless and are visited in order.
+    The order does not depend on the number of processes or on accumulation, so that any division of the global batch
+    trains the same model, and a resumed run continues exactly.
     """
 
-    def __init__(self, blocks: Any, batch_size: int, seed: int) -> None:
+    def __init__(self, blocks: Any, batch_size: int, seed: int | None) -> None:
         self.blocks, self.batch_size, self.seed = blocks, batch_size, seed
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
-    def __call__(self, step: int) -> dict[str, torch.Tensor]:
-        """Returns the rows of step `step`, counted from 0."""
-        first = step * self.batch_size
-        return self.blocks[[self._index(place) for place in range(first, first + self.batch_size)]]
+    def __call__(self, step: int, share: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
+        """Returns the rows of step `step`, counted from 0; with `share` (i, n) the i-th of n equal parts of them."""
+        first, stop = (step * self.batch_size + part * self.batch_size // share[1] for part in (share[0], share[0] + 1))
+        return self.blocks[[self._index(place) for place in range(first, stop)]]
 
     def _index(self, place: int) -> int:
+        if self.seed is None:
+            return place
         epoch, offset = divmod(place, len(self.blocks))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
@@ -204,17 +207,28 @@ class StreamedBatches:
         shuffled = documents.shuffle(seed=seed, buffer_size=shuffle_buffer) if shuffle_buffer > 1 else documents
         self._blocks = endless_blocks(shuffled, tokenizer, sequence_length, pack)
 
-    def __call__(self, step: int) -> dict[str, torch.Tensor]:
-        """Returns the rows of step `step`, counted from 0; steps before it are skipped."""
+    def __call__(self, step: int, share: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
+        """Returns the rows of step `step`, or a share of them as in `ShuffledBatches`; steps before it are skipped."""
         if step < self._step:
             raise ValueError(f"step={step!r} is not valid: the stream is already at step {self._step}.")
         for _ in islice(self._blocks, (step - self._step) * self.batch_size):
             pass
         self._step = step + 1
         blocks = list(islice(self._blocks, self.batch_size))
+        blocks = blocks[share[0] * self.batch_size // share[1] : (share[0] + 1) * self.batch_size // share[1]]
         if self._pad is not None:
             return pad_blocks([block["input_ids"] for block in blocks], *self._pad)
         return {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
+
+
+class Steps(torch.utils.data.Dataset):
+    """A process's share of the batch of each step, with labels."""
+
+    def __init__(self, batches: Callable[..., dict[str, torch.Tensor]], share: tuple[int, int]) -> None:
+        self.batches, self.share = batches, share
+
+    def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
+        return add_labels(self.batches(step, self.share))
 
 
 def add_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

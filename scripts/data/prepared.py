@@ -257,7 +257,8 @@ class PreparedText:
             for shard, record in zip(shards, records)
         ]
         self.tokens, self.documents = int(self._starts[-1]), sum(record["documents"] for record in records)
-        self.sha256 = hashlib.sha256("".join(record["files"]["tokens"]["sha256"] for record in records).encode()).hexdigest()
+        digests = "".join(record["files"]["tokens"]["sha256"] for record in records)
+        self.sha256 = hashlib.sha256(digests.encode()).hexdigest()
 
     def __getstate__(self) -> Path:
         return self.folder

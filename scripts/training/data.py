@@ -25,7 +25,8 @@ class TrainingData:
 
     Attributes:
         tokenizer: saved with the model.
-        batches: returns the global batch of a step: `input_ids`, and for some data `labels` or `position_ids`.
+        batches: returns the batch of a step, or a process's share of it: `input_ids`, and for some data `labels` or
+            `position_ids`. See `ShuffledBatches`.
         held_out: blocks or samples by the name of their split.
         splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
         unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
@@ -34,7 +35,7 @@ class TrainingData:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    batches: Callable[[int], dict[str, torch.Tensor]]
+    batches: Callable[..., dict[str, torch.Tensor]]
     held_out: dict[str, Any]
     splits_sha256: dict[str, str | None]
     unit: str = "tokens"
@@ -42,12 +43,18 @@ class TrainingData:
     note: str = ""
 
 
-def load_data(recipe: Recipe, data_dir: Any = None) -> TrainingData:
-    """Reads and tokenises the data of a recipe; `data_dir` is the folder of local data."""
-    return _load_task(recipe) if recipe.data.source == "task" else _load_text(recipe, data_dir)
+def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
+    """Reads and tokenises the data of a recipe.
+
+    Args:
+        recipe: see `load_recipe`.
+        data_dir: the folder of local data.
+        processes: that tokenise, see `prepare`.
+    """
+    return _load_task(recipe) if recipe.data.source == "task" else _load_text(recipe, data_dir, processes)
 
 
-def _load_text(recipe: Recipe, data_dir: Any) -> TrainingData:
+def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> TrainingData:
     data, evaluation, batch_size = recipe.data, recipe.evaluation, recipe.training.batch_size
     corpus = load_text(data, data_dir=data_dir, pieces=True)
     if data.tokenizer == "bpe":
@@ -61,7 +68,7 @@ def _load_text(recipe: Recipe, data_dir: Any) -> TrainingData:
         name = f"the {split} split"
         if data.streaming:
             return make_blocks(corpus[split], tokenizer, **form, limit=limit, name=name)
-        text = prepare(corpus[split], tokenizer, name=name)
+        text = prepare(corpus[split], tokenizer, name=name, processes=processes)
         return TextBlocks(text, **form, pad_token_id=tokenizer.pad_token_id, limit=limit, name=name)
 
     held_out = {split: blocks(split, limit) for split in ("validation", "test") if split in corpus}
@@ -114,10 +121,5 @@ def _load_task(recipe: Recipe) -> TrainingData:
         for index in range(8 if drawn.count is None else min(8, drawn.count)):
             digest.update(drawn.row(index)[0].tobytes())
         sha256[split] = digest.hexdigest()
-    size = recipe.training.batch_size
-
-    def stream(step: int) -> dict[str, torch.Tensor]:
-        return train[range(step * size, (step + 1) * size)]
-
-    batches = stream if data.train_samples is None else ShuffledBatches(train, size, recipe.seed)
+    batches = ShuffledBatches(train, recipe.training.batch_size, None if data.train_samples is None else recipe.seed)
     return TrainingData(tokenizer=tokenizer, batches=batches, held_out=held_out, splits_sha256=sha256, unit="samples")

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from whatwhere.model_card import weights_fingerprint
 
 from ..cards.command import write_card
-from ..data.pack import IGNORED, add_labels
+from ..data.pack import IGNORED, Steps
 from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
 from ..evaluation.results import provenance, write_json, write_text
@@ -69,8 +70,8 @@ def train(
     folder = RunFolder(Path(output))
     resume = resume or resume_from is not None
     with folder.lock():
-        # The timeout does not change the result.
-        folder.check(recipe.resolved(), resume=resume, ignore=("training.ddp_timeout",))
+        # These do not change the result.
+        folder.check(recipe.resolved(), resume=resume, ignore=("training.ddp_timeout", "data.workers"))
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
         with run.explaining_errors():
@@ -177,18 +178,23 @@ class Run:
             per_step=per_step,
             speaks=self.accelerator.is_main_process,
         )
-        started = time.monotonic() - self.seconds
+        batches = self.batches()
+        started, waited = time.monotonic() - self.seconds, 0.0
         with progress.bar, stop_signals() as received:
             while self.step < training.steps:
                 rate = self.scheduler.get_last_lr()[0]
-                loss, norm = self.train_step(self.data.batches(self.step))
+                waiting = time.monotonic()
+                batch = next(batches)
+                waited += time.monotonic() - waiting
+                loss, norm = self.train_step(batch)
                 self.step += 1
                 last = self.step == training.steps
                 if last or self.step % training.log_every == 0:
                     values = self._finite(loss, norm)
                     speed = progress.speed(self.step, values["loss"])
-                    counts = {unit: self.step * per_step, f"{unit}_per_second": speed}
+                    counts = {unit: self.step * per_step, f"{unit}_per_second": speed, "data_wait_seconds": waited}
                     self.log({**values, "learning_rate": rate, **counts})
+                    waited = 0.0
                 progress.advance(self.step, loss)
                 if every and (last or self.step % every == 0):
                     self._validate(progress)
@@ -201,21 +207,49 @@ class Run:
                 if stop and not last:
                     raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
 
+    def batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
+        accelerator, workers = self.accelerator, self.recipe.data.workers
+        on_cpu = accelerator.device.type == "cpu"
+        if workers is None:
+            workers = 0 if on_cpu else 2
+        if self.recipe.data.streaming:
+            # A stream is read in order.
+            workers = min(workers, 1)
+        share = (accelerator.process_index, accelerator.num_processes)
+        loader = torch.utils.data.DataLoader(
+            Steps(self.data.batches, share),
+            batch_size=None,
+            sampler=range(self.step, self.recipe.training.steps),
+            num_workers=workers,
+            pin_memory=not on_cpu,
+            # Otherwise, it draws a random number of the training's.
+            generator=torch.Generator(),
+        )
+        return iter(loader)
+
     def train_step(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Performs one step on a global batch; returns its mean loss and the gradient norm before clipping."""
+        """Performs one step on this process's share of a batch, with `labels`.
+
+        Returns the mean loss of the whole batch, and the gradient norm before clipping.
+        """
         self.model.train()
-        batch = add_labels(batch)
         # The loss is normalised by the number of predictions in the global batch, for any division of the batch.
-        predictions = int((batch["labels"][:, 1:] != IGNORED).sum())
-        rows = list(range(self.recipe.training.batch_size))
-        with self.accelerator.split_between_processes(rows) as mine:
-            parts = [mine[i : i + self.micro_batch_size] for i in range(0, len(mine), self.micro_batch_size)]
+        count = (batch["labels"][:, 1:] != IGNORED).sum()
+        if self.accelerator.num_processes > 1:
+            count = self.accelerator.reduce(count.to(self.accelerator.device), reduction="sum")
+        predictions = int(count)
+        rows = range(len(batch["labels"]))
+        parts = [rows[i : i + self.micro_batch_size] for i in rows[:: self.micro_batch_size]]
         total = torch.zeros((), device=self.accelerator.device)
         for part in parts:
             # Gradients are synchronised only in the last backward pass.
             last = part is parts[-1]
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                inputs = {name: rows[part].to(self.accelerator.device) for name, rows in batch.items()}
+                inputs = {
+                    name: tensor[part.start : part.stop].to(self.accelerator.device, non_blocking=True)
+                    for name, tensor in batch.items()
+                }
                 loss = self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
                 total += loss.detach()
                 # Data-parallel training averages gradients over processes, but the sum is needed here.

@@ -38,6 +38,8 @@ class DataRecipe(TextSource):
     source: Literal["stdlib", "hub", "local", "corpus", "task"] = "stdlib"  # type: ignore[assignment]
     sequence_length: Annotated[int, Field(ge=2)]
     shuffle_buffer: Count = 1000
+    # Processes that read batches ahead; by default 2 on a GPU, 0 on a CPU. At most 1 reads a stream.
+    workers: NotNegative | None = None
     tokenizer: str = "bytes"
     vocab_size: Annotated[int, Field(ge=258)] | None = None
     pack: Literal["concat", "documents", "separate"] = "concat"
@@ -213,6 +215,8 @@ class Recipe(Checked):
             del values["evaluation"]["keep"]
         if self.training.ddp_timeout == DDP_TIMEOUT:
             del values["training"]["ddp_timeout"]
+        if self.data.workers is None:
+            del values["data"]["workers"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]

@@ -1,0 +1,56 @@
+"""`whatwhere prepare`: see `data/prepared.py`."""
+
+import argparse
+import sys
+import time
+
+from ..training.errors import reported
+from .common import command_parser
+
+DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
+
+    whatwhere prepare openwebtext --processes 32
+    whatwhere prepare demo_rope --train-file mytext/*.txt
+
+`whatwhere train` does this too, if it was not done. Text is tokenised once for all runs with the same text and
+tokenizer, into WHATWHERE_CACHE (default: beside the cache of `datasets`). Interrupted work continues. The command also
+checks the SHA-256 of all files."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    result = command_parser("prepare", "RECIPE [OPTIONS]", DESCRIPTION)
+    result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
+    result.add_argument("--processes", type=int, metavar="N", help="that tokenise; default: one for each core")
+    result.add_argument("--train-file", nargs="+", metavar="FILE", help="your text, as for `whatwhere train`")
+    result.add_argument("--validation-file", nargs="+", metavar="FILE", help="text to evaluate on")
+    result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    with reported():
+        from ..data.prepared import PreparedText, TextBlocks
+        from ..training.data import load_data
+        from ..training.recipe import load_recipe
+
+        if options.processes is not None and options.processes < 1:
+            raise ValueError(f"--processes={options.processes!r} is not valid: it must be at least 1.")
+        own = {"train_file": options.train_file, "validation_file": options.validation_file}
+        recipe = load_recipe(options.recipe, options.set, **own)
+        if recipe.data.source == "task" or recipe.data.streaming:
+            field = "streaming=True" if recipe.data.streaming else "source='task'"
+            raise ValueError(f"data.{field} is not valid: only text that is not a stream can be prepared.")
+        data = load_data(recipe, options.data_dir, processes=options.processes)
+        for split, blocks in {"train": data.batches.blocks, **data.held_out}.items():  # type: ignore[attr-defined]
+            assert isinstance(blocks, TextBlocks)
+            started = time.monotonic()
+            text = PreparedText(blocks.text.folder, verify=True)
+            size = sum(file.stat().st_size for file in text.folder.iterdir())
+            print(
+                f"{split}: {text.tokens:,} tokens of {text.documents:,} documents, {size / 1e6:,.1f} MB in "
+                f"{str(text.folder)!r}, verified in {time.monotonic() - started:.1f} s"
+            )
