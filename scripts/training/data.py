@@ -71,7 +71,7 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         text = prepare(corpus[split], tokenizer, name=name, processes=processes)
         return TextBlocks(text, **form, pad_token_id=tokenizer.pad_token_id, limit=limit, name=name)
 
-    held_out = {split: blocks(split, limit) for split in ("validation", "test") if split in corpus}
+    held_out: dict[str, Any] = {split: blocks(split, limit) for split in ("validation", "test") if split in corpus}
     batches: ShuffledBatches | StreamedBatches
     digest = blocks_sha256 if data.streaming else operator.attrgetter("text.sha256")
     sha256: dict[str, str | None] = {"train": None}
