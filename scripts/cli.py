@@ -10,8 +10,8 @@ from .training.errors import reported
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`.
 COMMANDS = (
-    ("train", "prepare", "tokenise the text of a recipe", "demo_rope --processes 8", "commands.prepare"),
     ("train", "train", "train a model from a recipe", "demo_rope", "commands.train"),
+    ("train", "prepare", "tokenise the text of a recipe", "demo_rope --processes 8", "commands.prepare"),
     ("train", "finetune", "fine-tune a checkpoint", "demo/pope --output runs/tuned", "commands.finetune"),
     ("train", "demo", "train three small models and compare them", "--steps 100", "commands.demo"),
     ("evaluate", "length", "perplexity beyond the trained length", "demo/rope demo/pope", "evaluation.length"),

@@ -312,7 +312,7 @@ def test_command(capsys):
 
     cli.main([])
     text = capsys.readouterr().out
-    names = ["train", "finetune", "demo", "length", "zero-shot", "task", "reproduce", "analysis", "card"]
+    names = ["train", "prepare", "finetune", "demo", "length", "zero-shot", "task", "reproduce", "analysis", "card"]
     names += ["benchmark", "gpu-check", "kernel-hub"]
     assert [name for _, name, *_ in cli.COMMANDS] == names
     for _, name, summary, example, module in cli.COMMANDS:
