@@ -66,6 +66,9 @@ class Tiles:
     warps: int = 4
     stages: int = 1
 
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}w{self.warps}s{self.stages}"
+
 
 # The tiles that the kernels of this process run with, by name of the kernel, device and what the choice depends on.
 CHOSEN: dict[tuple[Hashable, ...], Tiles] = {}
@@ -103,7 +106,7 @@ def launch(
         kernel[grid(tiles) if callable(grid) else grid](*arguments, **constants, **_options(tiles))
 
     if INTERPRETED:
-        run(candidates[0])
+        run(choose(kernel.fn.__name__, candidates, lambda tiles: None, None))
         return
     first = arguments[0].data if isinstance(arguments[0], Heads) else arguments[0]
     with torch.cuda.device_of(first):

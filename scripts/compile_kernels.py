@@ -1,14 +1,13 @@
 """Compiles every Triton kernel for several GPUs, on a machine without a GPU, and shows the resources of the code.
 
     python -m whatwhere.scripts.compile_kernels                                  # all kernels, four targets
-    python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward pope bf16 D=64"
+    python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward pope bfloat16 D=64"
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
-    python -m whatwhere.scripts.compile_kernels --analysis                       # operations, bytes, minimum time
 
 The interpreter accepts code that does not compile, and a compiled kernel can need more shared memory than a device has.
 So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in order, until one fits
-the target, as in the fallback of `kernel_launch`. `--all-tiles` compiles all. The variants are the launches of some
-calls of CoPE, PoPE and plain attention, which are recorded but not executed.
+the target, as in the fallback of `kernel_launch`. `--all-tiles` compiles all. The variants are the launches of calls of
+`kernel_cases`, which are recorded but not executed.
 
 The columns: tiles (query rows x keys), warps, stages, bytes of shared memory, registers per thread, spilled bytes per
 thread (on gfx942: spilled registers), maximum number of warps per multiprocessor, seconds to compile. Values are
@@ -23,6 +22,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,6 +37,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from .kernel_cases import KERNELS, Case, case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,16 +108,19 @@ class Launch:
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
     """Within it, launches are recorded and not run: with tensors on the meta device, no GPU is needed."""
-    from whatwhere import kernel_cope, kernel_flash, kernel_pope
+    from whatwhere import kernel_launch
 
-    found: list[Launch] = []
+    original, found = kernel_launch.launch, list[Launch]()
 
     def record(kernel, grid, candidates, key, arguments, constants, **settings):
         grid = grid(candidates[0]) if callable(grid) else grid
         found.append(Launch(kernel, grid, tuple(candidates), tuple(arguments), constants))
 
-    modules: tuple[Any, ...] = (kernel_cope, kernel_flash, kernel_pope)
-    original = kernel_flash.launch
+    # Every file of kernels has the function under this name.
+    for file in sorted(pathlib.Path(kernel_launch.__file__).parent.glob("kernel_*.py")):
+        importlib.import_module(f"whatwhere.{file.stem}")
+    users = [module for name, module in sys.modules.items() if name.startswith("whatwhere.kernel_")]
+    modules: list[Any] = [one for one in users if getattr(one, "launch", None) is original]
     for module in modules:
         module.launch = record
     try:
@@ -170,99 +176,25 @@ class _Driver:
         return GPUTarget(self.target.backend, self.target.arch, self.target.warp)
 
 
-POINTERS = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+def calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields name and call of `kernel_cases`, forward and backward, and decoding.
 
-
-def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields name and call: forward and backward, and decoding, of CoPE, PoPE and plain attention.
-
-    All flags with head dim 64 in bfloat16; other head dims and float32 with causal attention only.
+    All variants with head dim 64 in bfloat16; other head dims and float32 without options.
     """
-    cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
-    all_flags: list[tuple[str, ...]] = [(), ("ranges",), ("ranges", "separate gates")]
-    all_flags += [("position query",), ("grouped heads",), ("partial", "no shift"), ("dropout",)]
-    cases += [(torch.bfloat16, 64, flags) for flags in all_flags]
-    cases += [(torch.bfloat16, 128, ()), (torch.bfloat16, 256, ()), (torch.bfloat16, 40, ()), (torch.float32, 64, ())]
-    for dtype, D, flags in cases:
-        of_cope = [flag for flag in flags if flag not in ("partial", "no shift")]
-        of_pope = [flag for flag in flags if flag not in ("separate gates", "position query")]
-        for rows in (1024,) if "dropout" in flags else (1024, 1):
-            what = f"{POINTERS[dtype]} D={D} " + ("" if rows > 1 else "decoding ")
-            yield f"cope {what}{'+'.join(of_cope) or 'causal'}", _cope_call(dtype, D, rows, flags)
-            if len(of_pope) == len(flags):
-                yield f"pope {what}{'+'.join(of_pope) or 'causal'}", _pope_call(dtype, D, rows, flags)
-            if len(of_pope) == len(of_cope) == len(flags):
-                for more in ([], ["decay"]):
-                    flags_of_plain = [*flags, *more]
-                    name = f"plain {what}{'+'.join(flags_of_plain) or 'causal'}"
-                    yield name, _plain_call(dtype, D, rows, flags_of_plain)
+    types = (("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("bfloat16", 40), ("float32", 64))
+    for (dtype, head_dim), (name, kernel), rows in itertools.product(types, KERNELS.items(), (1024, 1)):
+        for variant in kernel.variants if (dtype, head_dim) == types[0] else kernel.variants[:1]:
+            flags = [name, dtype, f"D={head_dim}", *(f"{key}={value}" for key, value in variant.items())]
+            one = case(name, dtype, head_dim, rows, 1024, **{"batch": 1, **variant})
+            yield " ".join([*flags, *(["decoding"] if rows == 1 else [])]), functools.partial(_run, one)
 
 
-def _inputs(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> tuple[list[torch.Tensor], Any]:
-    """Returns query, key, value, and ranges or None."""
-    heads = 4 if "grouped heads" in flags else 16
-    shapes = ((1, 16, rows, D), (1, heads, 1024, D), (1, heads, 1024, D))
-    ranges = torch.empty(1, 1, rows + 1024, 2, dtype=torch.int32) if "ranges" in flags else None
-    return [torch.empty(shape, dtype=dtype) for shape in shapes], ranges
-
-
-def _run(attention: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], train: bool) -> None:
-    for tensor in inputs:
-        tensor.requires_grad_(train)
-    out = attention()
-    if train:
+def _run(one: Case) -> None:
+    call = KERNELS[one.kernel].call(one, torch.device("cpu"))
+    inputs = [tensor.requires_grad_(one.queries > 1) for tensor in call.inputs]
+    out = call.kernel(*inputs)
+    if one.queries > 1:
         out.backward(torch.empty_like(out))
-
-
-def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
-    from whatwhere.kernel_cope import cope_attention
-
-    inputs, ranges = _inputs(dtype, D, rows, flags)
-    options: dict[str, Any] = {"ranges": ranges, "scaling": 0.125, "position_scale": 0.125}
-    options["dropout"] = 0.1 if "dropout" in flags else 0.0
-    if "separate gates" in flags:
-        options["gate_key"] = torch.empty_like(inputs[1])
-    if "position query" in flags:
-        options["position_query"] = torch.empty_like(inputs[0], requires_grad=rows > 1)
-    inputs.append(torch.empty(D, 64, dtype=dtype))
-    return lambda: _run(lambda: cope_attention(*inputs, **options), inputs, rows > 1)
-
-
-def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
-    from whatwhere.kernel_pope import pope_attention
-
-    inputs, ranges = _inputs(dtype, D, rows, flags)
-    R = D // 2 if "partial" in flags else D
-    phases = [torch.empty(1, length, R) for length in (rows, rows, 1024, 1024)]
-    shift = None if "no shift" in flags else torch.empty(16, R)
-    trained = inputs if shift is None else [*inputs, shift]
-    tables = (phases[0], phases[1], phases[2], phases[3], shift)
-    query, key, value = inputs
-
-    def attention() -> torch.Tensor:
-        dropout = 0.1 if "dropout" in flags else 0.0
-        return pope_attention(query, key, value, tables, ranges=ranges, scaling=0.125, dropout=dropout)
-
-    return lambda: _run(attention, trained, rows > 1)
-
-
-def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
-    from whatwhere.kernel_plain import plain_attention
-
-    inputs, ranges = _inputs(dtype, D, rows, flags)
-    query, key, value = inputs
-    decay = None
-    if "decay" in flags:
-        decay = torch.empty(1, 16, rows), torch.empty(1, 16, 1024, requires_grad=rows > 1)
-    options: dict[str, Any] = {"decay": decay, "ranges": ranges, "scaling": 0.125}
-    options["dropout"] = 0.1 if "dropout" in flags else 0.0
-    return lambda: _run(lambda: plain_attention(query, key, value, **options), inputs, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
@@ -371,89 +303,6 @@ def show(results: Sequence[Compiled], name: str) -> None:
         print(line + ("" if result.fits else "  does not fit"))
 
 
-# Minimum cost of attention.
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """Operations and bytes of one attention, forward or backward."""
-
-    flops: float
-    exponentials: float
-    bytes: float
-
-    def seconds(self, flops: float, exponentials: float, bandwidth: float) -> float:
-        """The minimum time: the largest of the three, each at its full rate."""
-        return max(self.flops / flops, self.exponentials / exponentials, self.bytes / bandwidth)
-
-
-def costs(batch: int, heads: int, length: int, head_dim: int, num_positions: int) -> dict[str, tuple[Cost, Cost]]:
-    """Returns forward and backward of causal attention in a type of 2 bytes, by encoding.
-
-    The costs are matrix products (2 operations for each multiplication), one exponential for each logit (two with a
-    gate), and each tensor read or written once. Our backward has two passes, over rows and over columns, which both
-    recompute the logits (7 products of a query-key pair with D channels, SDPA: 5). CoPE has half open gates: its window
-    is 2 P keys and half a block of 64 rows, rounded up to key blocks of 32.
-    """
-    rows = batch * heads * length
-    pairs = rows * (length + 1) / 2
-    D, P = head_dim, num_positions
-    window = rows * min(2 * P + 32 + 32, (length + 1) / 2)
-    tensor = 2.0 * rows * D
-    statistics = 4.0 * rows
-    # The rotation reads and writes queries and keys, in forward and backward.
-    rotation = 4 * tensor
-    values = 4.0 * rows * P
-    return {
-        "rope + sdpa": (
-            Cost(4 * pairs * D, pairs, 4 * tensor + rotation),
-            Cost(10 * pairs * D, pairs, 8 * tensor + rotation),
-        ),
-        "pope kernel": (
-            Cost(6 * pairs * D, pairs, 4 * tensor + rotation),
-            Cost(22 * pairs * D, 2 * pairs, 10 * tensor + rotation),
-        ),
-        # In the window: gates, and values of the table that are written and read in float32.
-        "cope kernel": (
-            Cost(4 * pairs * D + 2 * rows * D * P, pairs + window, 4 * tensor + 2 * values + 2 * statistics),
-            Cost(
-                14 * pairs * D + 3 * window * D + 6 * rows * D * P,
-                2 * pairs + 3 * window,
-                12 * tensor + 6 * values + 4 * statistics,
-            ),
-        ),
-    }
-
-
-def analysis(lengths: Sequence[int], head_dims: Sequence[int], rates: tuple[float, float, float]) -> list[str]:
-    """Returns a table of minimum times, and their ratios to RoPE's."""
-    lines = [
-        "\nminimum time of attention in bf16 with "
-        f"{rates[0] / 1e12:.0f} TFLOP/s, {rates[1] / 1e12:.1f} T exponentials/s, {rates[2] / 1e12:.1f} TB/s:",
-        f"{'shape':18} {'attention':12} {'direction':16} {'GFLOP':>9} {'G exp':>8} {'MB':>8} {'ms':>9} "
-        f"{'bound by':>10} {'ratio':>6}",
-    ]
-    for head_dim in head_dims:
-        for length in lengths:
-            shape = (max(1, 16384 // length), 2048 // head_dim, length, head_dim)
-            least: dict[str, float] = {}
-            for name, (forward, backward) in costs(*shape, num_positions=64).items():
-                both = Cost(*(a + b for a, b in zip(dataclasses.astuple(forward), dataclasses.astuple(backward))))
-                for direction, cost in (("forward", forward), ("backward", backward), ("forward+backward", both)):
-                    milliseconds = cost.seconds(*rates) * 1e3
-                    if direction == "forward+backward":
-                        milliseconds = (forward.seconds(*rates) + backward.seconds(*rates)) * 1e3
-                    parts = (cost.flops / rates[0], cost.exponentials / rates[1], cost.bytes / rates[2])
-                    bound = ("products", "exp", "memory")[parts.index(max(parts))]
-                    least.setdefault(direction, milliseconds)
-                    lines.append(
-                        f"{'x'.join(map(str, shape)):18} {name:12} {direction:16} {cost.flops / 1e9:>9.0f} "
-                        f"{cost.exponentials / 1e9:>8.1f} {cost.bytes / 1e6:>8.0f} {milliseconds:>9.3f} {bound:>10} "
-                        f"{milliseconds / least[direction]:>6.2f}"
-                    )
-    return lines
-
-
 # The command.
 
 
@@ -471,11 +320,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--all-tiles", action="store_true", help="do not stop at the first tiles that fit")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=pathlib.Path, help="also write the results to this file")
-    parser.add_argument("--analysis", action="store_true", help="print the minimum cost of attention, compile nothing")
-    parser.add_argument("--tflops", type=float, default=780.0, help="of --analysis: bf16 products, measured on an H200")
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="of --analysis: TB/s of a copy on an H200")
-    # 132 multiprocessors, 16 exponentials per cycle, 1.83 GHz under load.
-    parser.add_argument("--exponentials", type=float, default=3.9, help="of --analysis: 10^12 a second")
     parsed = parser.parse_args(arguments)
     parsed.targets = parsed.targets.split(",")
     unknown = [target for target in parsed.targets if target not in TARGETS]
@@ -484,7 +328,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if parsed.jobs < 1:
         parser.error(f"--jobs={parsed.jobs!r} is not valid: it must be at least 1")
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
-    if interpreted and not parsed.analysis:
+    if interpreted:
         parser.error(
             f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels for the interpreter cannot be "
             "compiled; unset it"
@@ -495,11 +339,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles the kernels; returns the exit code."""
     parsed = parse(arguments)
-    if parsed.analysis:
-        rates = (parsed.tflops * 1e12, parsed.exponentials * 1e12, parsed.bandwidth * 1e12)
-        for line in analysis((4096, 16384, 65536), (64, 128), rates):
-            print(line)
-        return 0
     try:
         import triton
     except ImportError as error:

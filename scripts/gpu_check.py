@@ -1,40 +1,48 @@
-"""Checks the Triton kernels on this machine's GPU, then runs the benchmark: `make gpu-check`, at most 8 minutes.
+"""Checks the Triton kernels on this machine's GPU, then runs the benchmark: `make gpu-check`.
 
-    whatwhere gpu-check                    # the kernels' check, then the benchmark
+    whatwhere gpu-check --minutes 8 --output FOLDER    # the same command again goes on where it stopped
     whatwhere gpu-check --no-benchmark
+    whatwhere gpu-check --case 'cope bfloat16 D=64 1x2/2x16384/16384 causal'    # one case of the check alone
     TRITON_INTERPRET=1 whatwhere gpu-check --device cpu    # tiny shapes, by Triton's interpreter
 
-The check, for CoPE and PoPE in float32, bfloat16 and float16, head dims 16 to 256:
+The check, for every kernel in `kernel_cases.KERNELS`, with the most important first:
 
-* lengths 1, 63, 100, 257, 1000; more keys than queries; grouped heads; gates closed, half open and open; separate gate
-  keys; tables of 2 to 300 positions; PoPE with and without phase shifts, and on part of the channels;
-* padding on both sides, gaps in the mask, packed documents, fully masked rows;
-* output and all gradients, including those of table and phase shifts, against full-matrix attention in float64. The
-  maximum error is twice that of PyTorch's full-matrix attention in the same type, or 5e-5 in float32 and half a unit in
-  the last place in other types, relative to the norm of the reference or a tenth of the norm of the incoming gradient,
-  whichever is larger;
-* CoPE rows with a contextual position within 5e-5 of an integer (one row in a hundred) get no gradient, because the
-  derivative is discontinuous there;
-* new memory is filled with NaN, to detect elements that a kernel does not write;
-* two runs are bitwise equal;
-* decoding one row without gradients;
-* models with `attn_implementation="triton"` against eager ones: logits and gradients of a padded batch, logits of
-  cached steps;
-* the benchmark's shapes.
+* long: 16,384 and 65,536 tokens in bfloat16, head dims 64 and 128, and decoding;
+* tiles: all tile sizes of every kernel, for every variant of its flags, head dim and type;
+* model: small models with `attn_implementation="triton"` against eager ones, for every encoding that has a kernel;
+* shapes: lengths from 1 to 1000, more keys than queries, padding on both sides, gaps in the mask, packed documents,
+  rows that see nothing, open and closed gates, tables of 2 to 300 positions.
 
-The kernels are compiled in `--jobs` parallel processes. The benchmark then gets the remaining time of `--minutes`, and
-finds the compiled kernels in Triton's cache. It runs even if a check failed, since it checks each measurement itself.
-The exit code is 1 if a check failed, and 2 if there is no GPU. Speeds do not affect it.
+Each compares output and all gradients with full-matrix attention in float64. The maximum error is twice that of
+PyTorch's full-matrix attention in the same type, or 5e-5 in float32 and half a unit in the last place in other types (a
+unit for less than 64 rows), relative to the norm of the reference or a tenth of the norm of the incoming gradient,
+whichever is larger. Of more than 4,096 rows, 2,048 are compared; the incoming gradient of the others is 0, so that
+gradients of keys are compared completely. CoPE rows with a contextual position within 5e-5 of an integer (one in a
+hundred) get no gradient, because the derivative is discontinuous there. New memory is filled with NaN, and two runs
+must be bitwise equal.
+
+Each group of cases has a process of its own, `--jobs` at a time, so that an illegal memory access ends one group only.
+The check gets at most half of `--minutes`; the benchmark the rest, on the kernels that are compiled already. It runs
+even if a check failed, since it checks each measurement itself.
+
+In FOLDER: `checks.csv` and `benchmark.csv`, written as rows come; `tiles.json`, the fastest tiles, for WHATWHERE_TILES,
+with all times in `tiles.csv`; `cache`, the compiled kernels (elsewhere: `--cache`), which can be copied to another
+machine with the same software and kind of GPU; `summary.txt`. What the files have from the same code, versions and
+device is not repeated. The exit code is 1 if a check failed, and 2 if there is no GPU. Speeds do not affect it.
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import importlib.metadata
+import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
+import re
+import subprocess
 import sys
 import time
 import warnings
@@ -46,111 +54,20 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
-# Minimum time of the benchmark, in minutes.
-LEAST_BENCHMARK_MINUTES = 1.0
-# Maximum share of rows in a case that are not compared.
-MOST_UNDECIDED = 0.1
+from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
+from .benchmark.measure import CheckFailed, device_is_lost, one_line
+from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
+from .kernel_cases import KERNELS, MASKS, Case, case
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One shape.
-
-    Attributes:
-        queries, keys: lengths.
-        mask: "causal", or one of `MASKS`.
-        gates: "half", "open" or "closed" (CoPE).
-        positions: entries of the table (CoPE).
-    """
-
-    queries: int
-    keys: int
-    batch: int = 2
-    heads: int = 4
-    groups: int = 4
-    mask: str = "causal"
-    gates: str = "half"
-    positions: int = 64
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.heads}/{self.groups}x{self.queries}/{self.keys} {self.mask} {self.gates}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Cases that share their compiled kernels.
-
-    Attributes:
-        what: "cope", "pope", "model cope", "model pope" or "tuned".
-        gate: "key", "separate" or "value" (CoPE). In a model, the last two come with a layer without CoPE.
-        rotated: channels with a phase (PoPE).
-        shift: whether there is a phase shift (PoPE).
-        provider: of the benchmark, for "tuned".
-    """
-
-    what: str
-    dtype: str
-    head_dim: int
-    cases: tuple[Case, ...] = ()
-    gate: str = "key"
-    rotated: int = 0
-    shift: bool = True
-    provider: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.what} {self.dtype} D={self.head_dim}"
-        if self.provider:
-            return f"{text} {self.provider} T={self.cases[0].queries}"
-        if self.what == "cope" or self.gate != "key":
-            text += f" gates by {self.gate}"
-        if self.what == "pope":
-            text += f" R={self.rotated} shift={self.shift}"
-        masks = dict.fromkeys(case.mask for case in self.cases)
-        return f"{text} {', '.join(masks)}".rstrip()
-
-
-@dataclasses.dataclass
-class Outcome:
-    """The outcome of a group: number of checks, largest error as a share of the allowed error, and failures."""
-
-    checks: int = 0
-    largest: float = 0.0
-    failures: list[str] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-
-
-# Masks: `ranges` (B, 1, Q + K, 2), as the kernels read it.
-
-
-def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """Returns the ranges of a mask, or None for causal."""
-    if mask == "causal":
-        return None
-    slots = torch.arange(keys, device=device)
-    valid = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    low = torch.zeros(batch, queries, dtype=torch.long, device=device)
-    own = slots[keys - queries :]
-    if mask == "padding":
-        # To the left in the first entry, to the right in the last.
-        valid[0] &= slots >= keys // 3
-        valid[-1] &= slots < keys - keys // 4
-    elif mask == "holes":
-        valid &= slots % 7 != 3
-    elif mask == "packed":
-        for start in (keys // 5, keys // 2, keys // 2 + 1):
-            low = torch.where(own >= start, start, low)
-    else:
-        raise ValueError(f"mask={mask!r} is not valid; allowed: 'causal', {', '.join(map(repr, MASKS))}")
-    # Padding rows are fully masked.
-    high = torch.where(valid[:, keys - queries :], own + 1, low)
-    tail = torch.stack([valid.long(), torch.zeros_like(valid, dtype=torch.long)], -1)
-    return torch.cat([torch.stack([low, high], -1), tail], 1)[:, None].int().contiguous()
-
-
-MASKS = ("padding", "holes", "packed")
-
-
-# One case of a kernel.
+# Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
+MOST_UNDECIDED, FEW_ROWS = 0.1, 64
+# Up to so many rows all are compared, of more so many; and so many logits of the reference are in memory at once.
+ALL_ROWS, SOME_ROWS, LOGITS = 4096, 2048, 1 << 25
+# The share of the time that the check may take, if the benchmark follows.
+CHECK_SHARE = 0.5
+FIELDS = ("date", "group", "case", "status", "comparisons", "error", "seconds", "code", "device", "torch", "triton")
+# What tells whether a row is about the present state.
+STATE = ("code", "device", "torch", "triton")
 
 
 class Poisoned:
@@ -165,153 +82,139 @@ class Poisoned:
         torch.use_deterministic_algorithms(False)
 
 
-SEED = 0
+# One case.
 
 
-def attention_of(
-    group: Group, case: Case, device: torch.device
-) -> tuple[list[torch.Tensor], Callable, Callable, Callable]:
-    """Returns inputs, and three functions of them: the kernel, the reference (in any type), and the undecided rows.
+@contextlib.contextmanager
+def nth_tiles(index: int) -> Iterator[list[int]]:
+    """Within it, kernels run with those tiles that are at `index` of those that compile, or the last.
 
-    The last takes inputs in float64 and returns bool (B, H, Q), see `undecided_rows`.
+    Yields the lengths of the lists that were used.
     """
-    from whatwhere.position_pope import pope_frequencies
-    from whatwhere.scripts.benchmark.references import cope_reference, pope_reference, undecided_rows
+    from whatwhere import kernel_launch
 
-    dtype = getattr(torch, group.dtype)
-    D, scaling = group.head_dim, group.head_dim**-0.5
-    generator = torch.Generator(device).manual_seed(SEED)
+    original, lengths = kernel_launch.choose, [1]
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
+    def choose(name: str, candidates: Sequence[Any], compiles: Callable[[Any], Any], run: Any) -> Any:
+        fitting = [tiles for tiles in candidates if compiles(tiles) is None]
+        if not fitting:
+            return original(name, candidates, compiles, run)
+        lengths.append(len(fitting))
+        return fitting[min(index, len(fitting) - 1)]
 
-    query = random(case.batch, case.heads, case.queries, D)
-    key, value, gate_key = (random(case.batch, case.groups, case.keys, D) for _ in range(3))
-    ranges = ranges_of(case.mask, case.batch, case.queries, case.keys, device)
-    rows = torch.arange(case.queries, device=device)
-    if group.what == "pope":
-        from whatwhere.kernel_pope import pope_attention
-
-        R = group.rotated
-        # Cached tokens come first; with padding, each batch entry has its own positions.
-        positions = torch.arange(case.keys, device=device).expand(case.batch if ranges is not None else 1, -1)
-        if ranges is not None:
-            positions = positions - torch.arange(case.batch, device=device)[:, None]
-        phases = positions[..., None].float() * pope_frequencies(R, 10000.0, device)
-        cos_k, sin_k = phases.cos(), phases.sin()
-        tables = (cos_k[:, -case.queries :].contiguous(), sin_k[:, -case.queries :].contiguous(), cos_k, sin_k)
-        for states in (query, key):
-            states[..., :R] = torch.nn.functional.softplus(states[..., :R])
-        inputs = [query.to(dtype), key.to(dtype), value.to(dtype)]
-        if group.shift:
-            inputs.append(random(case.heads, R) - 1.0)
-
-        def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *shift: torch.Tensor) -> torch.Tensor:
-            everything = (*tables, shift[0] if shift else None)
-            return pope_attention(query, key, value, everything, ranges=ranges, scaling=scaling)
-
-        def reference(*inputs: torch.Tensor) -> torch.Tensor:
-            return pope_reference(*inputs, tables=tables, rows=rows, scaling=scaling, ranges=ranges)
-
-        def decided(query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(query.shape[:3], dtype=torch.bool, device=device)
-
-        return inputs, kernel, reference, decided
-    from whatwhere.kernel_cope import cope_attention
-
-    if case.gates != "half":
-        # One shared channel sets every gate logit to about 8 or -8.
-        query[..., 0] = 8.0
-        gates = {"key": key, "separate": gate_key, "value": value}[group.gate]
-        gates[..., 0] = (1.0 if case.gates == "open" else -1.0) * D**0.5
-    inputs = [query.to(dtype), key.to(dtype), value.to(dtype), random(D, case.positions).to(dtype)]
-    if group.gate == "separate":
-        inputs.append(gate_key.to(dtype))
-    options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "position_scale": scaling}
-
-    def gate_of(inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        return {"key": None, "separate": inputs[-1], "value": inputs[2]}[group.gate]
-
-    def kernel_cope(*inputs: torch.Tensor) -> torch.Tensor:
-        return cope_attention(*inputs[:4], gate_key=gate_of(inputs), **options)
-
-    def reference_cope(*inputs: torch.Tensor) -> torch.Tensor:
-        query, key, value, table = inputs[:4]
-        return cope_reference(query, key, value, table, gate_of(inputs), rows=rows, **options)
-
-    def undecided(*inputs: torch.Tensor) -> torch.Tensor:
-        chosen: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "num_positions": case.positions}
-        return undecided_rows(inputs[0], inputs[1], gate_of(inputs), rows=rows, **chosen)
-
-    return inputs, kernel_cope, reference_cope, undecided
+    kernel_launch.CHOSEN.clear()
+    kernel_launch.choose = choose
+    try:
+        yield lengths
+    finally:
+        kernel_launch.choose = original
+        kernel_launch.CHOSEN.clear()
 
 
-def check_case(group: Group, case: Case, device: torch.device) -> tuple[int, float]:
-    """Checks one shape; returns the number of comparisons, and the largest error as a share of the allowed error.
+def chosen_rows(length: int, device: torch.device) -> torch.Tensor:
+    """Returns the rows to compare: all, or those at both ends and in the middle, and some from everywhere."""
+    if length <= ALL_ROWS:
+        return torch.arange(length, device=device)
+    part = SOME_ROWS // 4
+    near = torch.arange(part)
+    spread = torch.linspace(0, length - 1, part).long()
+    return torch.cat([near, length // 2 - part // 2 + near, length - part + near, spread]).unique().to(device)
+
+
+def truth(
+    reference: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Returns the output of the rows in `parts` (B, H, N, D), and the gradients, summed over the parts in float64."""
+    outs, sums = [], [torch.zeros(one.shape, dtype=torch.float64, device=one.device) for one in inputs]
+    for rows in parts:
+        out = reference(*inputs, rows=rows)
+        outs.append(out.detach())
+        for total, one in zip(sums, torch.autograd.grad(out, inputs, grad[:, :, rows].to(out.dtype))):
+            total += one
+    return [torch.cat(outs, 2), *sums]
+
+
+def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tuple[int, float]:
+    """Checks one case; returns the number of comparisons, and the largest error as a share of the allowed error.
 
     Raises:
         CheckFailed: something differs.
     """
-    from whatwhere.scripts.benchmark.attention import relative_errors
-    from whatwhere.scripts.benchmark.measure import CheckFailed
-
-    inputs, kernel, reference, undecided = attention_of(group, case, device)
-    inputs = [tensor.requires_grad_() for tensor in inputs]
+    call = KERNELS[case.kernel].call(case, device)
+    inputs = [tensor.detach().requires_grad_() for tensor in call.inputs]
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    shape = (case.batch, case.heads, case.queries, case.head_dim)
+    rows = chosen_rows(case.queries, device)
+    parts = rows.split(max(1, LOGITS // (case.batch * case.heads * case.keys)))
+    grad = torch.zeros(shape, device=device)
+    random = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    grad[:, :, rows] = random[:, :, rows]
+    undecided = 0
     with torch.no_grad():
-        exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth_out = reference(*exact_inputs)
-    grad = torch.randn(truth_out.shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    with torch.no_grad():
-        left_out = undecided(*exact_inputs)
+        for part in parts:
+            if call.undecided is None:
+                break
+            left_out = call.undecided(*exact_inputs, rows=part)
+            undecided += int(left_out.sum())
+            grad[:, :, part] = grad[:, :, part].masked_fill(left_out[..., None], 0)
     # One row may always be left out, since it is a large share of a small case.
-    if left_out.sum() > max(1, MOST_UNDECIDED * left_out.numel()):
-        raise CheckFailed(f"{left_out.sum()} of {left_out.numel()} rows are not compared: choose other inputs")
-    grad = grad.masked_fill(left_out[..., None], 0).to(inputs[0].dtype)
-    exact = [truth_out.detach(), *torch.autograd.grad(truth_out, exact_inputs, grad.double())]
-    plain_out = reference(*inputs)
-    plain = [plain_out.detach(), *torch.autograd.grad(plain_out, inputs, grad)]
-    runs = []
-    for _ in range(2):
-        with Poisoned():
-            out = kernel(*inputs)
-            runs.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
-    names = ["output", "dq", "dk", "dv", "ddelta" if group.what == "pope" else "dtable", "dgate_key"]
-    for name, first, second in zip(names, *runs):
-        if not torch.equal(first, second):
-            raise CheckFailed(f"{name} differs between two runs, or is not a number")
-    tolerance = 5e-5 if inputs[0].dtype == torch.float32 else torch.finfo(inputs[0].dtype).eps / 2
+    count = case.batch * case.heads * len(rows)
+    if undecided > max(1, MOST_UNDECIDED * count):
+        raise CheckFailed(f"{undecided} of {count} rows are not compared: choose other inputs")
+    grad = grad.to(inputs[0].dtype)
+    exact = truth(call.reference, exact_inputs, grad, parts)
+    plain = truth(call.reference, inputs, grad, parts)
+    names = ["output", *call.names]
+    # Rounding errors of a few rows do not average out.
+    units = 1.0 if count < FEW_ROWS else 0.5
+    tolerance = 5e-5 if inputs[0].dtype == torch.float32 else units * torch.finfo(inputs[0].dtype).eps
     options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
-    largest = relative_errors(runs[0], plain, exact, names, **options).share
-    with torch.no_grad(), Poisoned():
-        inference = kernel(*inputs)
-    relative_errors([inference], plain[:1], exact[:1], ["output without gradients"], **options)
-    return len(runs[0]) + 1, largest
+    checks, largest, index, last = 0, 0.0, 0, 0
+    while index <= last:
+        with nth_tiles(index) as lengths:
+            try:
+                runs = []
+                for _ in range(2):
+                    with Poisoned():
+                        out = call.kernel(*inputs)
+                        runs.append([out.detach()[:, :, rows], *torch.autograd.grad(out, inputs, grad)])
+                for name, first, second in zip(names, *runs):
+                    if not torch.equal(first, second):
+                        raise CheckFailed(f"{name} differs between two runs, or is not a number")
+                largest = max(largest, relative_errors(runs[0], plain, exact, names, **options).share)
+                with torch.no_grad(), Poisoned():
+                    inference = call.kernel(*inputs)[:, :, rows]
+                relative_errors([inference], plain[:1], exact[:1], ["output without gradients"], **options)
+            except CheckFailed as error:
+                raise CheckFailed(f"{error} (tiles: {tiles_note()})") from None
+            checks += len(runs[0]) + 1
+            last = max(lengths) - 1 if all_tiles else 0
+        index += 1
+    return checks, largest
 
 
-# Models, and the benchmark's shapes.
-
-
-def check_model(group: Group, device: torch.device) -> tuple[int, float]:
+def check_model(case: Case, device: torch.device, all_tiles: bool = False) -> tuple[int, float]:
     """Compares a small model on the kernels with the same eager model in a wider type.
 
     Logits, gradients of all parameters, and the logits of tokens generated after a padded batch.
     """
     from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
-    from whatwhere.scripts.benchmark.attention import relative_errors
 
     torch.manual_seed(0)
-    heads, dtype = 4, getattr(torch, group.dtype)
-    gates = {"separate": "separate_key", "value": "value"}.get(group.gate)
+    dtype, parameters = getattr(torch, case.dtype), dict(case.options)
     config = WhatWhereLlamaConfig(
         vocab_size=64,
-        hidden_size=heads * group.head_dim,
+        hidden_size=case.heads * case.head_dim,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.groups,
         max_position_embeddings=256,
-        position_encoding=group.what.split()[1],
-        position_encoding_parameters={"gates": gates, "every_n_layers": 2} if gates else None,
+        position_encoding=case.kernel,
+        position_encoding_parameters=parameters or None,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -321,13 +224,12 @@ def check_model(group: Group, device: torch.device) -> tuple[int, float]:
         for name, parameter in model.named_parameters():
             if "encodings." in name:
                 parameter.uniform_(-1.0, 0.0)
-    length = group.cases[0].queries
-    tokens = torch.randint(3, 64, (2, length), device=device)
+    tokens = torch.randint(3, 64, (case.batch, case.queries), device=device)
     mask = torch.ones_like(tokens)
-    mask[0, : length // 3] = 0
+    mask[0, : case.queries // 3] = 0
     # Logits of padding rows are not compared.
     labels = tokens.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
-    continuation = torch.randint(3, 64, (2, 4), device=device)
+    continuation = torch.randint(3, 64, (case.batch, 4), device=device)
 
     def run(implementation: str, dtype: torch.dtype) -> tuple[list[str], list[torch.Tensor]]:
         copied = copy.deepcopy(model).to(dtype)
@@ -358,100 +260,67 @@ def check_model(group: Group, device: torch.device) -> tuple[int, float]:
     return len(found), relative_errors(found, plain, exact, names, factor=2, tolerance=tolerance, scale=scale).share
 
 
-def check_tuned(group: Group, device: torch.device) -> tuple[int, float]:
-    """Checks a provider of the benchmark at its shape; the kernels that it compiles stay in Triton's cache."""
-    from whatwhere.scripts.benchmark.attention import Workload
-
-    (case,) = group.cases
-    workload = Workload(
-        batch=case.batch,
-        heads=case.heads,
-        length=case.queries,
-        head_dim=group.head_dim,
-        num_positions=case.positions,
-        dtype=getattr(torch, group.dtype),
-        device=device,
-    )
-    provider = workload.provider(group.provider)
-    share = workload.check(provider).share
-    assert provider.decode is not None, "the kernels decode"
-    with torch.no_grad():
-        workload.check_decoding(provider, provider.decode())
-    return 5, share
-
-
-def check_group(group: Group, device_name: str) -> Outcome:
-    """Checks all cases of a group, and collects failures."""
-    from whatwhere.scripts.benchmark.measure import one_line
-
-    device = torch.device(device_name)
-    outcome = Outcome()
-    start = time.perf_counter()
-    for case in group.cases:
-        try:
-            if group.what.startswith("model"):
-                checks, largest = check_model(group, device)
-            elif group.what == "tuned":
-                checks, largest = check_tuned(group, device)
-            else:
-                checks, largest = check_case(group, case, device)
-        except Exception as error:
-            # Continue with the other cases.
-            outcome.failures.append(f"{group}, {case}: {type(error).__name__}: {one_line(error)}")
-            continue
-        outcome.checks += checks
-        outcome.largest = max(outcome.largest, largest)
-    outcome.seconds = time.perf_counter() - start
-    return outcome
-
-
 # Which cases.
 
 
-def _lengths(**options: Any) -> tuple[Case, ...]:
-    shapes = [(1, 1), (63, 63), (100, 257), (257, 257), (1, 300), (1000, 1000)]
-    return tuple(Case(*shape, groups=2 if shape[0] == 257 else 4, **options) for shape in shapes)
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Cases that share their compiled kernels, and a process."""
+
+    name: str
+    cases: tuple[Case, ...]
+    check: Callable[[Case, torch.device, bool], tuple[int, float]] = check_case
+    all_tiles: bool = False
 
 
-def _masked(**options: Any) -> tuple[Case, ...]:
-    cases = [Case(257, 257, batch=3, groups=2, mask=mask, **options) for mask in MASKS]
-    return (*cases, Case(100, 300, batch=3, mask="packed", **options), Case(1, 300, batch=3, mask="padding", **options))
+def models() -> list[str]:
+    """Returns the encodings that have a kernel."""
+    from whatwhere import WhatWhereLlamaConfig
+    from whatwhere.position_registry import list_position_encodings, supported_implementations
+
+    def has_kernel(name: str) -> bool:
+        return "triton" in supported_implementations(WhatWhereLlamaConfig(position_encoding=name))
+
+    return [name for name in list_position_encodings() if has_kernel(name)]
 
 
 def groups_on_gpu() -> Iterator[Group]:
-    """Yields the groups to check on a GPU, the slowest first."""
-    for head_dim in (64, 128):
-        for length in (4096, 16384):
-            shape = Case(length, length, batch=max(1, 16384 // length), heads=2048 // head_dim, groups=2048 // head_dim)
-            for provider in ("cope-triton-half", "pope-triton"):
-                yield Group("tuned", "bfloat16", head_dim, (shape,), provider=provider)
-    gates = (
-        *_lengths(),
-        *(Case(*shape, gates=kind) for kind in ("open", "closed") for shape in ((257, 257), (100, 400))),
-    )
-    tables = (Case(257, 257, positions=2), Case(257, 257, positions=33), Case(257, 257, positions=300))
-    for dtype, head_dim in (("bfloat16", 64), ("bfloat16", 128), ("float32", 64), ("float16", 64)):
-        yield Group("cope", dtype, head_dim, (*gates, *tables))
-        yield Group("cope", dtype, head_dim, (*_masked(), *_masked(gates="closed")))
-        yield Group("pope", dtype, head_dim, _lengths(), rotated=head_dim)
-        yield Group("pope", dtype, head_dim, _masked(), rotated=head_dim)
-    for dtype, head_dim, rotated in (
-        ("float32", 16, 8),
-        ("bfloat16", 40, 20),
-        ("float16", 80, 80),
-        ("bfloat16", 256, 256),
-    ):
-        few = (Case(100, 100, groups=1), Case(70, 300), Case(63, 63, mask="padding"))
-        yield Group("cope", dtype, head_dim, few)
-        yield Group("pope", dtype, head_dim, few, rotated=rotated, shift=False)
-    for gate, dtype in (("separate", "bfloat16"), ("separate", "float32"), ("value", "bfloat16"), ("value", "float32")):
-        some = (Case(100, 257), Case(257, 257, gates="closed"), Case(1, 300), Case(130, 130, mask="padding"))
-        yield Group("cope", dtype, 64, some, gate=gate)
-    for encoding in ("cope", "cope+rope", "pope"):
-        for dtype in ("float32", "bfloat16"):
-            yield Group(f"model {encoding}", dtype, 64, (Case(100, 100),))
-    for gate in ("separate", "value"):
-        yield Group("model cope", "bfloat16", 64, (Case(100, 100),), gate=gate)
+    """Yields the groups to check on a GPU, the most important first."""
+    for head_dim, name in itertools.product((64, 128), KERNELS):
+        lengths = ((16384, 16384), (65536, 65536), (1, 65536))
+        long = [case(name, "bfloat16", head_dim, *one, batch=1, heads=2, groups=2) for one in lengths]
+        yield Group(f"long {name} bfloat16 D={head_dim}", tuple(long))
+    yield from _tiles((("bfloat16", 64), ("bfloat16", 128)))
+    for encoding in models():
+        gates: tuple[dict[str, Any], ...] = ({},)
+        if encoding == "cope":
+            gates = ({}, *({"gates": gate, "every_n_layers": 2} for gate in ("separate_key", "value")))
+        types = itertools.product(("bfloat16", "float32"), gates)
+        cases = tuple(case(encoding, dtype, 64, 100, groups=2, **options) for dtype, options in types)
+        yield Group(f"model {encoding}", cases, check_model)
+    yield from _shapes((("bfloat16", 64),))
+    yield from _tiles((("float16", 64), ("float32", 64), ("bfloat16", 256), ("bfloat16", 40), ("float32", 16)))
+    yield from _shapes((("float32", 64), ("float16", 80), ("bfloat16", 128)))
+
+
+def _tiles(types: Sequence[tuple[str, int]]) -> Iterator[Group]:
+    for (dtype, head_dim), (name, kernel) in itertools.product(types, KERNELS.items()):
+        # Some rows more than whole blocks of any tiles, and decoding.
+        lengths = ((1100, 1300), (1, 1300))
+        kinds = itertools.product(kernel.variants, lengths)
+        cases = tuple(case(name, dtype, head_dim, *length, **variant) for variant, length in kinds)
+        yield Group(f"tiles {name} {dtype} D={head_dim}", cases, all_tiles=True)
+
+
+def _shapes(types: Sequence[tuple[str, int]]) -> Iterator[Group]:
+    lengths = ((1, 1), (63, 63), (100, 257), (257, 257), (1, 300), (1000, 1000))
+    for (dtype, head_dim), (name, kernel) in itertools.product(types, KERNELS.items()):
+        cases = [case(name, dtype, head_dim, *length) for length in lengths]
+        for mask, length in itertools.product(MASKS, ((257, 257), (100, 300), (1, 300))):
+            cases.append(case(name, dtype, head_dim, *length, batch=3, groups=2, mask=mask))
+        cases += [case(name, dtype, head_dim, 257, 300, **content) for content in kernel.contents]
+        cases += [case(name, dtype, head_dim, 257, mask="padding", **content) for content in kernel.contents[:2]]
+        yield Group(f"shapes {name} {dtype} D={head_dim}", tuple(cases))
 
 
 def groups_on_cpu() -> Iterator[Group]:
@@ -459,38 +328,149 @@ def groups_on_cpu() -> Iterator[Group]:
 
     Without bfloat16, which the interpreter truncates instead of rounding.
     """
-    small: dict[str, Any] = {"batch": 1, "heads": 2, "positions": 8}
-    few = (Case(33, 33, groups=1, **small), Case(9, 40, groups=2, gates="closed", **small))
-    masked = (Case(40, 40, batch=2, heads=2, groups=2, mask="padding", positions=8),)
-    yield Group("cope", "float32", 16, (*few, Case(1, 40, groups=2, **small)))
-    yield Group("cope", "float16", 16, masked)
-    yield Group("cope", "float32", 16, (Case(33, 33, groups=2, mask="packed", gates="open", **small),), gate="separate")
-    yield Group("pope", "float32", 16, (*few[:1], Case(1, 40, groups=2, **small)), rotated=8)
-    yield Group("pope", "float16", 16, masked, rotated=16, shift=False)
-    for encoding in ("cope", "pope"):
-        yield Group(f"model {encoding}", "float32", 16, (Case(20, 20),))
-    yield Group("model cope", "float32", 16, (Case(20, 20),), gate="separate")
-    case = Case(48, 48, groups=2, **small)
-    yield Group("tuned", "float32", 16, (case,), provider="cope-triton-half")
-    yield Group("tuned", "float32", 16, (case,), provider="pope-triton")
+    for name, kernel in KERNELS.items():
+        small: dict[str, Any] = {"batch": 1, "heads": 2, "groups": 2}
+        few: dict[str, Any] = {"positions": 8} if name == "cope" else {}
+        decoded = case(name, "float16", 16, 1, 40, **{**small, **few, **kernel.variants[1]})
+        yield Group(f"tiles {name}", (case(name, "float32", 16, 33, 40, **small, **few), decoded), all_tiles=True)
+        variants = [case(name, "float32", 16, 20, 24, **{**small, **few, **one}) for one in kernel.variants[3:]]
+        contents = [case(name, "float32", 16, 20, 24, **small, **one) for one in kernel.contents[:3]]
+        masked = case(name, "float16", 16, 40, batch=2, heads=2, groups=1, mask="padding", **few)
+        yield Group(f"shapes {name}", (*variants, *contents, masked))
+    for encoding in models():
+        yield Group(f"model {encoding}", (case(encoding, "float32", 16, 20, groups=2),), check_model)
 
 
-def check_all(groups: Sequence[Group], device: str, jobs: int) -> Iterator[tuple[Group, Outcome]]:
-    """Yields groups with their outcomes."""
-    if jobs == 1:
-        for group in groups:
-            yield group, check_group(group, device)
-        return
-    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(check_group, group, device): group for group in groups}
-        for future in concurrent.futures.as_completed(futures):
+# Processes.
+
+
+def _work(group: Group, device: str, cache: str, connection: Any) -> None:
+    """Checks the cases of a group in a process, and sends for each its name at the start and a row at the end."""
+    os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
+    torch.set_num_threads(1)
+    for one in group.cases:
+        connection.send(str(one))
+        start, row = time.perf_counter(), {"status": "ok"}
+        lost = False
+        try:
+            comparisons, error = group.check(one, torch.device(device), group.all_tiles)
+            row |= {"comparisons": str(comparisons), "error": f"{error:.3f}"}
+        except Exception as error:
+            # Continue with the other cases, if the GPU can be used.
+            lost = device_is_lost(error)
+            row["status"] = f"{type(error).__name__}: {one_line(error)}"
+        connection.send({**row, "seconds": f"{time.perf_counter() - start:.1f}"})
+        if lost:
+            return
+
+
+def check_all(
+    groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
+) -> Iterator[tuple[Group, dict[str, str]]]:
+    """Yields groups with rows of their cases as they come, up to a time of the monotonic clock."""
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, before any use of the GPU.
+    context.set_forkserver_preload(["whatwhere.scripts.gpu_check", "whatwhere"])
+    waiting = list(groups)
+    running: dict[Any, tuple[Group, Any]] = {}
+    current: dict[Any, str] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs and time.monotonic() < until:
+            group = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(group, device, str(cache), sender))
+            process.start()
+            sender.close()
+            running[receiver] = group, process
+        left = until - time.monotonic()
+        if left <= 0:
+            for _, process in running.values():
+                process.kill()
+            return
+        ready: list[Any] = multiprocessing.connection.wait(list(running), timeout=left)
+        for receiver in ready:
+            group, process = running[receiver]
             try:
-                yield futures[future], future.result()
-            except concurrent.futures.process.BrokenProcessPool as error:
-                yield futures[future], Outcome(failures=[f"{futures[future]}: its process died: {error}"])
+                message = receiver.recv()
+            except EOFError:
+                process.join()
+                del running[receiver]
+                if receiver in current:
+                    died = {"status": f"its process ended with exit code {process.exitcode}"}
+                    yield group, {"case": current.pop(receiver), **died}
+                continue
+            if isinstance(message, str):
+                current[receiver] = message
+            else:
+                yield group, {"case": current.pop(receiver), **message}
+
+
+# The benchmark: each stage in a process.
+
+STAGES = (
+    ["--parts", "attention", "--lengths", "4096,16384,65536,1024", "--providers", ",".join(FIRST)],
+    ["--parts", "model"],
+    ["--parts", "attention", "--providers", ",".join(MORE)],
+    # Third-party code comes last.
+    ["--parts", "attention", "--providers", ",".join(FOREIGN)],
+)
+
+
+def run_benchmark(folder: pathlib.Path, cache: pathlib.Path, until: float) -> int:
+    """Runs the stages of the benchmark up to a time of the monotonic clock; returns the largest exit code."""
+    code = 0
+    for stage in STAGES:
+        minutes = (until - time.monotonic()) / 60
+        if minutes <= 0:
+            print(f"left out, no time: whatwhere benchmark {' '.join(stage)}")
+            continue
+        files = ["--output", str(folder / "benchmark.csv"), "--tiles", str(folder / "tiles.json"), "--resume"]
+        command = [sys.executable, "-m", "whatwhere", "benchmark", "--device", "cuda", "--minutes", f"{minutes:.2f}"]
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+        done = subprocess.run([*command, *files, *stage], env=environment).returncode
+        if done not in (0, 1):
+            print(f"the benchmark ended with exit code {done}: {' '.join(stage)}", file=sys.stderr)
+        code = max(code, 1 if done else 0)
+    return code
 
 
 # The command.
+
+
+def summary(groups: Sequence[Group], rows: Sequence[dict[str, str]], folder: pathlib.Path, device: str) -> list[str]:
+    """Returns one screen: what was checked, what failed, what was left out, the benchmark's figures, the tiles."""
+    of_group = {group.name: [row for row in rows if row["group"] == group.name] for group in groups}
+    failed = [row for row in rows if row["status"] != "ok"]
+    wholly = sum(len(of_group[group.name]) == len(group.cases) for group in groups)
+    comparisons = sum(int(row["comparisons"] or 0) for row in rows)
+    lines = [
+        f"checked: {len(rows)} of {sum(len(group.cases) for group in groups)} cases, {wholly} of {len(groups)} groups, "
+        f"{comparisons} comparisons passed, {len(failed)} cases failed"
+    ]
+    for name in dict.fromkeys(row["group"] for row in failed):
+        first, *more = [row for row in failed if row["group"] == name]
+        lines.append(
+            f"  FAILED {name}: {first['case']}: {first['status'][:120]}" + f" (and {len(more)} more)" * bool(more)
+        )
+    left = [group.name for group in groups if len(of_group[group.name]) < len(group.cases)]
+    if left:
+        lines.append(f"  not finished: {', '.join(left[:12])}" + f", and {len(left) - 12} more" * (len(left) > 12))
+    return [*lines, *summary_of_benchmark(read_rows(folder / "benchmark.csv", device=device), folder / "tiles.csv")]
+
+
+def interpreter_problem() -> str:
+    """Returns why Triton's interpreter does not work here, in one sentence, or an empty string."""
+    try:
+        found = {name: importlib.metadata.version(name) for name in ("numpy", "triton")}
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    numpy, triton = (tuple(map(int, re.findall(r"\d+", found[name])[:2])) for name in ("numpy", "triton"))
+    if numpy < (2, 4) or triton >= (3, 7):
+        return ""
+    return (
+        f"Triton {found['triton']}'s interpreter does not work with NumPy {found['numpy']}: it needs NumPy before 2.4, "
+        "or Triton 3.7"
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -504,21 +484,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark")
     parser.add_argument("--jobs", type=int, default=None, help="processes; default: half the cores, at most 12")
     parser.add_argument("--only", action="append", default=[], help="groups whose name contains this; repeatable")
-    parser.add_argument(
-        "--tiles", type=pathlib.Path, help="write the measured tile sizes to this file, for WHATWHERE_TILES"
-    )
+    parser.add_argument("--case", help="one case, by its whole name, in this process; no files")
     parser.add_argument("--no-benchmark", action="store_true", help="check only")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"), help="file of the benchmark"
-    )
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/gpu_check"), help="a folder")
+    parser.add_argument("--cache", type=pathlib.Path, help="folder of compiled kernels; default: `cache` in --output")
     parsed = parser.parse_args(arguments)
     for name in ("minutes", "jobs"):
         value = getattr(parsed, name)
         if value is not None and not 0 < value < 10000:
             parser.error(f"--{name}={value!r} is not valid: it must be greater than 0")
-    if parsed.jobs is None:
-        parsed.jobs = min(12, max(1, (os.cpu_count() or 2) // 2)) if parsed.device == "cuda" else 1
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
+    problem = interpreter_problem() if interpreted and parsed.device == "cpu" else ""
+    if problem and torch.cuda.is_available():
+        print(f"{problem}; checking the compiled kernels on the GPU instead.", flush=True)
+        os.environ["TRITON_INTERPRET"], interpreted, parsed.device = "0", False, "cuda"
+    elif problem:
+        parser.error(f"{problem}; and PyTorch finds no CUDA device for the compiled kernels")
     if parsed.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             f"PyTorch {torch.__version__} finds no CUDA device: nothing was checked. Without a GPU, `make test` runs "
@@ -528,6 +509,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels would not run on the GPU")
     if parsed.device == "cpu" and not interpreted:
         parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1: kernels need a GPU otherwise")
+    if parsed.jobs is None:
+        parsed.jobs = min(12, max(1, (os.cpu_count() or 2) // 2)) if parsed.device == "cuda" else 1
+    parsed.cache = parsed.cache or parsed.output / "cache"
     return parsed
 
 
@@ -536,30 +520,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     parsed = parse(arguments)
     groups = list(groups_on_gpu() if parsed.device == "cuda" else groups_on_cpu())
-    groups = [group for group in groups if not parsed.only or any(part in str(group) for part in parsed.only)]
-    if not groups:
-        print(f"--only={parsed.only!r} matches no group", file=sys.stderr)
+    if parsed.case:
+        for of_group, one in [(group, one) for group in groups for one in group.cases if str(one) == parsed.case]:
+            comparisons, error = of_group.check(one, torch.device(parsed.device), of_group.all_tiles)
+            print(f"{comparisons} comparisons passed, the largest error is {error:.3f} of the allowed one")
+            return 0
+    groups = [group for group in groups if not parsed.only or any(part in group.name for part in parsed.only)]
+    if parsed.case or not groups:
+        print(f"--case={parsed.case!r}, --only={parsed.only!r}: nothing has this name", file=sys.stderr)
         return 2
-    print(f"{'checked':62} {'checks':>6} {'error':>7} {'seconds':>8}   (error: as a share of the allowed error)")
-    checks, failures = 0, []
-    for group, outcome in check_all(groups, parsed.device, parsed.jobs):
-        verdict = "" if not outcome.failures else f"  {len(outcome.failures)} FAILED"
-        print(f"{group!s:62} {outcome.checks:>6} {outcome.largest:>7.2f} {outcome.seconds:>8.1f}{verdict}", flush=True)
-        checks += outcome.checks
-        failures += outcome.failures
-    for failure in failures:
-        print(f"check failed: {failure}", file=sys.stderr)
-    minutes = (time.monotonic() - start) / 60
-    print(f"{checks} comparisons passed, {len(failures)} cases failed, {minutes:.1f} minutes", flush=True)
-    code = 1 if failures else 0
-    if parsed.no_benchmark or parsed.device == "cpu":
-        return code
-    from whatwhere.scripts.benchmark.__main__ import main as benchmark
-    from whatwhere.scripts.kernel_tiles import measured
-
-    left = max(LEAST_BENCHMARK_MINUTES, parsed.minutes - minutes)
-    with measured(parsed.tiles) if parsed.tiles else contextlib.nullcontext():
-        return max(code, benchmark(["--device", "cuda", "--minutes", f"{left:.2f}", "--output", str(parsed.output)]))
+    parsed.output.mkdir(parents=True, exist_ok=True)
+    device = torch.device(parsed.device)
+    state = {"device": device_name(device), **versions(device)}
+    state = {name: state[name] for name in STATE}
+    file = parsed.output / "checks.csv"
+    rows = read_rows(file, **state)
+    known = {(row["group"], row["case"]) for row in rows}
+    open_groups = []
+    for group in groups:
+        cases = tuple(one for one in group.cases if (group.name, str(one)) not in known)
+        if cases:
+            open_groups.append(dataclasses.replace(group, cases=cases))
+    if rows:
+        print(f"{len(rows)} cases are in {file} already")
+    until = start + 60 * parsed.minutes
+    benchmark = parsed.device == "cuda" and not parsed.no_benchmark
+    check_until = start + 60 * parsed.minutes * (CHECK_SHARE if benchmark else 1)
+    for group, found in check_all(open_groups, parsed.device, parsed.cache, parsed.jobs, check_until):
+        row = {**dict.fromkeys(FIELDS, ""), **state, "date": now(), "group": group.name, **found}
+        append_row(file, FIELDS, row)
+        rows.append(row)
+        if row["status"] == "ok":
+            print(f"{group.name:32} {row['case']:72} {row['error']:>6} {row['seconds']:>6} s", flush=True)
+            continue
+        again = f"whatwhere gpu-check --device {parsed.device} --case '{row['case']}'"
+        print(f"FAILED {row['case']}: {row['status']}\n    {again}", file=sys.stderr, flush=True)
+    code = run_benchmark(parsed.output, parsed.cache, until) if benchmark else 0
+    names = {group.name for group in groups}
+    lines = summary(groups, [row for row in rows if row["group"] in names], parsed.output, state["device"])
+    lines.append(f"{(time.monotonic() - start) / 60:.1f} minutes; files in {parsed.output}")
+    (parsed.output / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("", *lines, sep="\n")
+    return 1 if code or any(row["status"] != "ok" for row in rows if row["group"] in names) else 0
 
 
 if __name__ == "__main__":

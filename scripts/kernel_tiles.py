@@ -6,13 +6,17 @@ import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .benchmark.report import append_row
 
 
 @contextlib.contextmanager
 def measured(file: pathlib.Path) -> Iterator[None]:
-    """Within it, the first call of each kind of kernel times its tiles; the file gets the fastest.
+    """Within it, the first call of each kind of kernel times its tiles, unless the file knows them.
 
-    A kernel that adds to its results is not timed: it runs with the first tiles that compile.
+    The file gets the fastest, and a CSV file beside it all times. A kernel that adds to its results is not timed: it
+    runs with the first tiles that compile.
     """
     import triton
 
@@ -20,7 +24,7 @@ def measured(file: pathlib.Path) -> Iterator[None]:
     from whatwhere.kernel_launch import Tiles
 
     original = kernel_launch.choose
-    known: dict[str, tuple[int, ...]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def choose(
         name: str,
@@ -28,10 +32,15 @@ def measured(file: pathlib.Path) -> Iterator[None]:
         compiles: Callable[[Tiles], Exception | None],
         run: Callable[[Tiles], None] | None,
     ) -> Tiles:
+        if name in known and compiles(Tiles(*known[name])) is None:
+            return Tiles(*known[name])
         fitting = [tiles for tiles in candidates if compiles(tiles) is None]
         if run is None or len(fitting) < 2:
             return original(name, candidates, compiles, run)
         times = {tiles: triton.testing.do_bench(functools.partial(run, tiles), warmup=5, rep=20) for tiles in fitting}
+        for tiles, time in times.items():
+            row = {"kernel": name, "tiles": str(tiles), "milliseconds": f"{time:.4f}"}
+            append_row(file.with_suffix(".csv"), tuple(row), row)
         fastest = min(fitting, key=lambda tiles: times[tiles])
         known[name] = dataclasses.astuple(fastest)
         partial = file.with_name(f"{file.name}.partial")

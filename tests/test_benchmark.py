@@ -1,7 +1,6 @@
 """The benchmark: what gets a number, what gets a reason instead, and what the tables say."""
 
 import csv
-import subprocess
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from whatwhere.scripts.benchmark import attention, measure
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
 from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
 from whatwhere.scripts.benchmark.models import HOST_MODELS, MODELS
-from whatwhere.scripts.benchmark.report import FIELDS, Report, Result, Shape
+from whatwhere.scripts.benchmark.report import FIELDS, SHOWN, Report, Result, Shape, read_rows
+from whatwhere.scripts.benchmark.report import versions as report_versions
 
 TINY = ["--lengths", "32", "--heads", "2", "--batch", "1", "--head-dim", "16", "--repeats", "1", "--num-positions", "8"]
 
@@ -30,7 +30,7 @@ def test_rows(tmp_path):
     assert code == 0
     assert list(rows[0]) == list(FIELDS)
     found = {(row["part"], row["provider"], row["direction"]) for row in rows}
-    for provider in ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "pope-blockwise"):
+    for provider in ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "fox", "alibi"):
         assert {("attention", provider, "forward"), ("attention", provider, "forward+backward")} <= found
     for provider in ("llama-stock", "llama-rope", "llama-pope", "llama-cope"):
         assert {("model", provider, "training step"), ("model", provider, "decoding step")} <= found
@@ -57,7 +57,7 @@ def test_every_direction_and_backend(tmp_path):
         assert [row["direction"] for row in rows if row["provider"] == name] == directions.split(",")
 
 
-@pytest.mark.parametrize("names", slow_but(["pope-triton"], ["pope-triton", "cope-triton-half,pope-triton"]))
+@pytest.mark.parametrize("names", slow_but(["fox-triton"], ["fox-triton", "cope-triton-half,pope-triton,alibi-triton"]))
 def test_kernels(tmp_path, names):
     """In the interpreter: the same check, and the rows that a GPU would give."""
     pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -95,10 +95,10 @@ def test_what_keeps_one_from_a_number(tmp_path, monkeypatch, failure, status, co
         raise failure
 
     monkeypatch.setattr(attention, "blockwise_attention", fail)
-    found, rows = run(tmp_path, "--parts", "attention", "--providers", "pope-blockwise,pope-sdpa")
+    found, rows = run(tmp_path, "--parts", "attention", "--providers", "alibi,pope-sdpa")
     assert found == code
     statuses = {row["provider"]: row["status"] for row in rows}
-    assert statuses["pope-blockwise"].startswith(status)
+    assert statuses["alibi"].startswith(status)
     assert statuses["pope-sdpa"] == "ok"
 
 
@@ -113,7 +113,7 @@ def test_a_lost_gpu():
     budget.attempt(result, shape, fail)
     assert not budget.failures
     assert result.status.startswith("RuntimeError: CUDA error")
-    assert budget.refuse("attention 2", "pope-triton", shape).startswith("left out: the GPU cannot be used after")
+    assert budget.refuse("pope-triton", shape).startswith("left out: the GPU cannot be used after")
 
 
 @pytest.mark.parametrize(("provider", "failed"), [("rope-sdpa-cudnn", 0), ("cope-triton-half", 1), ("llama-cope", 1)])
@@ -196,27 +196,30 @@ def test_rows_of_another_time_are_not_mixed(tmp_path, capsys):
     assert "has other columns" in capsys.readouterr().err
 
 
-def test_isolation(monkeypatch, tmp_path):
-    """One command for each provider, with its part and the other options."""
-    commands = []
-
-    def record(arguments):
-        commands.append(arguments[4:])
-        return subprocess.CompletedProcess(arguments, 1 if "cope-half" in arguments else 0)
-
-    monkeypatch.setattr(command.subprocess, "run", record)
-    output = ["--output", str(tmp_path / "rows.csv")]
-    assert command.main(["--isolate", "--quick", "--providers", "cope-half,llama-cope", *output]) == 1
-    providers = [arguments[-1] for arguments in commands]
-    assert providers == ["rope-sdpa", "cope-half", "llama-cope"]
-    assert all(arguments[:1] == ["--quick"] for arguments in commands)
-    assert commands[-1][-4:] == ["--parts", "model", "--providers", "llama-cope"]
+def test_a_second_run_goes_on(tmp_path, monkeypatch, capsys):
+    """Rows of the same state are not repeated, but are what new ones are compared with; failures still count."""
+    right = attention.blockwise_attention
+    monkeypatch.setattr(attention, "blockwise_attention", lambda *inputs, **options: right(*inputs, **options) * 1.001)
+    options = ["--parts", "attention", "--resume", "--providers"]
+    assert run(tmp_path, *options, "cope-half")[0] == 1
+    capsys.readouterr()
+    code, rows = run(tmp_path, *options, "cope-half,pope-sdpa")
+    assert code == 1
+    assert "check failed: cope-half" in capsys.readouterr().err
+    assert [row["provider"] for row in rows] == ["rope-sdpa", "rope-sdpa", "cope-half", "pope-sdpa", "pope-sdpa"]
+    assert {row["ratio_to"] for row in rows if row["provider"] == "pope-sdpa"} == {"rope-sdpa"}
+    # What had no time is tried again, and so is everything after a change of the kernels.
+    assert run(tmp_path, *options, "sdpa-math", "--minutes", "1e-9")[1][-1]["status"].startswith("left out")
+    assert len(run(tmp_path, *options, "sdpa-math")[1]) == 5 + 1 + 2
+    monkeypatch.setattr(command, "versions", lambda device: {**report_versions(device), "code": "another"})
+    assert len(run(tmp_path, *options, "sdpa-math")[1]) == 8 + 4
 
 
 def test_names():
     """What runs by default is known by name."""
-    assert {name for group in attention.DEVICE_PROVIDERS for name in group} <= set(PROVIDERS)
-    assert set(attention.HOST_PROVIDERS) <= set(PROVIDERS)
+    on_device = [*attention.FIRST, *attention.MORE, *attention.FOREIGN]
+    assert {*on_device, *attention.HOST_PROVIDERS, *SHOWN} <= set(PROVIDERS)
+    assert len(set(on_device)) == len(on_device)
     assert not set(PROVIDERS) & set(MODELS)
     parsed = command.parse(["--device", "cpu"])
     assert (parsed.lengths, parsed.dtype, parsed.head_dims) == ([1024, 4096], "float32", [64])
@@ -269,9 +272,12 @@ def test_device_path(timer, tmp_path):
     parsed.timer = timer
     options = {"num_positions": 8, "dtype": torch.float32, "device": torch.device("cpu")}
     workload = Workload(batch=1, heads=2, length=32, head_dim=16, **options)
-    results = [Result("rope-sdpa"), Result("cope-listing"), Result("rope-sdpa-cudnn"), Result("pope-blockwise")]
+    results = [Result("rope-sdpa"), Result("cope-listing"), Result("rope-sdpa-cudnn"), Result("pope-sdpa")]
     budget, shape = command.Budget(None, None), Shape(1, 2, 32, 16)
-    command.on_device(parsed, workload, shape, results, budget, 0)
+    common = {"dtype": "float32", "device": "", "threads": 1, "clock": "events"}
+    report = Report(tmp_path / "rows.csv", common, str)
+    command.on_device(parsed, workload, shape, results, budget, report)
+    assert len(read_rows(tmp_path / "rows.csv", status="ok")) == 4 + 3 + 4
     rope, listing, refused, pope = results
     assert list(rope.samples) == list(pope.samples) == ["forward", "backward", "forward+backward", "decoding"]
     assert list(listing.samples) == ["forward", "backward", "forward+backward"]
@@ -281,9 +287,8 @@ def test_device_path(timer, tmp_path):
     assert rope.samples["forward"].total == 4 * tensor + 2 * table + 250
     assert rope.samples["backward"].above is None
     assert refused.status.startswith("refused")
-    report = Report(tmp_path / "rows.csv", {"dtype": "float32", "device": "", "threads": 1, "clock": "events"}, str)
     command.benchmark_model(parsed, report, budget)
-    (found,) = report.results.values()
+    _, found = report.results.values()
     assert list(found) == ["llama-stock", *HOST_MODELS]
     assert all(list(result.samples) == ["training step", "decoding step"] for result in found.values())
     assert found["llama-cope"].samples["training step"].above == 250
@@ -295,14 +300,14 @@ def test_defaults_on_a_gpu():
     for name in ("lengths", "model_lengths", "head_dims", "dtype", "directions", "provider_seconds", "listing_limit"):
         setattr(parsed, name, None)
     command.set_defaults(parsed, torch.device("cuda"))
-    assert (parsed.lengths[0], parsed.lengths[-1], parsed.head_dims) == (512, 65536, [64, 128])
+    assert (parsed.lengths[:3], parsed.head_dims) == ([4096, 16384, 65536], [64, 128])
     assert (parsed.dtype, parsed.model_lengths, parsed.listing_limit) == ("bfloat16", [4096, 16384], None)
     assert parsed.shape(512, 64) == Shape(32, 32, 512, 64)
     assert parsed.shape(65536, 128) == Shape(1, 16, 65536, 128)
-    assert parsed.attention_groups == attention.DEVICE_PROVIDERS
+    assert parsed.attention[:7] == attention.FIRST
     parsed.providers, parsed.lengths = ["pope-triton"], [1024]
     command.set_defaults(parsed, torch.device("cuda"))
-    assert {"rope-sdpa-flash", "rope-sdpa-cudnn", "pope-triton"} <= set(parsed.attention_groups[0])
+    assert {"rope-sdpa-flash", "rope-sdpa-cudnn", "pope-triton"} <= set(parsed.attention)
 
 
 # Checks.
@@ -316,7 +321,7 @@ def long_workload(monkeypatch):
     return Workload(batch=1, heads=2, length=400, head_dim=16, **options)
 
 
-@pytest.mark.parametrize("name", ["rope-sdpa", "cope-half", "cope-closed", "pope-sdpa", "pope-blockwise"])
+@pytest.mark.parametrize("name", ["rope-sdpa", "cope-half", "cope-closed", "pope-sdpa", "fox", "alibi"])
 def test_check_of_some_rows(long_workload, name):
     assert long_workload.rows.numel() < 400
     assert long_workload.check(long_workload.provider(name)).share <= 1
@@ -396,38 +401,6 @@ def report(tmp_path):
         report.add("attention", shape, results)
     report.lines = lines
     return report
-
-
-def judged(report, what):
-    return next(line for line in report.summary() if line.startswith(what))
-
-
-def test_summary(report):
-    """The worst length from 4,096 on counts, against RoPE's fastest backend."""
-    assert judged(report, "CoPE forward + backward").split()[-5:] == ["1.3", "1.25", "1.00", "8192", "yes"]
-    assert judged(report, "CoPE decoding  ").split()[-5:] == ["1.2", "1.50", "1.50", "4096", "no"]
-    # 240 MiB to 200, and 140 to 100 without the inputs.
-    assert judged(report, "PoPE peak memory  ").split()[-5:] == ["1.2", "1.20", "1.20", "4096", "yes"]
-    assert judged(report, "PoPE peak memory, inputs").split()[-5:] == ["1.2", "1.40", "1.40", "4096", "no"]
-    assert judged(report, "CoPE decoding, launches").endswith("not measured")
-    # 15 ms to 3.75 ms at the one length where both were measured.
-    assert judged(report, "PoPE backward").split()[-5:] == ["3", "4.00", "4.00", "8192", "yes"]
-
-
-def test_summary_says_why_not(report):
-    for results in report.results.values():
-        results["pope-pytorch"] = Result("pope-pytorch", status="refused: not installed")
-    assert judged(report, "PoPE backward").endswith("not measured: pope-pytorch: refused: not installed")
-    report.common["dtype"] = "float32"
-    assert judged(report, "CoPE decoding").endswith("not judged: float32")
-
-
-def test_growth(report):
-    lines = report.growth()
-    assert "2048-4096" in lines[1]
-    rope = next(line for line in lines if "rope-sdpa-flash" in line)
-    assert rope.split()[-2:] == ["2.00", "2.00"]
-    assert not report.growth("forward")
 
 
 def test_left_out(report):

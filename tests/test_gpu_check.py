@@ -1,32 +1,58 @@
 """The check that a GPU's kernels must pass, run here by Triton's interpreter: it passes, and it can fail."""
 
+import csv
+import os
+import time
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from tiny import slow_but
-from whatwhere import kernel_cope, kernel_pope
-from whatwhere.scripts import gpu_check
-from whatwhere.scripts.benchmark import references
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_pope
+from whatwhere.scripts import compile_kernels, gpu_check
+from whatwhere.scripts.benchmark import references, report
 from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible
-from whatwhere.scripts.gpu_check import Case, Group, check_case, groups_on_cpu, groups_on_gpu, ranges_of
+from whatwhere.scripts.gpu_check import Group, check_all, check_case, groups_on_cpu, groups_on_gpu
+from whatwhere.scripts.kernel_cases import KERNELS, MASKS, case, ranges_of
 
-SMALL = Case(20, 24, batch=1, heads=2, groups=1, positions=8)
+CPU = torch.device("cpu")
+
+
+def small(kernel="cope", **options):
+    few = {"positions": 8} if kernel == "cope" else {}
+    return case(kernel, "float32", 16, 20, 24, **{"batch": 1, "heads": 2, "groups": 1, **few, **options})
+
+
+@pytest.fixture
+def run(tmp_path, capfd):
+    """Runs the command; returns the exit code, what it printed, and the rows in its folder."""
+
+    def call(*arguments):
+        code = gpu_check.main(["--device", "cpu", "--output", str(tmp_path / "found"), *arguments])
+        rows = report.read_rows(tmp_path / "found" / "checks.csv")
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err, rows
+
+    return call
 
 
 @pytest.mark.slow
-def test_everything_that_needs_no_gpu(capsys):
-    assert gpu_check.main(["--device", "cpu"]) == 0
-    assert " 0 cases failed" in capsys.readouterr().out
+def test_everything_that_needs_no_gpu(run):
+    code, out, err, rows = run()
+    assert code == 0, err
+    assert " 0 cases failed" in out
+    assert {row["group"] for row in rows} == {group.name for group in groups_on_cpu()}
 
 
-@pytest.mark.parametrize("what", slow_but(["pope"], ["cope", "pope"]))
+@pytest.mark.parametrize("what", slow_but(["pope"], ["cope", "pope", "fox", "alibi"]))
 @pytest.mark.parametrize("mistake", ["wrong", "not written", "differs", "gradient"])
-def test_finds_mistakes(monkeypatch, capsys, what, mistake):
+def test_finds_mistakes(monkeypatch, what, mistake):
     """Of the output and of a gradient; memory that is not written; results that differ from run to run."""
-    module, name = (kernel_cope, "cope_attention") if what == "cope" else (kernel_pope, "pope_attention")
+    modules = {"cope": (kernel_cope, "cope_attention"), "pope": (kernel_pope, "pope_attention")}
+    module, name = modules.get(what, (kernel_plain, "plain_attention"))
     right = getattr(module, name)
 
     def kernel(query, *inputs, **options):
@@ -42,12 +68,9 @@ def test_finds_mistakes(monkeypatch, capsys, what, mistake):
         return out + 1e-6 * torch.rand_like(out)
 
     monkeypatch.setattr(module, name, kernel)
-    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter([Group(what, "float32", 16, (SMALL,), rotated=8)]))
-    assert gpu_check.main(["--device", "cpu"]) == 1
-    captured = capsys.readouterr()
-    assert "1 FAILED" in captured.out
     expected = {"wrong": "output is off", "gradient": "dq is off"}.get(mistake, "differs between two runs")
-    assert expected in captured.err
+    with pytest.raises(CheckFailed, match=expected):
+        check_case(small(what), CPU)
 
 
 def scaled_sums(monkeypatch):
@@ -106,13 +129,197 @@ def one_row(monkeypatch):
 def test_finds_small_mistakes_in_the_kernels(monkeypatch, mutate):
     mutate(monkeypatch)
     with pytest.raises(CheckFailed, match="is off by"):
-        check_case(Group("cope", "float32", 16), SMALL, torch.device("cpu"))
+        check_case(small(), CPU)
+
+
+def test_every_tile_is_checked(monkeypatch):
+    """A mistake in the last tiles of one kernel only."""
+    last, runs = kernel_flash._FLOAT32[-1], []
+    right = kernel_launch.launch
+
+    def launch(kernel, grid, candidates, key, arguments, constants, **options):
+        def wrong(tiles):
+            runs.append((kernel.fn.__name__, tiles))
+            if kernel.fn.__name__ == "backward_rows_kernel" and tiles == last:
+                arguments[6].add_(0.01)
+
+        def counted(tiles):
+            size = grid(tiles) if callable(grid) else grid
+            return size
+
+        right(kernel, counted, candidates, key, arguments, constants, **options)
+        wrong(kernel_launch.choose(kernel.fn.__name__, candidates, lambda tiles: None, None))
+
+    monkeypatch.setattr(kernel_flash, "launch", launch)
+    assert check_case(small("plain"), CPU)[1] <= 1
+    assert {tiles for name, tiles in runs if name == "backward_rows_kernel"} == {kernel_flash._FLOAT32[0]}
+    with pytest.raises(CheckFailed, match="dq is off"):
+        check_case(small("plain"), CPU, all_tiles=True)
+
+
+def test_long_cases(monkeypatch):
+    """Some rows are compared, part by part; a mistake in the gradient of keys is found wherever it is."""
+    monkeypatch.setattr(gpu_check, "ALL_ROWS", 64)
+    monkeypatch.setattr(gpu_check, "SOME_ROWS", 32)
+    monkeypatch.setattr(gpu_check, "LOGITS", 1000)
+    long = case("plain", "float32", 16, 200, batch=1, heads=1, groups=1)
+    rows = gpu_check.chosen_rows(200, CPU)
+    assert (rows[0], rows[-1], len(rows)) == (0, 199, 32 - 2)
+    checks, share = check_case(long, CPU)
+    assert (checks, share <= 1) == (5, True)
+    right = kernel_plain.flash_backward
+
+    def backward(*given, **options):
+        results = right(*given, **options)
+        results[1][0, 0, 77] += 0.01
+        return results
+
+    monkeypatch.setattr(kernel_plain, "flash_backward", backward)
+    with pytest.raises(CheckFailed, match="dk is off"):
+        check_case(long, CPU)
+
+
+# Groups in processes of their own; these functions are imported by them.
+
+
+def passes(case, device, all_tiles):
+    return 3, 0.5
+
+
+def fails(case, device, all_tiles):
+    if case.queries == 2:
+        raise CheckFailed("output is off by 1")
+    return 1, 0.1
+
+
+def dies(case, device, all_tiles):
+    if case.queries == 2:
+        os.abort()
+    return 1, 0.1
+
+
+def loses_the_gpu(case, device, all_tiles):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def sleeps(case, device, all_tiles):
+    time.sleep(0.5 if case.queries == 1 else 60)
+    return 1, 0.1
+
+
+def fake(name, check, count=3):
+    return Group(name, tuple(case("plain", "float32", 16, length) for length in range(1, count + 1)), check)
+
+
+FAKES = [fake("dies", dies), fake("fails", fails), fake("lost", loses_the_gpu), fake("passes", passes)]
+
+
+def test_a_crash_ends_one_group(run, monkeypatch):
+    """The others finish; a second run goes on behind it; the exit code stays."""
+    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter(FAKES))
+    code, out, err, rows = run()
+    assert code == 1
+    found = {(row["group"], row["case"].split("/")[-1].split()[0]): row["status"] for row in rows}
+    assert found["dies", "1"] == found["fails", "1"] == found["fails", "3"] == "ok"
+    assert found["dies", "2"] == "its process ended with exit code -6"
+    assert found["fails", "2"].startswith("CheckFailed: output is off")
+    assert found["lost", "1"].startswith("RuntimeError: CUDA error")
+    assert not {("dies", "3"), ("lost", "2")} & set(found)
+    assert sum(group == "passes" for group, _ in found) == 3
+    # At once, with the command for this case alone.
+    one = "plain float32 D=16 2x4/4x2/2 causal"
+    assert f"FAILED {one}: CheckFailed: output is off by 1\n    whatwhere gpu-check --device cpu --case '{one}'" in err
+    assert "9 of 12 cases, 2 of 4 groups, 12 comparisons passed, 3 cases failed" in out
+    assert "not finished: dies, lost" in out
+    code, out, err, more = run()
+    assert code == 1
+    assert "9 cases are in" in out
+    assert [(row["group"], row["status"]) for row in more[len(rows) :]] == [
+        ("dies", "ok"),
+        ("lost", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ]
+    # Only the chosen groups count.
+    assert run("--only", "passes")[0] == 0
+
+
+def test_rows_of_another_state_are_not_taken(run, monkeypatch):
+    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter([fake("passes", passes, 1)]))
+    assert run()[0] == 0
+    monkeypatch.setattr(gpu_check, "device_name", lambda device: "another")
+    code, out, _, rows = run()
+    assert (code, len(rows)) == (0, 2)
+    assert "1 of 1 cases" in out
+
+
+@pytest.mark.slow
+def test_time_is_limited(tmp_path):
+    """What has not finished is ended; nothing more begins."""
+    start = time.monotonic()
+    groups = [fake("first", sleeps), fake("second", sleeps)]
+    found = list(check_all(groups, "cpu", tmp_path, 1, time.monotonic() + 20))
+    assert [(group.name, row["status"]) for group, row in found] == [("first", "ok")]
+    assert time.monotonic() - start < 40
+    assert not list(check_all(groups, "cpu", tmp_path, 1, time.monotonic() - 1))
+
+
+def test_one_case(monkeypatch, capsys):
+    """In this process, without files."""
+    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter([fake("fails", fails)]))
+    assert gpu_check.main(["--device", "cpu", "--case", "plain float32 D=16 2x4/4x1/1 causal"]) == 0
+    assert "1 comparisons passed, the largest error is 0.100" in capsys.readouterr().out
+    with pytest.raises(CheckFailed):
+        gpu_check.main(["--device", "cpu", "--case", "plain float32 D=16 2x4/4x2/2 causal"])
+    assert gpu_check.main(["--device", "cpu", "--case", "nothing"]) == 2
+
+
+VERSIONS = [("2.5.0", "3.6.0", False), ("2.3.1", "3.6.0", True), ("2.5.0", "3.7.1", True)]
+
+
+@pytest.mark.parametrize(("numpy", "triton", "works"), VERSIONS)
+def test_the_interpreter_of_older_versions(monkeypatch, capsys, numpy, triton, works):
+    """It says so in a sentence, and goes on with compiled kernels if there is a GPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gpu_check.importlib.metadata, "version", {"numpy": numpy, "triton": triton}.get)
+    assert bool(gpu_check.interpreter_problem()) == (not works)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_check.parse(["--device", "cpu"]).device == ("cpu" if works else "cuda")
+    sentence = "Triton 3.6.0's interpreter does not work with NumPy 2.5.0: it needs NumPy before 2.4, or Triton 3.7"
+    assert (sentence in capsys.readouterr().out) == (not works)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if not works:
+        with pytest.raises(SystemExit) as exit_:
+            gpu_check.parse(["--device", "cpu"])
+        assert exit_.value.code == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_stages_of_the_benchmark(monkeypatch, tmp_path):
+    """Each in a process, with what is left of the time, the folder of kernels and the file of tiles."""
+    calls, codes = [], iter([0, -6, 0, 1])
+
+    def run(command, env):
+        calls.append((command, env["TRITON_CACHE_DIR"]))
+        return gpu_check.subprocess.CompletedProcess(command, next(codes))
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert gpu_check.run_benchmark(tmp_path, tmp_path / "kept", time.monotonic() + 60) == 1
+    assert len(calls) == 4
+    from whatwhere.scripts.benchmark.__main__ import parse
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for command, cache in calls:
+        parsed = parse(command[4:])
+        assert (parsed.resume, parsed.tiles, cache) == (True, tmp_path / "tiles.json", str(tmp_path / "kept"))
+        assert 0 < parsed.minutes <= 1
+    assert not gpu_check.run_benchmark(tmp_path, tmp_path / "kept", time.monotonic() - 1)
+    assert len(calls) == 4
 
 
 def test_rounding_at_integers_is_no_mistake(monkeypatch):
     """Positions just above an integer may be taken for just below, where the slope is another one."""
 
-    def kernel(query, key, value, table, *, gate_key, ranges, scaling, position_scale):
+    def kernel(query, key, value, table, *, gate_key, position_query, ranges, scaling, position_scale):
         seen = visible(query.shape[2], key.shape[2], torch.arange(query.shape[2]))
         logits = query @ key.transpose(2, 3) * scaling
         gates = torch.sigmoid(logits) * seen
@@ -125,18 +332,18 @@ def test_rounding_at_integers_is_no_mistake(monkeypatch):
         return torch.softmax(logits.masked_fill(~seen, -1e30), -1) @ value
 
     monkeypatch.setattr(kernel_cope, "cope_attention", kernel)
-    group, case = Group("cope", "float32", 16), Case(200, 200)
-    assert check_case(group, case, torch.device("cpu"))[1] <= 1
+    one = case("cope", "float32", 16, 200)
+    assert check_case(one, CPU)[1] <= 1
     # Compared with these rows, it would be one.
     monkeypatch.setattr(references, "NEAR", 0.0)
     with pytest.raises(CheckFailed, match="is off by"):
-        check_case(group, case, torch.device("cpu"))
+        check_case(one, CPU)
 
 
 def test_a_case_with_few_rows_to_compare_is_refused(monkeypatch):
     monkeypatch.setattr(references, "NEAR", 0.01)
     with pytest.raises(CheckFailed, match="rows are not compared: choose other inputs"):
-        check_case(Group("cope", "float32", 16), Case(100, 100, batch=1, heads=1, groups=1), torch.device("cpu"))
+        check_case(case("cope", "float32", 16, 100, batch=1, heads=1, groups=1), CPU)
 
 
 @pytest.mark.parametrize("gates", ["key", "separate"])
@@ -177,7 +384,7 @@ def test_only_names_something(capsys):
     assert gpu_check.main(["--device", "cpu", "--only", "nothing"]) == 2
 
 
-@pytest.mark.parametrize("mask", gpu_check.MASKS)
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("queries", "keys"), [(12, 12), (5, 12), (1, 12)])
 def test_masks(mask, queries, keys):
     """Limits, against what they say in words; some rows of padding see nothing."""
@@ -204,19 +411,72 @@ def test_limits_of_an_unknown_mask():
 
 
 def test_groups():
-    """Every kind of check that a GPU gets is tried here; every mask, type and gate is among a GPU's."""
+    """Every kernel and every mask is among a GPU's, the long ones first; what is compiled without a GPU is checked."""
     gpu, cpu = list(groups_on_gpu()), list(groups_on_cpu())
-    assert {group.what for group in gpu} == {*(group.what for group in cpu), "model cope+rope"}
-    assert {case.mask for group in gpu for case in group.cases} == {"causal", *gpu_check.MASKS}
-    assert {group.dtype for group in gpu} == {"float32", "bfloat16", "float16"}
-    assert {group.gate for group in gpu} == {"key", "separate", "value"}
-    assert {case.gates for group in gpu for case in group.cases} == {"half", "open", "closed"}
-    assert len({str(group) for group in gpu}) == len(gpu)
+    assert gpu[0].name.startswith("long cope")
+    cases = [one for group in gpu for one in group.cases]
+    assert {one.mask for one in cases} == {"causal", *MASKS}
+    assert {one.dtype for one in cases} == {"float32", "bfloat16", "float16"}
+    assert {dict(one.options).get("gates") for one in cases} >= {None, "open", "closed"}
+    for kernel in KERNELS:
+        for kind in ("long", "tiles", "shapes"):
+            assert any(group.name.startswith(f"{kind} {kernel} ") for group in gpu)
+        assert any(group.name == f"tiles {kernel}" for group in cpu)
+    for encoding in ("cope", "cope+rope", "pope", "fox", "fox+rope", "alibi"):
+        assert any(group.name == f"model {encoding}" for group in gpu)
+    for groups in (gpu, cpu):
+        assert len({group.name for group in groups}) == len(groups)
+        assert all(len({str(one) for one in group.cases}) == len(group.cases) for group in groups)
+    tiles = {(one.kernel, one.options, one.mask) for group in gpu if group.all_tiles for one in group.cases}
+    compiled = [call.args[0] for _, call in compile_kernels.calls()]
+    assert {(one.kernel, one.options, one.mask) for one in compiled} == tiles
 
 
 def test_rows_that_see_nothing():
     """Both references and kernels give 0 there; the check covers it."""
-    case = Case(24, 24, batch=2, heads=1, groups=1, mask="padding", positions=8)
-    checks, share = check_case(Group("cope", "float32", 16, (case,)), case, torch.device("cpu"))
+    checks, share = check_case(case("cope", "float32", 16, 24, heads=1, groups=1, mask="padding", positions=8), CPU)
     assert checks == 6
     assert share <= 1
+
+
+def test_summary_is_one_screen(tmp_path):
+    """From recorded files."""
+
+    def write(name, rows):
+        with (tmp_path / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+
+    rows = []
+    for provider in (*report.SHOWN, *report.BASELINES, "pope-pytorch"):
+        for head_dim in ("64", "128"):
+            for length in ("1024", "4096", "16384", "65536"):
+                for direction in (*report.SHOWN_DIRECTIONS, "backward"):
+                    memory = "1.1" if direction == "forward+backward" else ""
+                    row = {"part": "attention", "shape": f"1x8x{length}x{head_dim}", "ratio": "1.25", "status": "ok"}
+                    row |= {"direction": direction, "length": length, "head_dim": head_dim, "memory_ratio": memory}
+                    row |= {"milliseconds": "30" if provider == "pope-pytorch" else "10", "device": "GPU"}
+                    rows.append({**row, "provider": provider})
+    rows += [{**rows[0], "direction": "", "provider": f"slow{index}", "status": "out of memory"} for index in range(20)]
+    rows.append({**rows[0], "direction": "", "provider": "cope-triton-open", "status": "check failed: dq is off"})
+    write("benchmark.csv", rows)
+    names = ["forward_kernel (64,) on GPU", "rows (64,) on GPU"]
+    times = [(names[0], "128x64w8s3", "2.0"), (names[0], "64x64w4s2", "1.6")]
+    times += [(names[1], "64x64w4s2", "1"), (names[1], "32x32w4s1", "2")]
+    write("tiles.csv", [dict(zip(("kernel", "tiles", "milliseconds"), one)) for one in times])
+    common = {"group": "fails", "comparisons": "", "status": "ok"}
+    checks = [{**common, "case": "a", "comparisons": "5"}, {**common, "case": "b", "status": "CheckFailed: no"}]
+    lines = gpu_check.summary([fake("fails", fails), fake("left", passes)], checks, tmp_path, "GPU")
+    assert len(lines) < 75
+    assert lines[0] == "checked: 2 of 6 cases, 0 of 2 groups, 5 comparisons passed, 1 cases failed"
+    assert lines[1] == "  FAILED fails: b: CheckFailed: no"
+    assert lines[2] == "  not finished: fails, left"
+    cope = next(line for line in lines if line.startswith("cope-triton-half"))
+    assert cope.split() == ["cope-triton-half", "128", "4096", "1.25", "1.25", "1.25!", "1.25!", "1.10"]
+    assert not any(line.startswith("rope-sdpa") or " 1024 " in line for line in lines)
+    assert "pope-triton backward, D=64, 4096: 3.00 times faster than pope-pytorch (3)" in lines
+    assert "FAILED cope-triton-open: check failed: dq is off (1x8x1024x64)" in lines
+    assert "not measured, in addition: 10 kinds" in lines
+    assert "tiles: 2 kernels measured, the first are the fastest of 1; others:" in lines
+    assert lines[-1] == "  1.25 times faster, forward_kernel (64,): 64x64w4s2 instead of 128x64w8s3"

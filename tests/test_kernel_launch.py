@@ -40,13 +40,17 @@ def test_a_file_has_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.delenv("WHATWHERE_TILES", raising=False)
     with kernel_tiles.measured(file):
         assert choose(run=lambda tiles: None) == CANDIDATES[1]
-        assert choose(run=lambda tiles: None, failing=CANDIDATES[1:2]) == CANDIDATES[2]
-        assert choose() == CANDIDATES[0]
-    assert json.loads(file.read_text()) == {"a kernel": [32, 32, 4, 1]}
+        assert choose(failing=CANDIDATES[1:2]) == CANDIDATES[0]
+    # What is known is not measured again.
+    with kernel_tiles.measured(file):
+        assert choose(run=lambda tiles: None) == CANDIDATES[1]
+    assert json.loads(file.read_text()) == {"a kernel": [64, 64, 4, 2]}
+    rows = [line.split(",") for line in file.with_suffix(".csv").read_text().splitlines()[1:]]
+    assert [row[1:] for row in rows[:3]] == [["128x64w8s3", "3.0000"], ["64x64w4s2", "1.0000"], ["32x32w4s1", "2.0000"]]
     assert choose() == CANDIDATES[0]
     monkeypatch.setenv("WHATWHERE_TILES", str(file))
-    assert choose() == CANDIDATES[2]
-    assert choose(failing=CANDIDATES[2:]) == CANDIDATES[0]
+    assert choose() == CANDIDATES[1]
+    assert choose(failing=CANDIDATES[:2]) == CANDIDATES[2]
 
 
 COUNT = """

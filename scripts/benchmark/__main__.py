@@ -24,9 +24,9 @@ run, on a GPU with its fastest backend:
 | cope-triton-half, -open, -closed | the CoPE kernel, likewise |
 | pope-sdpa | PoPE's rotation, then SDPA with values padded to the keys' width |
 | pope-sdpa-padded-flash, ... | the same with one backend; pope-sdpa-unpadded-...: without padding of values |
-| pope-blockwise | PoPE's rotation, then blockwise attention |
 | pope-triton | PoPE's magnitudes, then the PoPE kernel |
 | pope-pytorch | the fused attention of the package PoPE-pytorch, if it is installed |
+| fox, alibi | blockwise FoX and ALiBi; fox-triton, alibi-triton: the kernels |
 
 Directions: forward (without gradients), backward (alone, with a retained graph), forward+backward, decoding (the newest
 query and key against cached keys), decoding graph (the same as a CUDA graph, without launch overhead). All PoPE
@@ -34,8 +34,8 @@ providers compute the gradient of the phase shifts, all CoPE providers that of t
 
 Models (`--parts model`): a training step (forward, loss, backward, AdamW) and a decoding step (one token after `length`
 cached ones), with ratios to the stock `LlamaForCausalLM`: our model with `rope`, `pope`, `cope`, `cope+rope`, `fox` and
-`none` with the same weights, with their default attention and (`llama-pope-triton`, `llama-cope-triton`) with
-`attn_implementation="triton"`.
+`none` with the same weights, with their default attention and (`llama-pope-triton`, `llama-cope-triton`,
+`llama-fox-triton`) with `attn_implementation="triton"`.
 
 Check of attention: output and all gradients of one head of the timed inputs, against full-matrix attention in float64.
 The maximum error is twice that of full-matrix attention in the timed type, or 1e-4 (2e-2 for the public package) of the
@@ -46,24 +46,25 @@ failed check gives the status "check failed" instead of a time, and the exit cod
 
 Timing on a CPU: the median of `--repeats` rounds after one warm-up, with the providers in turns and the listing last.
 `--clock cpu` measures CPU time of this process's threads instead of wall time; use it with `--threads 1` on a shared
-machine. `--isolate` measures each provider, with the baseline, in a separate process.
+machine.
 
 Timing on a GPU: the median of CUDA event times after a warm-up, with the L2 cache overwritten before every run. Peak
 memory is that of one run: `above` is the memory allocated in addition to the inputs; `peak` includes the provider's
-inputs, tables and the incoming gradient. The batch is `--tokens` / length.
+inputs, tables and the incoming gradient. The batch is `--tokens` / length. With `--tiles` the first call of each kernel
+times its tile sizes.
 
 Providers that are not supported, run out of memory, are not installed or exceed the time limit get a row with their
 status, and a line at the end. This includes errors inside PyTorch's backends and the public package, which are not
-failures. All rows are appended to `--output` (CSV) with device, versions and date. At the end, the command prints a
-table of time against length and, on a GPU, the target figures, which do not affect the exit code.
+failures. All rows are appended to `--output` (CSV) with device, versions and date, on a GPU as they come; `--resume`
+does not repeat what it has from the same device, code and versions.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import itertools
 import pathlib
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -71,12 +72,14 @@ from typing import Any
 
 import torch
 
+from ..kernel_tiles import measured
 from .attention import (
     BASELINES,
-    DEVICE_PROVIDERS,
     DIRECTIONS,
+    FIRST,
     FOREIGN,
     HOST_PROVIDERS,
+    MORE,
     PROVIDERS,
     STOCK_PREFIXES,
     Workload,
@@ -85,15 +88,13 @@ from .attention import (
 )
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, Sample, device_is_lost, one_line, out_of_memory
 from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
-from .report import TARGET_LENGTH, Report, Result, Shape, device_name, old_columns, versions
+from .report import Report, Result, Shape, device_name, old_columns, versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Hidden size (which determines the number of heads) and lengths on a GPU.
 DEVICE_WIDTH = 2048
-DEVICE_LENGTHS = [512 << doubling for doubling in range(8)]
+DEVICE_LENGTHS = [4096, 16384, 65536, 1024, 2048, 8192, 32768, 512]
 DEVICE_MODEL_LENGTHS = [4096, 16384]
-# Shares of --minutes after which each stage starts no new measurement.
-SHARES = {"attention 0": 0.75, "attention 1": 0.8, "model": 0.92, "attention 2": 1.0}
 
 
 class Budget:
@@ -112,12 +113,11 @@ class Budget:
         self.lost = ""
         self.history: dict[tuple[str, int], tuple[Shape, float]] = {}
 
-    def refuse(self, stage: str, provider: str, shape: Shape) -> str:
+    def refuse(self, provider: str, shape: Shape) -> str:
         """Returns the reason for not measuring a provider, or an empty text."""
         if self.lost:
             return f"left out: {self.lost}"
-        share = SHARES.get(stage, 1.0)
-        if self.minutes is not None and time.monotonic() - self.start > share * self.minutes * 60:
+        if self.minutes is not None and time.monotonic() - self.start > self.minutes * 60:
             return f"left out: the {self.minutes:g} minutes are used up"
         known = self.history.get((provider, shape.head_dim))
         if known is None or self.provider_seconds is None:
@@ -130,11 +130,21 @@ class Budget:
             )
         return ""
 
+    def note_failure(self, result: Result, shape: Shape) -> None:
+        """Counts a result that is a failure of ours."""
+        if result.status.split(":")[0] in ("ok", "left out") or result.provider in FOREIGN:
+            return
+        harmless = ("refused: ", "out of memory")
+        # PyTorch's own providers may raise errors; if their check fails, our check is wrong.
+        if result.provider.startswith(STOCK_PREFIXES) and "check failed" not in result.status:
+            return
+        if not any(text in result.status for text in harmless):
+            self.failures.append(f"{result.provider}, {shape}: {result.status}")
+
     def attempt(self, result: Result, shape: Shape, measure: Callable[[], None]) -> None:
         """Runs `measure`, and sets the status of the result if it fails."""
         start = time.monotonic()
-        name = f"{result.provider}, {shape}"
-        failure, ours = "", result.provider not in FOREIGN
+        result.status = "ok"
         try:
             with refusals():
                 measure()
@@ -142,62 +152,50 @@ class Budget:
         except Refused as refusal:
             result.status = f"{result.stage}refused: {one_line(refusal)}"
         except CheckFailed as error:
-            failure = f"{result.stage}check failed: {one_line(error)}"
+            result.status = f"{result.stage}check failed: {one_line(error)}"
         except Exception as error:
             # A failure of one provider does not end the run.
-            if out_of_memory(error):
-                result.status = f"{result.stage}out of memory"
-            else:
-                failure = f"{result.stage}{type(error).__name__}: {one_line(error)}"
-                ours = ours and not result.provider.startswith(STOCK_PREFIXES)
+            what = "out of memory" if out_of_memory(error) else f"{type(error).__name__}: {one_line(error)}"
+            result.status = f"{result.stage}{what}"
             if device_is_lost(error):
-                self.lost = f"the GPU cannot be used after the failure of {name}"
+                self.lost = f"the GPU cannot be used after the failure of {result.provider}, {shape}"
         finally:
             self.history[result.provider, shape.head_dim] = (shape, time.monotonic() - start)
-        if failure:
-            result.status = failure
-            if ours:
-                self.failures.append(f"{name}: {failure}")
+        self.note_failure(result, shape)
         if torch.cuda.is_available() and not self.lost:
             gc.collect()
             torch.cuda.empty_cache()
 
 
-def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: Budget, group: int) -> None:
-    """Checks and times a group of attention providers at every head dim and length."""
+def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: Budget) -> None:
+    """Checks and times the attention providers at every head dim and length."""
     device = torch.device(arguments.device)
-    chosen = [name for name in arguments.attention_groups[group] if name in PROVIDERS]
-    lengths = arguments.lengths if chosen else ()
-    if group > 1:
-        # Later groups start with the lengths of the targets.
-        lengths = sorted(lengths, key=lambda length: (length < TARGET_LENGTH, length))
-    for length, head_dim in itertools.product(lengths, arguments.head_dims):
+    for length, head_dim in itertools.product(arguments.lengths, arguments.head_dims):
         shape = arguments.shape(length, head_dim)
-        workload: Workload | None = None
         results = []
-        for name in chosen:
-            result = Result(name, status=budget.refuse(f"attention {group}", name, shape))
+        for name in arguments.attention:
             limited = arguments.listing_limit is not None and length > arguments.listing_limit
-            if not result.status and name == "cope-listing" and limited:
-                result.status = f"left out: longer than --listing-limit {arguments.listing_limit}"
-            results.append(result)
+            # No row for lengths above the listing's limit.
+            if not report.finished("attention", shape, name) and not (name == "cope-listing" and limited):
+                results.append(Result(name, status=budget.refuse(name, shape)))
         waiting = [result for result in results if not result.status]
-        if waiting:
-            workload = Workload(
-                batch=shape.batch,
-                heads=shape.heads,
-                length=length,
-                head_dim=head_dim,
-                num_positions=arguments.num_positions,
-                dtype=DTYPES[arguments.dtype],
-                device=device,
-            )
-            if device.type == "cuda":
-                on_device(arguments, workload, shape, waiting, budget, group)
-            else:
-                on_host(arguments, workload, shape, waiting, budget)
-        # No row for lengths above the listing's limit.
-        report.add("attention", shape, [result for result in results if "--listing-limit" not in result.status])
+        report.add("attention", shape, [result for result in results if result.status])
+        if not waiting:
+            continue
+        workload = Workload(
+            batch=shape.batch,
+            heads=shape.heads,
+            length=length,
+            head_dim=head_dim,
+            num_positions=arguments.num_positions,
+            dtype=DTYPES[arguments.dtype],
+            device=device,
+        )
+        if device.type == "cuda":
+            on_device(arguments, workload, shape, waiting, budget, report)
+        else:
+            on_host(arguments, workload, shape, waiting, budget)
+            report.add("attention", shape, waiting)
         del workload
 
 
@@ -207,16 +205,12 @@ def on_device(
     shape: Shape,
     results: Sequence[Result],
     budget: Budget,
-    group: int,
+    report: Report,
 ) -> None:
-    """Checks and times one provider after the other, and frees its memory."""
+    """Checks and times one provider after the other, frees its memory, and adds its rows to the report."""
     timer = arguments.timer
     for result in results:
-        refusal = budget.refuse(f"attention {group}", result.provider, shape)
-        if refusal:
-            result.status = refusal
-            continue
-        result.status = "ok"
+        result.status = budget.refuse(result.provider, shape)
 
         def measure(result: Result = result) -> None:
             provider = workload.provider(result.provider)
@@ -232,7 +226,9 @@ def on_device(
                     del function
             result.note = tiles_note() if "triton" in result.provider else ""
 
-        budget.attempt(result, shape, measure)
+        if not result.status:
+            budget.attempt(result, shape, measure)
+        report.add("attention", shape, [result])
 
 
 def on_host(
@@ -241,7 +237,6 @@ def on_host(
     """Checks all providers, then times them in turns."""
     runs: dict[str, dict[str, Callable[[], Any]]] = {}
     for result in results:
-        result.status = "ok"
 
         def check(result: Result = result) -> None:
             provider = workload.provider(result.provider)
@@ -281,46 +276,45 @@ def benchmark_model(arguments: argparse.Namespace, report: Report, budget: Budge
     """Checks and times a training step and a decoding step of our models and of the stock Llama."""
     device = torch.device(arguments.device)
     names = [STOCK, *(name for name in MODELS if name in arguments.models)]
-    for head_dim in arguments.head_dims:
-        if budget.refuse("model", STOCK, arguments.shape(arguments.model_lengths[0], head_dim)):
-            models = None
-        else:
-            models = Models(
-                heads=arguments.shape(1, head_dim).heads,
-                head_dim=head_dim,
-                layers=arguments.layers,
-                max_length=max(arguments.model_lengths),
-                dtype=DTYPES[arguments.dtype],
-                device=device,
-            )
-        for length in arguments.model_lengths:
-            shape = arguments.shape(length, head_dim, arguments.layers)
-            results = [Result(name) for name in names]
-            runs: dict[str, dict[str, Callable[[], Any]]] = {}
-            for result in results:
-                refusal = budget.refuse("model", result.provider, shape)
-                if refusal or models is None:
-                    result.status = refusal or "left out"
-                    continue
+    for head_dim, length in itertools.product(arguments.head_dims, arguments.model_lengths):
+        shape = arguments.shape(length, head_dim, arguments.layers)
+        results = [Result(name) for name in names if not report.finished("model", shape, name)]
+        models: Models | None = None
+        runs: dict[str, dict[str, Callable[[], Any]]] = {}
+        for result in results:
+            result.status = budget.refuse(result.provider, shape)
+            if not result.status and models is None:
+                models = Models(
+                    heads=shape.heads,
+                    head_dim=head_dim,
+                    layers=arguments.layers,
+                    max_length=length,
+                    dtype=DTYPES[arguments.dtype],
+                    device=device,
+                )
 
-                def measure(
-                    result: Result = result, shape: Shape = shape, models: Models = models, runs: dict = runs
-                ) -> None:
-                    tokens = models.tokens(shape.batch, shape.length)
-                    model = models.model(result.provider)
-                    if result.provider != STOCK:
-                        result.error = models.check(result.provider, model, tokens)
-                    result.note = f"attention: {model.config._attn_implementation}"
-                    if isinstance(arguments.timer, HostTimer):
-                        runs[result.provider] = model_runs(model, tokens)
-                        return
-                    for direction, function in model_runs(model, tokens).items():
-                        result.stage = f"{direction}: "
-                        result.samples[direction] = arguments.timer(function, memory=direction == "training step")
+            def measure(
+                result: Result = result, shape: Shape = shape, models: Models | None = models, runs: dict = runs
+            ) -> None:
+                assert models is not None, "models are made for the first that is measured"
+                tokens = models.tokens(shape.batch, shape.length)
+                model = models.model(result.provider)
+                if result.provider != STOCK:
+                    result.error = models.check(result.provider, model, tokens)
+                result.note = f"attention: {model.config._attn_implementation}"
+                if isinstance(arguments.timer, HostTimer):
+                    runs[result.provider] = model_runs(model, tokens)
+                    return
+                for direction, function in model_runs(model, tokens).items():
+                    result.stage = f"{direction}: "
+                    result.samples[direction] = arguments.timer(function, memory=direction == "training step")
 
+            if not result.status:
                 budget.attempt(result, shape, measure)
-            if isinstance(arguments.timer, HostTimer):
-                spread(arguments.timer.in_turns(runs), results)
+            if not isinstance(arguments.timer, HostTimer):
+                report.add("model", shape, [result])
+        if isinstance(arguments.timer, HostTimer):
+            spread(arguments.timer.in_turns(runs), results)
             report.add("model", shape, results)
 
 
@@ -376,7 +370,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--provider-seconds", type=positive, help="leave out providers that take longer at one length; on a GPU 12"
     )
     parser.add_argument("--listing-limit", type=int, help="maximum length of the listing; default 8192, on a GPU none")
-    parser.add_argument("--isolate", action="store_true", help="run each provider in a separate process")
+    parser.add_argument(
+        "--tiles", type=pathlib.Path, help="measure tile sizes, and write them here for WHATWHERE_TILES"
+    )
+    parser.add_argument("--resume", action="store_true", help="do not repeat what --output has from the same state")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"))
     parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
     parsed = parser.parse_args(arguments)
@@ -427,13 +424,12 @@ def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
         parsed.listing_limit = 8192
     if parsed.provider_seconds is None and cuda:
         parsed.provider_seconds = 12.0
-    groups: Sequence[Sequence[str]] = DEVICE_PROVIDERS if cuda else (HOST_PROVIDERS,)
-    parsed.models = tuple(MODELS) if cuda else HOST_MODELS
+    defaults = (*FIRST, *MORE, *FOREIGN) if cuda else HOST_PROVIDERS
+    parsed.attention, parsed.models = defaults, tuple(MODELS) if cuda else HOST_MODELS
     if parsed.providers:
-        baselines = [name for name in BASELINES if any(name in group for group in groups)]
-        groups = [[*baselines, *(name for name in parsed.providers if name not in baselines)]]
+        chosen = [name for name in parsed.providers if name in PROVIDERS]
+        parsed.attention = list(dict.fromkeys([name for name in defaults if name in BASELINES] + chosen))
         parsed.models = parsed.providers
-    parsed.attention_groups = groups
 
     def shape(length: int, head_dim: int, layers: int = 0) -> Shape:
         batch = parsed.batch or (max(1, parsed.tokens // length) if cuda else 2)
@@ -442,26 +438,9 @@ def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
     parsed.shape = shape
 
 
-def isolate(arguments: Sequence[str], parsed: argparse.Namespace) -> int:
-    """Runs this command once for each provider; returns the exit code."""
-    rest = [argument for argument in arguments if argument != "--isolate"]
-    chosen = list(dict.fromkeys(name for group in parsed.attention_groups for name in group))
-    names = [name for name in chosen if name in PROVIDERS] if "attention" in parsed.parts else []
-    names += [name for name in MODELS if name in parsed.models] if "model" in parsed.parts else []
-    code = 0
-    for name in names:
-        part = "model" if name in MODELS else "attention"
-        command = [sys.executable, "-m", "whatwhere", "benchmark", *rest, "--parts", part, "--providers", name]
-        code = max(code, subprocess.run(command).returncode)
-    return code
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parse(arguments)
-    if parsed.isolate:
-        return isolate(arguments, parsed)
     if parsed.threads:
         torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)
@@ -479,15 +458,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     report = Report(parsed.output, common)
     budget = Budget(parsed.minutes, parsed.provider_seconds)
-    for group in range(len(parsed.attention_groups)):
-        if "attention" in parsed.parts:
-            benchmark_attention(parsed, report, budget, group)
-        if "model" in parsed.parts and group == min(1, len(parsed.attention_groups) - 1):
+    if parsed.resume:
+        for shape, result in report.load():
+            budget.note_failure(result, shape)
+    with measured(parsed.tiles) if parsed.tiles else contextlib.nullcontext():
+        if "attention" in parsed.parts and parsed.attention:
+            benchmark_attention(parsed, report, budget)
+        if "model" in parsed.parts:
             benchmark_model(parsed, report, budget)
-    tables = [*report.growth(), *report.left_out()]
-    if device.type == "cuda" and "attention" in parsed.parts:
-        tables += report.summary()
-    for line in tables:
+    for line in report.left_out():
         print(line)
     for failure in budget.failures:
         print(f"check failed: {failure}", file=sys.stderr)

@@ -18,8 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import Bias, blockwise_attention
+from whatwhere.position_alibi import ALiBiTerm, alibi_slopes
 from whatwhere.position_base import PositionContext
 from whatwhere.position_cope import CoPETerm
+from whatwhere.position_fox import FoXTerm
 from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
 
 from .measure import CheckFailed, Refused, captured
@@ -32,33 +34,16 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 DIRECTIONS = ("forward", "backward", "forward+backward", "decoding", "decoding graph")
-# Default providers. On a GPU, each group is timed for all lengths before the next.
-HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "pope-blockwise")
-DEVICE_PROVIDERS = (
-    (
-        "rope-sdpa-flash",
-        "rope-sdpa-cudnn",
-        "rope-sdpa-efficient",
-        "cope-triton-half",
-        "pope-triton",
-    ),
-    (
-        "cope-triton-open",
-        "cope-triton-closed",
-        "pope-sdpa-padded-flash",
-        "pope-sdpa-padded-cudnn",
-        "pope-sdpa-padded-efficient",
-        "pope-sdpa-unpadded-flash",
-        "pope-sdpa-unpadded-cudnn",
-        "pope-sdpa-unpadded-efficient",
-        "cope-listing",
-        "cope-half",
-        "rope-sdpa-math",
-        "sdpa-flash",
-        "sdpa-cudnn",
-    ),
-    # Third-party code comes last, since a failing kernel can make the GPU unusable for the process.
-    ("pope-pytorch",),
+# Default providers; on a GPU those of `FIRST`, then those of `MORE`.
+HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "fox", "alibi")
+FIRST = (
+    *("rope-sdpa-flash", "rope-sdpa-cudnn", "rope-sdpa-efficient"),
+    *("cope-triton-half", "pope-triton", "fox-triton", "alibi-triton"),
+)
+MORE = (
+    *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
+    *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
+    *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math", "sdpa-flash", "sdpa-cudnn"),
 )
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 PROVIDERS = (
@@ -68,9 +53,9 @@ PROVIDERS = (
     *(f"cope-{gates}" for gates in ("half", "open", "closed")),
     *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
     *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
-    "pope-blockwise",
     "pope-triton",
     "pope-pytorch",
+    *("fox", "fox-triton", "alibi", "alibi-triton"),
 )
 # Third-party providers, whose errors are not our failures.
 FOREIGN = ("pope-pytorch",)
@@ -186,6 +171,7 @@ class Workload:
         self.polar = self._polar(positions, positions)
         self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
         self._positions = positions
+        self.slopes = torch.tensor(alibi_slopes(heads), device=device)
         self._inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.rows = self._rows(length)
@@ -222,6 +208,11 @@ class Workload:
             return (self.query, self.key, self.value, self.delta)
         if kind == "cope-half":
             return (self.query, self.key, self.value, self.table)
+        if kind == "alibi":
+            return (self.query, self.key, self.value)
+        if kind == "fox":
+            gates = torch.randn(self.shape[:3], generator=self.generator, device=self.device)
+            return (self.query, self.key, self.value, F.logsigmoid(gates + 3.0).requires_grad_())
         query, key = self._random(*self.shape) * 0.5, self._random(*self.shape) * 0.5
         # One shared channel sets every gate logit to about 8 or -8, and so every gate to about 1 or 0.0003.
         sign = 1.0 if kind == "cope-open" else -1.0
@@ -247,7 +238,7 @@ class Workload:
         return parts
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 4:
+        if tensor.dim() > 2:
             return tensor[-1:, -1:]
         return tensor[-1:] if tensor is self.delta or tensor.shape == self.delta.shape else tensor
 
@@ -262,6 +253,9 @@ class Workload:
             query, key = F.softplus(query), F.softplus(key)
             tables = tuple(table[:, 0] for table in self.polar.shared["pope"])
             return pope_reference(query, key, value, delta, tables=tables, **options)
+        if kind in ("fox", "alibi"):
+            decay = tuple(part[:, -1:] for part in self._decay(*inputs[3:]))
+            return plain_reference(*inputs[:3], decay=(decay[0], decay[1]), **options)
         return cope_reference(*inputs, **options)
 
     def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -300,7 +294,8 @@ class Workload:
         found = [self._part(out.detach())[:, :, self.rows], *(self._part(gradient) for gradient in gradients)]
         del out, gradients
         plain, exact = self.references(provider.kind)
-        names = ("output", "dq", "dk", "dv", "dtable" if provider.kind.startswith("cope") else "ddelta")
+        last = {"pope": "ddelta", "fox": "dlog_forget"}.get(provider.kind, "dtable")
+        names = ("output", "dq", "dk", "dv", last)
         scale = 0.1 * only.norm(dtype=torch.float32).item()
         return relative_errors(found, plain, exact, names, factor=2, tolerance=provider.tolerance, scale=scale)
 
@@ -324,7 +319,8 @@ class Workload:
     def provider(self, name: str) -> Provider:
         """Returns a provider; raises Refused if it does not support this device or is not installed."""
         family = name.split("-")[0]
-        return {"rope": self._rope, "sdpa": self._sdpa, "cope": self._cope, "pope": self._pope}[family](name)
+        makers = {"rope": self._rope, "sdpa": self._sdpa, "cope": self._cope, "pope": self._pope}
+        return makers.get(family, self._decayed)(name)
 
     def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
         backend = BACKENDS.get(name.rpartition("-")[2])
@@ -388,7 +384,7 @@ class Workload:
     def _pope(self, name: str) -> Provider:
         if name == "pope-pytorch":
             return self._pope_pytorch()
-        attend = self._pope_kernel() if name == "pope-triton" else self._pope_rotated(name)
+        attend = self._pope_kernel() if name == "pope-triton" else self._pope_rotated("unpadded" not in name)
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
             return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar, True)
@@ -417,15 +413,11 @@ class Workload:
 
         return attend
 
-    def _pope_rotated(self, name: str) -> Callable[..., torch.Tensor]:
-        padded, blockwise = "unpadded" not in name, name == "pope-blockwise"
-
+    def _pope_rotated(self, padded: bool) -> Callable[..., torch.Tensor]:
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
         ) -> torch.Tensor:
             query, key = self.pope.after_cache(query, key, polar)
-            if blockwise:
-                return blockwise_attention(query, key, value, scaling=self.scaling)
             width = value.shape[-1]
             if padded:
                 value = F.pad(value, (0, key.shape[-1] - width))
@@ -447,6 +439,36 @@ class Workload:
 
         # A larger tolerance, since only the function must be the same, not the rounding.
         return Provider("pope", function, tolerance=2e-2)
+
+    def _decay(self, *log_forget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the numbers of the rows and of the keys whose differences FoX, or without gates ALiBi, adds."""
+        if log_forget:
+            sums = log_forget[0].double().cumsum(-1)
+            return sums.detach(), sums
+        numbers = -self.slopes[:, None].double() * self._positions[:, None]
+        return numbers, numbers
+
+    def _decayed(self, name: str) -> Provider:
+        """FoX and ALiBi."""
+        kind = name.split("-")[0]
+        if name.endswith("-triton"):
+            attention = self._kernel("kernel_plain").plain_attention
+
+            def function(query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+                rows, keys = self._decay(*inputs[2:])
+                decay = rows[:, :, -query.shape[2] :], keys
+                return attention(query, *inputs[:2], decay=decay, scaling=self.scaling)
+
+        else:
+
+            def function(query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+                positions = self._positions[:, -query.shape[2] :], self._positions
+                bias = Bias(FoXTerm, inputs[2:]) if kind == "fox" else Bias(ALiBiTerm, (self.slopes, *positions))
+                return blockwise_attention(query, *inputs[:2], scaling=self.scaling, biases=[bias])
+
+        query, *others = self.inputs(kind)
+        newest = query[:, :, -1:].detach().contiguous()
+        return Provider(kind, function, lambda: function(newest, *others))
 
     def _kernel(self, module: str) -> Any:
         try:
@@ -517,5 +539,5 @@ def tiles_note() -> str:
         return ""
     parts = []
     for slot, tiles in launch.CHOSEN.items():
-        parts.append(f"{slot[0]} {tiles.rows}x{tiles.columns}w{tiles.warps}s{tiles.stages}")
+        parts.append(f"{slot[0]} {tiles}")
     return ", ".join(dict.fromkeys(parts))

@@ -20,6 +20,7 @@ MODELS: dict[str, tuple[str, str | None]] = {
     "llama-none": ("none", None),
     "llama-pope-triton": ("pope", "triton"),
     "llama-cope-triton": ("cope", "triton"),
+    "llama-fox-triton": ("fox", "triton"),
 }
 HOST_MODELS = ("llama-rope", "llama-pope", "llama-cope", "llama-cope-rope", "llama-fox", "llama-none")
 STOCK = "llama-stock"

@@ -1,4 +1,4 @@
-"""Full-matrix attention with RoPE, CoPE and PoPE, in any type, for some of the query rows.
+"""Full-matrix attention with RoPE, CoPE, PoPE and decays, in any type, for some of the query rows.
 
 In float64 these are the references of the benchmark and of the GPU check; in the timed type they give the rounding
 error of PyTorch. Gradients are computed by autograd.
@@ -66,11 +66,23 @@ def rope_reference(
 
 
 def plain_reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, rows: torch.Tensor, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    rows: torch.Tensor,
+    scaling: float,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention without positions."""
-    seen = visible(query.shape[2], key.shape[2], rows)
-    return _attend(_logits(query[:, :, rows], key, scaling), value, seen)
+    """Attention without positions, or with a decay: numbers c, float64 (1 or B, H, Q) and (1 or B, H, K).
+
+    c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j: FoX, ALiBi.
+    """
+    logits = _logits(query[:, :, rows], key, scaling)
+    if decay is not None:
+        logits = logits + (decay[0][:, :, rows, None] - decay[1][:, :, None]).clamp(max=0).to(logits.dtype)
+    return _attend(logits, value, visible(query.shape[2], key.shape[2], rows, ranges=ranges))
 
 
 # Upper bound of float32 rounding errors of contextual positions (largest observed error: 3e-6).
@@ -107,6 +119,7 @@ def cope_reference(
     value: torch.Tensor,
     table: torch.Tensor,
     gate_key: torch.Tensor | None = None,
+    position_query: torch.Tensor | None = None,
     *,
     rows: torch.Tensor,
     scaling: float,
@@ -115,7 +128,8 @@ def cope_reference(
 ) -> torch.Tensor:
     """CoPE (Eq. 3 to 9 of 2405.18719), as in Listing 1: every step on all keys of a row; table (D, P).
 
-    With `gate_key` (B, G, K, D) the gates come from its products with the queries.
+    With `gate_key` (B, G, K, D) the gates come from its products with the queries; with `position_query` (B, H, Q, D)
+    that is multiplied with the table.
     """
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     query = query[:, :, rows]
@@ -123,7 +137,8 @@ def cope_reference(
     gates = torch.sigmoid(logits if gate_key is None else _logits(query, gate_key, scaling)) * seen
     positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=table.shape[1] - 1)
     ceil, floor = positions.ceil().long(), positions.floor().long()
-    z = query.to(logits.dtype) @ table.to(logits.dtype) * position_scale
+    z = (query if position_query is None else position_query[:, :, rows]).to(logits.dtype)
+    z = z @ table.to(logits.dtype) * position_scale
     fraction = positions - floor
     logits = logits + z.gather(-1, ceil) * fraction + z.gather(-1, floor) * (1 - fraction)
     return _attend(logits, value, seen)

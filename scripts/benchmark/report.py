@@ -1,10 +1,12 @@
-"""Rows, tables, growth of time with length, and the target figures of the kernels."""
+"""Rows of results, their tables, and the summary of a run on a GPU."""
 
 import csv
 import dataclasses
 import datetime
+import hashlib
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 import transformers
+
+import whatwhere
 
 from .attention import BASELINES
 from .measure import Sample
@@ -40,6 +44,7 @@ FIELDS = (
     "repeats",
     "status",
     "note",
+    "code",
     "python",
     "torch",
     "transformers",
@@ -84,44 +89,6 @@ class Result:
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A target figure, in bfloat16 from 4,096 tokens; the worst length counts.
-
-    Attributes:
-        what: a description.
-        provider: the provider to judge.
-        direction: its direction.
-        quantity: "time", "memory" (with inputs) or "above" (without inputs).
-        bound: the target ratio.
-        to: the provider must be `bound` times faster than this one; None: at most `bound` times the best RoPE.
-    """
-
-    what: str
-    provider: str
-    direction: str
-    quantity: str
-    bound: float
-    to: str | None = None
-
-
-TARGETS = (
-    Target("CoPE forward + backward, gates half open", "cope-triton-half", "forward+backward", "time", 1.3),
-    Target("PoPE forward + backward", "pope-triton", "forward+backward", "time", 1.7),
-    Target("CoPE peak memory", "cope-triton-half", "forward+backward", "memory", 1.2),
-    Target("PoPE peak memory", "pope-triton", "forward+backward", "memory", 1.2),
-    Target("CoPE peak memory, inputs not counted", "cope-triton-half", "forward+backward", "above", 1.2),
-    Target("PoPE peak memory, inputs not counted", "pope-triton", "forward+backward", "above", 1.2),
-    Target("CoPE decoding", "cope-triton-half", "decoding", "time", 1.2),
-    Target("PoPE decoding", "pope-triton", "decoding", "time", 1.2),
-    Target("CoPE decoding, launches not counted", "cope-triton-half", "decoding graph", "time", 1.2),
-    Target("PoPE decoding, launches not counted", "pope-triton", "decoding graph", "time", 1.2),
-    Target("PoPE backward, times faster than PoPE-pytorch", "pope-triton", "backward", "time", 3.0, "pope-pytorch"),
-)
-TARGET_LENGTH = 4096
-TARGET_DTYPE = "bfloat16"
-
-
 class Report:
     """Collects results, prints tables, appends rows to a CSV file.
 
@@ -136,14 +103,37 @@ class Report:
         self.common = common
         self.show = show
         self.results: dict[tuple[str, Shape], dict[str, Result]] = {}
+        self.shown: tuple[str, Shape] | None = None
+
+    def load(self) -> list[tuple[Shape, Result]]:
+        """Takes the results that the file has from the same state; returns them."""
+        state = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
+        for row in read_rows(self.output, **{name: str(self.common[name]) for name in state}):
+            shape = Shape(*(int(number) for number in re.findall(r"\d+", row["shape"])))
+            known = self.results.setdefault((row["part"], shape), {})
+            result = known.setdefault(row["provider"], Result(row["provider"]))
+            if row["direction"]:
+                total, above = (_bytes(row[name]) for name in ("peak_mib", "above_mib"))
+                inputs = None if total is None or above is None else total - above
+                result.samples[row["direction"]] = Sample([float(row["milliseconds"])], above, inputs)
+            result.status = row["status"]
+        return [(shape, result) for (_, shape), known in self.results.items() for result in known.values()]
+
+    def finished(self, part: str, shape: Shape, provider: str) -> bool:
+        """Whether there is a result that is not to be repeated."""
+        result = self.results.get((part, shape), {}).get(provider)
+        return result is not None and not result.status.startswith("left out")
 
     def add(self, part: str, shape: Shape, results: Sequence[Result]) -> None:
         """Prints results and appends their rows."""
+        if not results:
+            return
         known = self.results.setdefault((part, shape), {})
         known.update({result.provider: result for result in results})
         rows = [row for result in results for row in self._rows(part, shape, result)]
         self._print(part, shape, rows)
-        self._append(rows)
+        for row in rows:
+            append_row(self.output, FIELDS, row)
 
     def baseline(self, part: str, shape: Shape, direction: str) -> Result | None:
         """Returns the fastest baseline."""
@@ -155,7 +145,7 @@ class Report:
     def _rows(self, part: str, shape: Shape, result: Result) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             **self.common,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "date": now(),
             "part": part,
             "provider": result.provider,
             "shape": str(shape),
@@ -188,56 +178,20 @@ class Report:
 
     def _print(self, part: str, shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
         common = self.common
-        where = f"{common['device']}, {common['threads']} threads, {common['clock']} clock"
-        self.show(f"\n{part}, {shape}, {common['dtype']}, {where}")
-        self.show(
-            f"{'provider':28} {'direction':18} {'ms':>10} {'fastest':>10} {'ratio':>8} {'peak MiB':>9} {'above':>9}"
-        )
+        if self.shown != (part, shape):
+            self.shown = part, shape
+            where = f"{common['device']}, {common['threads']} threads, {common['clock']} clock"
+            self.show(f"\n{part}, {shape}, {common['dtype']}, {where}")
+            names = ("provider", "direction", "ms", "fastest", "ratio", "peak MiB", "above", "ratio to")
+            self.show("{:28} {:18} {:>10} {:>10} {:>8} {:>9} {:>9}  {}".format(*names))
         for row in rows:
             if "direction" not in row:
                 self.show(f"{row['provider']:28} {row['status']}")
                 continue
             self.show(
                 f"{row['provider']:28} {row['direction']:18} {row['milliseconds']:>10} {row['fastest']:>10} "
-                f"{row.get('ratio', ''):>8} {row['peak_mib']:>9} {row['above_mib']:>9}".rstrip()
+                f"{row.get('ratio', ''):>8} {row['peak_mib']:>9} {row['above_mib']:>9}  {row.get('ratio_to', '')}"
             )
-        best = sorted({row["ratio_to"] for row in rows if row.get("ratio_to") not in (None, "rope-sdpa", STOCK)})
-        if best:
-            self.show(f"ratios are to the fastest RoPE in each direction: {', '.join(best)}")
-
-    def _append(self, rows: Sequence[dict[str, Any]]) -> None:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.output.exists()
-        with self.output.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
-
-    # At the end of a run.
-
-    def growth(self, direction: str = "forward+backward") -> list[str]:
-        """Returns a table of the growth of a sequence's time when its length doubles (2 is linear, 4 quadratic)."""
-        times: dict[tuple[int, str], dict[int, float]] = {}
-        for (part, shape), results in self.results.items():
-            for result in results.values():
-                if part == "attention" and direction in result.samples:
-                    per_sequence = result.samples[direction].median / shape.batch
-                    times.setdefault((shape.head_dim, result.provider), {})[shape.length] = per_sequence
-        lengths = sorted({length for by_length in times.values() for length in by_length})
-        doublings = [length for length in lengths if 2 * length in lengths]
-        if not doublings:
-            return []
-        lines = [f"\n{direction}: time of one sequence at twice the length, as a multiple (2: linear, 4: quadratic)"]
-        head = "".join(f"{f'{length}-{2 * length}':>13}" for length in doublings)
-        lines.append(f"{'head dim':>8} {'provider':28}{head}")
-        for (head_dim, provider), by_length in sorted(times.items()):
-            cells = []
-            for length in doublings:
-                both = length in by_length and 2 * length in by_length
-                cells.append(f"{by_length[2 * length] / by_length[length]:.2f}" if both else "")
-            lines.append(f"{head_dim:>8} {provider:28}{''.join(f'{cell:>13}' for cell in cells)}".rstrip())
-        return lines
 
     def left_out(self) -> list[str]:
         """Returns a line for each provider and reason that was not measured."""
@@ -252,57 +206,114 @@ class Report:
         lines += [f"{provider} ({'; '.join(shapes)}): {status}" for (_, provider, status), shapes in found.items()]
         return lines
 
-    def summary(self) -> list[str]:
-        """Returns the table of target figures."""
-        lines = [
-            f"\ntarget figures, {TARGET_DTYPE} from {TARGET_LENGTH} tokens, worst length:",
-            f"{'figure':46} {'head dim':>8} {'target':>8} {'measured':>9} {'best':>7} {'at length':>10}  reached",
-        ]
-        head_dims = sorted({shape.head_dim for part, shape in self.results if part == "attention"})
-        for target in TARGETS:
-            for head_dim in head_dims:
-                lines.append(self._judge(target, head_dim))
-        return lines
 
-    def _judge(self, target: Target, head_dim: int) -> str:
-        ratios: dict[int, float] = {}
-        reasons = []
-        for (part, shape), results in self.results.items():
-            if part != "attention" or shape.head_dim != head_dim or shape.length < TARGET_LENGTH:
-                continue
-            other = results.get(target.to) if target.to else self.baseline(part, shape, target.direction)
-            ours = results.get(target.provider)
-            for result in (ours, other):
-                if result is not None and result.status != "ok":
-                    reasons.append(f"{result.provider}: {result.status}")
-            ratio = _ratio(target, ours, other)
-            if ratio is not None:
-                ratios[shape.length] = ratio
-        sign = ">=" if target.to else "<="
-        start = f"{target.what:46} {head_dim:>8} {sign + f' {target.bound:g}':>8}"
-        if self.common["dtype"] != TARGET_DTYPE:
-            return f"{start}  not judged: {self.common['dtype']}"
-        if not ratios:
-            return f"{start}  not measured" + (f": {reasons[0]}" if reasons else "")
-        worst_of, best_of = (min, max) if target.to else (max, min)
-        length = worst_of(ratios, key=lambda length: ratios[length])
-        worst, best = ratios[length], best_of(ratios.values())
-        reached = worst >= target.bound if target.to else worst <= target.bound
-        return f"{start} {worst:>9.2f} {best:>7.2f} {length:>10}  {'yes' if reached else 'no'}"
+# What a run on a GPU says at its end: providers, with the target of their time forward and backward.
+SHOWN = {"cope-triton-half": 1.3, "pope-triton": 1.65, "fox-triton": None, "alibi-triton": None}
+SHOWN |= {"pope-sdpa-unpadded-cudnn": None, "pope-sdpa-padded-cudnn": None, "cope-half": None}
+SHOWN_LENGTHS = (4096, 16384, 65536)
+SHOWN_DIRECTIONS = ("forward", "forward+backward", "decoding", "decoding graph")
+# The target of memory and decoding. (PoPE's backward should be 3 times faster than PoPE-pytorch's.)
+TARGET_RATIO = 1.2
 
 
-def _ratio(target: Target, ours: Result | None, other: Result | None) -> float | None:
-    if ours is None or other is None or not {target.direction} <= set(ours.samples) & set(other.samples):
-        return None
-    pair = ours.samples[target.direction], other.samples[target.direction]
-    if target.quantity == "time":
-        numbers: list[float | None] = [sample.median for sample in pair]
-    elif target.quantity == "memory":
-        numbers = [sample.total for sample in pair]
-    else:
-        numbers = [sample.above for sample in pair]
-    first, second = reversed(numbers) if target.to else numbers
-    return first / second if first and second else None
+def summary_of_benchmark(rows: Sequence[dict[str, str]], tiles: pathlib.Path) -> list[str]:
+    """Returns lines for a screen: ratios, what failed or is missing, and tiles that are faster than the first ones."""
+    lines = []
+    found = {(row["part"], row["provider"], row["shape"], row["direction"]): row for row in rows if row["direction"]}
+    attention = sorted(
+        {(row["head_dim"], int(row["length"]), row["shape"]) for row in rows if row["part"] == "attention"}
+    )
+    names = ("", "D", "length", "forward", "+backward", "decoding", "graph", "memory")
+    if attention:
+        lines += ["", "time and memory as multiples of the fastest SDPA with RoPE (!: more than the target)"]
+        lines.append("{:24} {:>4} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9}".format(*names))
+    for provider, target in SHOWN.items():
+        for head_dim, length, shape in attention:
+            of_shape = [found.get(("attention", provider, shape, direction)) for direction in SHOWN_DIRECTIONS]
+            if length in SHOWN_LENGTHS and any(of_shape):
+                cells = [
+                    _cell(row, "ratio", bound)
+                    for row, bound in zip(of_shape, (None, target, TARGET_RATIO, TARGET_RATIO))
+                ]
+                cells.append(_cell(of_shape[1], "memory_ratio", TARGET_RATIO))
+                lines.append(f"{provider:24} {head_dim:>4} {length:>7} {' '.join(f'{cell:>9}' for cell in cells)}")
+    for head_dim, length, shape in attention:
+        ours, theirs = (found.get(("attention", name, shape, "backward")) for name in ("pope-triton", "pope-pytorch"))
+        if ours and theirs:
+            faster = float(theirs["milliseconds"]) / float(ours["milliseconds"])
+            lines.append(
+                f"pope-triton backward, D={head_dim}, {length}: {faster:.2f} times faster than pope-pytorch (3)"
+            )
+    models = [row for row in rows if row["part"] == "model" and row["ratio"] and row["provider"] != STOCK]
+    steps: dict[tuple[str, str], list[str]] = {}
+    for row in models:
+        steps.setdefault((row["provider"], row["shape"]), []).append(f"{row['direction']} {row['ratio']}")
+    lines += [f"{name}, {shape}, to stock Llama: {', '.join(parts)}" for (name, shape), parts in steps.items()]
+    missing: dict[str, list[str]] = {}
+    for row in rows:
+        if not row["direction"] and not any(key[:3] == (row["part"], row["provider"], row["shape"]) for key in found):
+            missing.setdefault(f"{row['provider']}: {row['status'][:90]}", []).append(row["shape"].split(",")[0])
+    failed = [text for text in missing if "check failed" in text]
+    lines += [f"FAILED {text} ({', '.join(missing[text])})" for text in failed]
+    others = [f"not measured: {text} ({len(missing[text])} shapes)" for text in missing if text not in failed]
+    lines += [*others[:10], f"not measured, in addition: {len(others) - 10} kinds"][: len(others) + (len(others) > 10)]
+    return [*lines, *summary_of_tiles(read_rows(tiles))]
+
+
+def _cell(row: dict[str, str] | None, field: str, target: float | None) -> str:
+    if not row or not row[field]:
+        return ""
+    return f"{float(row[field]):.2f}" + ("!" if target and float(row[field]) > target else "")
+
+
+def summary_of_tiles(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Returns a line for each kernel whose fastest tiles are not the first, the largest gain first."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        times.setdefault(row["kernel"], {})[row["tiles"]] = float(row["milliseconds"])
+    gains = []
+    for kernel, by_tiles in times.items():
+        first, best = next(iter(by_tiles)), min(by_tiles, key=lambda tiles: by_tiles[tiles])
+        if best != first:
+            gains.append((by_tiles[first] / by_tiles[best], f"{kernel.split(' on ')[0]}: {best} instead of {first}"))
+    gains.sort(reverse=True)
+    if not times:
+        return []
+    lines = [f"tiles: {len(times)} kernels measured, the first are the fastest of {len(times) - len(gains)}; others:"]
+    return lines + [f"  {gain:.2f} times faster, {text}" for gain, text in gains[:12]]
+
+
+# Files.
+
+
+def now() -> str:
+    """Returns date and time."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def append_row(file: pathlib.Path, fields: Sequence[str], row: dict[str, Any]) -> None:
+    """Appends a row to a CSV file, with a header if it is new."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = not file.exists()
+    with file.open("a", newline="", encoding="utf-8") as opened:
+        writer = csv.DictWriter(opened, fields)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read_rows(file: pathlib.Path, **wanted: str) -> list[dict[str, str]]:
+    """Returns the rows of a CSV file, if there is one, that have these values."""
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf-8") as opened:
+        # A process that was killed can leave half a row.
+        rows = [row for row in csv.DictReader(opened) if None not in row and None not in row.values()]
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def _bytes(mib: str) -> int | None:
+    return int(float(mib) * 2**20) if mib else None
 
 
 def _mib(count: int | None) -> str:
@@ -338,7 +349,11 @@ def versions(device: torch.device) -> dict[str, str]:
     except ImportError:
         triton_version = ""
     cuda = device.type == "cuda"
+    code = hashlib.sha256()
+    for file in sorted(pathlib.Path(whatwhere.__file__).parent.glob("kernel_*.py")):
+        code.update(file.read_bytes())
     return {
+        "code": code.hexdigest()[:12],
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -1,0 +1,247 @@
+"""The calls of the Triton kernels that are checked on a GPU (`gpu_check`) and compiled without one (`compile_kernels`).
+
+A new kernel, or a new use of one, is a function here and a line in `KERNELS`: the check and the compilation use both.
+
+Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, R rotated channels, P positions in CoPE's
+table, N chosen rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from whatwhere.position_alibi import alibi_slopes
+from whatwhere.position_pope import pope_frequencies
+
+from .benchmark.references import cope_reference, plain_reference, pope_reference, undecided_rows
+
+MASKS = ("padding", "holes", "packed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of a kernel.
+
+    Attributes:
+        kernel: one of `KERNELS`, or a position encoding for `gpu_check.check_model`.
+        mask: "causal", or one of `MASKS`.
+        options: of this kernel, as pairs of name and value.
+    """
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    queries: int
+    keys: int
+    batch: int = 2
+    heads: int = 4
+    groups: int = 4
+    mask: str = "causal"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        shape = f"{self.batch}x{self.heads}/{self.groups}x{self.queries}/{self.keys}"
+        options = [f"{name}={value}" for name, value in self.options]
+        return " ".join([self.kernel, self.dtype, f"D={self.head_dim}", shape, self.mask, *options])
+
+    def option(self, name: str, default: Any) -> Any:
+        return dict(self.options).get(name, default)
+
+
+def case(kernel: str, dtype: str, head_dim: int, queries: int, keys: int | None = None, **given: Any) -> Case:
+    """Returns a case; what is no field of `Case` is an option. `keys` is by default as `queries`."""
+    names = {field.name for field in dataclasses.fields(Case)}
+    fields = {name: value for name, value in given.items() if name in names}
+    options = tuple((name, value) for name, value in given.items() if name not in names)
+    return Case(kernel, dtype, head_dim, queries, keys or queries, **fields, options=options)
+
+
+class Call(NamedTuple):
+    """A kernel with its inputs and what they should give.
+
+    Attributes:
+        names: of the inputs.
+        inputs: the differentiable ones.
+        kernel: a function of the inputs.
+        reference: the same in any type, with the argument `rows`, int64 (N,): (B, H, N, D).
+        undecided: a function of inputs in float64 and `rows`: bool (B, H, N), see `undecided_rows`.
+    """
+
+    names: tuple[str, ...]
+    inputs: list[torch.Tensor]
+    kernel: Callable[..., torch.Tensor]
+    reference: Callable[..., torch.Tensor]
+    undecided: Callable[..., torch.Tensor] | None = None
+
+
+def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
+    """Returns a mask as the kernels read it, (B, 1, Q + K, 2), or None for causal."""
+    if mask == "causal":
+        return None
+    slots = torch.arange(keys, device=device)
+    valid = torch.ones(batch, keys, dtype=torch.bool, device=device)
+    low = torch.zeros(batch, queries, dtype=torch.long, device=device)
+    own = slots[keys - queries :]
+    if mask == "padding":
+        # To the left in the first entry, to the right in the last.
+        valid[0] &= slots >= keys // 3
+        valid[-1] &= slots < keys - keys // 4
+    elif mask == "holes":
+        valid &= slots % 7 != 3
+    elif mask == "packed":
+        for start in (keys // 5, keys // 2, keys // 2 + 1):
+            low = torch.where(own >= start, start, low)
+    else:
+        raise ValueError(f"mask={mask!r} is not valid; allowed: 'causal', {', '.join(map(repr, MASKS))}")
+    # Padding rows are fully masked.
+    high = torch.where(valid[:, keys - queries :], own + 1, low)
+    tail = torch.stack([valid.long(), torch.zeros_like(valid, dtype=torch.long)], -1)
+    return torch.cat([torch.stack([low, high], -1), tail], 1)[:, None].int().contiguous()
+
+
+class _Inputs:
+    """What all kernels take: query, key, value, ranges, scaling; `random` for more."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.dtype, self.scaling = getattr(torch, case.dtype), case.head_dim**-0.5
+        self.generator, self.device = torch.Generator(device).manual_seed(0), device
+        self.query = self.random(case.batch, case.heads, case.queries, case.head_dim)
+        self.key, self.value = (self.random(case.batch, case.groups, case.keys, case.head_dim) for _ in range(2))
+        self.ranges = ranges_of(case.mask, case.batch, case.queries, case.keys, device)
+        # Each entry of a masked batch has its own positions.
+        self.positions = torch.arange(case.keys, device=device)[None]
+        if self.ranges is not None:
+            self.positions = self.positions - torch.arange(case.batch, device=device)[:, None]
+
+    def random(self, *shape: int) -> torch.Tensor:
+        # Drawn in float32, because random numbers in float16 differ between devices.
+        return torch.randn(*shape, generator=self.generator, device=self.device)
+
+    def states(self) -> list[torch.Tensor]:
+        return [one.to(self.dtype) for one in (self.query, self.key, self.value)]
+
+
+def _cope(case: Case, device: torch.device) -> Call:
+    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query."""
+    from whatwhere.kernel_cope import cope_attention
+
+    given = _Inputs(case, device)
+    gate, gates, P = case.option("gate", "key"), case.option("gates", "half"), case.option("positions", 64)
+    gate_key = given.random(*given.key.shape)
+    if gates != "half":
+        # One shared channel sets every gate logit to about 8 or -8.
+        given.query[..., 0] = 8.0
+        opened = {"key": given.key, "separate": gate_key, "value": given.value}[gate]
+        opened[..., 0] = (1.0 if gates == "open" else -1.0) * case.head_dim**0.5
+    more = {"dtable": given.random(case.head_dim, P)}
+    if gate == "separate":
+        more["dgate_key"] = gate_key
+    if case.option("own_query", False):
+        more["dposition_query"] = given.random(*given.query.shape)
+    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
+
+    def other(inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        found = dict(zip(more, inputs[3:]))
+        gate_of = {"key": None, "separate": found.get("dgate_key"), "value": inputs[2]}[gate]
+        return {"gate_key": gate_of, "position_query": found.get("dposition_query"), "position_scale": given.scaling}
+
+    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value, table, *_ = inputs
+        return cope_attention(query, key, value, table, **other(inputs), **options)
+
+    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        query, key, value, table, *_ = inputs
+        return cope_reference(query, key, value, table, rows=rows, **other(inputs), **options)
+
+    def undecided(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return undecided_rows(inputs[0], inputs[1], other(inputs)["gate_key"], rows=rows, num_positions=P, **options)
+
+    inputs = given.states() + [one.to(given.dtype) for one in more.values()]
+    return Call(("dq", "dk", "dv", *more), inputs, kernel, reference, undecided)
+
+
+def _pope(case: Case, device: torch.device) -> Call:
+    """Options: shift; partial: half of the channels have a phase."""
+    from whatwhere.kernel_pope import pope_attention
+
+    given = _Inputs(case, device)
+    R = case.head_dim // 2 if case.option("partial", False) else case.head_dim
+    phases = given.positions[..., None].float() * pope_frequencies(R, 10000.0, device)
+    # Cached tokens come first.
+    tables = [table[:, -length:] for length in (case.queries, case.keys) for table in (phases.cos(), phases.sin())]
+    for states in (given.query, given.key):
+        states[..., :R] = F.softplus(states[..., :R])
+    shift = [given.random(case.heads, R) - 1.0] if case.option("shift", True) else []
+    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *shift: torch.Tensor) -> torch.Tensor:
+        cos_q, sin_q, cos_k, sin_k = tables
+        return pope_attention(query, key, value, (cos_q, sin_q, cos_k, sin_k, shift[0] if shift else None), **options)
+
+    reference = functools.partial(pope_reference, tables=tuple(tables), **options)
+    return Call(("dq", "dk", "dv", "ddelta"), given.states() + shift, kernel, reference)
+
+
+def _plain(case: Case, device: torch.device, decay: str = "") -> Call:
+    """Plain attention; with decay "fox" or "alibi" what these add to the logits."""
+    from whatwhere.kernel_plain import plain_attention
+
+    given = _Inputs(case, device)
+    Q, K, ranges = case.queries, case.keys, given.ranges
+    inputs = given.states()
+    if decay == "fox":
+        # From heads that forget in a few tokens to heads that remember thousands.
+        fading = 0.1 ** torch.arange(case.heads, device=device)[:, None]
+        inputs.append(F.logsigmoid(given.random(case.batch, case.heads, K) + 3.0) * fading)
+    slots = torch.arange(K - Q, K, device=device)[None] if ranges is None else ranges[:, 0, :Q, 1].long() - 1
+
+    def decays(*log_forget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if decay == "alibi":
+            keys = -torch.tensor(alibi_slopes(case.heads), device=device).double()[:, None] * given.positions[:, None]
+            return keys[..., K - Q :], keys
+        if decay != "fox":
+            return None
+        (gates,) = log_forget
+        sums = (gates if ranges is None else gates * (ranges[:, :, Q:, 0] != 0)).double().cumsum(-1)
+        return sums.detach().gather(2, slots.clamp(min=0)[:, None].expand(*sums.shape[:2], Q)), sums
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return plain_attention(query, key, value, decay=decays(*more), ranges=ranges, scaling=given.scaling)
+
+    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"decay": decays(*inputs[3:]), "ranges": ranges, "scaling": given.scaling}
+        return plain_reference(*inputs[:3], rows=rows, **options)
+
+    return Call(("dq", "dk", "dv", "dlog_forget"), inputs, kernel, reference)
+
+
+class Kernel(NamedTuple):
+    """How a kernel is called.
+
+    Attributes:
+        call: makes the inputs of a case.
+        variants: fields and options that are kernels of their own when compiled.
+        contents: fields and options that use the same kernels in another way.
+    """
+
+    call: Callable[[Case, torch.device], Call]
+    variants: tuple[dict[str, Any], ...]
+    contents: tuple[dict[str, Any], ...] = ()
+
+
+_VARIANTS: tuple[dict[str, Any], ...] = ({}, {"mask": "packed"}, {"groups": 2})
+KERNELS = {
+    "cope": Kernel(
+        _cope,
+        (*_VARIANTS, {"mask": "padding", "gate": "separate"}, {"gate": "value"}, {"own_query": True}),
+        ({"gates": "open"}, {"gates": "closed"}, {"positions": 2}, {"positions": 33}, {"positions": 300}),
+    ),
+    "pope": Kernel(_pope, (*_VARIANTS, {"partial": True, "shift": False})),
+    "plain": Kernel(_plain, _VARIANTS),
+    "fox": Kernel(functools.partial(_plain, decay="fox"), _VARIANTS),
+    "alibi": Kernel(functools.partial(_plain, decay="alibi"), _VARIANTS),
+}
