@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .attention_blockwise import autocast_inputs, check_inputs, direct_attention
+from .attention_blockwise import autocast_inputs, block_rows, check_inputs, direct_attention
 from .attention_mask import is_ranges
 from .position_base import PositionContext
 
@@ -45,7 +45,7 @@ def blockwise_attention_by_autograd(
     bias: Callable[..., torch.Tensor],
     context: PositionContext,
     dropout: float = 0.0,
-    block_size: int = 64,
+    block_size: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention with any bias: each block is recomputed in the backward pass, and differentiated by autograd.
 
@@ -62,6 +62,7 @@ def blockwise_attention_by_autograd(
     check_inputs(query, key, value, mask)
     query, key, value = autocast_inputs(query, key, value)
     Q, K = query.shape[2], key.shape[2]
+    block_size = block_size or block_rows(query.device)
 
     def attend(rows: slice, keys: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         part = None if mask is None or is_ranges(mask) else mask[:, :, rows]

@@ -36,8 +36,10 @@ MASKED = -1e30
 # is smaller still makes `exp` and products up to 200 times slower on a CPU (results below the smallest normal number).
 NEGLIGIBLE = -55.5
 
-# At most this many logits are in memory at once (unless one head has more): few enough for a cache, enough for threads.
-CHUNK_LOGITS = 1 << 21
+# Query rows of a block, and at most how many logits are in memory at once (unless one head has more). On a CPU few
+# enough for a cache, enough for threads; on a GPU enough to fill it: 2^26 are 256 MiB.
+BLOCK_ROWS, CHUNK_LOGITS = 64, 1 << 21
+GPU_ROWS, GPU_LOGITS = 128, 1 << 26
 
 # Up to this many query rows (decoding), the whole row of logits is computed at once with ordinary operations.
 DIRECT_ROWS = 4
@@ -64,6 +66,22 @@ def join_digits(states: torch.Tensor) -> torch.Tensor:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of softmax, cumulative sums and positions: float64 for float64, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def decides_by_data(device: torch.device) -> bool:
+    """Whether tensors may decide what is computed: to read one, a CPU would wait for a GPU, in every block."""
+    return device.type == "cpu"
+
+
+def block_rows(device: torch.device) -> int:
+    """Returns the query rows of a block."""
+    return BLOCK_ROWS if decides_by_data(device) else GPU_ROWS
+
+
+def chunk_members(device: torch.device, members: int, logits: int) -> int:
+    """Returns how many of `members` are computed at once, if a block of each has so many logits."""
+    most = CHUNK_LOGITS if decides_by_data(device) else GPU_LOGITS
+    return max(1, min(members, most // logits))
 
 
 @dataclasses.dataclass
@@ -237,7 +255,8 @@ class _Attention:
         self.query = query.reshape(self.N, self.n, self.Q, self.D)
         self.key = _reversed(key, (self.N, self.K, self.D))
         self.value = _reversed(value, (self.N, self.K, self.V))
-        self.chunk = max(1, min(self.N, CHUNK_LOGITS // (self.n * self.block_size * self.K)))
+        self.by_data = decides_by_data(self.device)
+        self.chunk = chunk_members(self.device, self.N, self.n * self.block_size * self.K)
         self.member = torch.arange(self.N, device=self.device)
         triangle = torch.ones(self.block_size, self.block_size, dtype=torch.bool, device=self.device)
         # True where column w of row r is in the future.
@@ -252,6 +271,8 @@ class _Attention:
 
     def _prepare_mask(self, mask: torch.Tensor | None) -> None:
         self.mask = self.low = None
+        # True if row i is known to have the key slot offset + i.
+        self.aligned = True
         if mask is None:
             return
         if not is_ranges(mask):
@@ -260,12 +281,16 @@ class _Attention:
         low, high = mask[:, 0, : self.Q].long().unbind(-1)
         self.valid = mask[:, 0, self.Q :, 0] != 0
         sees = low < high
+        # Fully masked rows are in no block's range.
+        self.low, self.high = torch.where(sees, low, self.K), torch.where(sees, high, 0)
+        if not self.by_data:
+            # The offset is the largest possible one: every block has all keys that its rows may see.
+            self.aligned = self.Q == self.K
+            return
         # Rows are consecutive slots; a static cache may have empty ones behind them.
         slots = high - 1 - torch.arange(self.Q, device=self.device)
         if bool(sees.any()):
             self.offset = int(torch.where(sees, slots, 0).max())
-        # Fully masked rows are in no block's range.
-        self.low, self.high = torch.where(sees, low, self.K), torch.where(sees, high, 0)
         visible = F.pad(self.valid.cumsum(-1), (1, 0))
         count = visible.gather(1, high) - visible.gather(1, low)
         # True for rows that see all keys from `low` to their own slot.
@@ -313,11 +338,11 @@ class _Attention:
         if self.low is None:
             return Block(query, chunk, batch, group, rows, columns, True, None, None)
         low, high = self.low[batches, rows], self.high[batches, rows]
-        first = int(low.min())
+        first = int(low.min()) if self.by_data else 0
         if first >= end:
             return None
         columns = slice(self.K - end, self.K - first)
-        if first <= end - R and bool((self.plain_rows[batches, rows] & (low == first)).all()):
+        if self.by_data and first <= end - R and bool((self.plain_rows[batches, rows] & (low == first)).all()):
             return Block(query, chunk, batch, group, rows, columns, True, None, None)
         slots = torch.arange(end - 1, first - 1, -1, device=self.device)
         visible = (slots >= low[:, :, None]) & (slots < high[:, :, None]) & self.valid[batches, None, slots]
@@ -614,10 +639,12 @@ def blockwise_attention(
     scaling: float,
     biases: Sequence[Bias] = (),
     dropout: float = 0.0,
-    block_size: int = 64,
+    block_size: int | None = None,
     direct: bool | None = None,
 ) -> torch.Tensor:
     """Softmax attention with position terms, in memory proportional to the length.
+
+    On a GPU nothing waits for the device, so that it can be part of a CUDA graph, without dropout.
 
     Args:
         query: (B, H, Q, D), float16, bfloat16, float32 or float64.
@@ -629,7 +656,7 @@ def blockwise_attention(
         scaling: the factor on q.k.
         biases: what is added to the logits; one that reads the content logits comes first.
         dropout: probability of dropping an attention weight.
-        block_size: query rows per block.
+        block_size: query rows per block; None: chosen by the device.
         direct: True: all logits at once. None: so if there are at most 4 query rows.
 
     Returns:
@@ -651,7 +678,8 @@ def blockwise_attention(
     settings = [float(number) for bias in biases for number in bias.settings]
     names = "+".join([bias.term.name for bias in biases])
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
-    arguments = (mask, tensors, seed, names, counts, settings, scaling, dropout, block_size)
+    rows = block_size or block_rows(query.device)
+    arguments = (mask, tensors, seed, names, counts, settings, scaling, dropout, rows)
     out, _ = _forward(query, key, value, *arguments)
     return out
 

@@ -153,7 +153,8 @@ class CoPETerm(Term):
     def _window(self, logits: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns gates and positions of the window, (C, n, R, w)."""
         W = logits.shape[-1]
-        width = min(W, self.guess)
+        by_data = self.attention.by_data
+        width = min(W, self.guess) if by_data else W
         while True:
             gates = self.open(logits, block, width)
             positions = gates.cumsum(-1)
@@ -166,6 +167,8 @@ class CoPETerm(Term):
             if not block.causal_only and bool((saturated | (logits[..., width:].amax(-1) < MASKED / 2)).all()):
                 break
             width = min(W, 2 * width)
+        if not by_data:
+            return gates, positions
         # The first row of the block counts furthest, as a rule: its count, rounded up, is the guess for the next block.
         counting = int((positions[:, :, 0].amin((0, 1)) < self.last).sum())
         self.guess = (counting // 16 + 2) * 16 if counting < width else max(self.guess, 2 * W)

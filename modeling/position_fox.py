@@ -61,7 +61,7 @@ class FoXTerm(Term):
         super().__init__(tensors, settings, attention)
         self.log_forget = attention.of_keys(tensors[0])
         # True if rows see all keys between two that they see, but for padding.
-        self.contiguous = attention.mask is None
+        self.contiguous = attention.mask is None and attention.aligned
         self.padding = None
         if attention.low is not None:
             self.padding = (~attention.valid).flip(1).repeat_interleave(attention.G, dim=0)[:, None]

@@ -25,6 +25,7 @@ from .attention_blockwise import (
     _product,
     _reversed,
     _without_autocast,
+    block_rows,
     check_inputs,
     compute_dtype,
 )
@@ -128,6 +129,9 @@ class _Window:
         # Row r of a block has its own key in column R - 1 - r.
         own = torch.eye(size, dtype=attention.dtype, device=attention.device).flip(1)
         self.own_logits = own * MASKED if strict else None
+        if strict and not attention.aligned:
+            # The own key is the newest that a row sees.
+            attention.high, self.own_logits = attention.high - 1, None
         self.limit = SPENT[attention.dtype]
         self.least = math.exp(-self.limit)
         # With logits near 0, of which each takes 0.7 of the limit.
@@ -138,7 +142,7 @@ class _Window:
         attention, columns = self.attention, block.columns
         all_columns = columns.stop - columns.start
         R = block.rows.stop - block.rows.start
-        width = min(all_columns, self.guess)
+        width = min(all_columns, self.guess) if attention.by_data else all_columns
         while True:
             part = dataclasses.replace(
                 block,
@@ -154,6 +158,8 @@ class _Window:
             spent = attention.buffer(1, *logits.shape)
             torch.ops.aten.softplus.out(logits, 1.0, LINEAR, out=spent)
             spent.cumsum_(-1)
+            if not attention.by_data:
+                return part.columns, logits, spent
             done = spent[..., -1] >= self.limit
             if attention.low is not None:
                 # The rest of the columns is hidden from a row whose document begins in the window.
@@ -304,7 +310,7 @@ def stick_breaking_attention(
     scaling: float,
     inclusive: bool = False,
     dropout: float = 0.0,
-    block_size: int = 64,
+    block_size: int | None = None,
     direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Stick-breaking attention, in memory proportional to the length; touches only keys for which some stick is left.
@@ -320,7 +326,7 @@ def stick_breaking_attention(
         scaling: the factor on q.k.
         inclusive: tokens may attend to themselves.
         dropout: probability of dropping a weight; the remainder is that of all weights.
-        block_size: query rows per block.
+        block_size: query rows per block; None: chosen by the device.
         direct: True: all weights at once. None: so if there are at most 4 query rows.
 
     Returns:
@@ -338,7 +344,8 @@ def stick_breaking_attention(
         output, remainder, weights = _direct(query, key, value, mask, scaling, not inclusive, dropout)
         return output, remainder, weights if direct else None
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
-    return *_forward(query, key, value, mask, seed, not inclusive, scaling, dropout, block_size), None
+    rows = block_size or block_rows(query.device)
+    return *_forward(query, key, value, mask, seed, not inclusive, scaling, dropout, rows), None
 
 
 class HeadBias(nn.Module):

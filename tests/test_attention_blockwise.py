@@ -3,19 +3,23 @@
 The reference is the shipped, differentiable `Term.bias`, which the tests of the encodings compare with the papers.
 """
 
+import contextlib
 import copy
 import math
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
 
 import whatwhere.attention_blockwise as blockwise
 import whatwhere.position_alibi
 import whatwhere.position_cope
-import whatwhere.position_relative  # noqa: F401
-from tiny import ranges_of
+import whatwhere.position_relative
+import whatwhere.position_stick_breaking
+from tiny import ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
+from whatwhere.position_registry import list_position_encodings, supported_implementations
 
 ENCODINGS = ["none", "cope", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
 
@@ -437,3 +441,102 @@ def test_refusals(change, message):
         settings["biases"] = case.biases[::-1]
     with pytest.raises(ValueError, match=message):
         blockwise_attention(case.query, value=case.value, scaling=1.0, **settings)
+
+
+# On a GPU: nothing is read by the host, and blocks are large.
+
+
+class NoReads(TorchDispatchMode):
+    """Raises if an operation gives the host what is in a tensor."""
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "allclose")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name.partition("::")[2].lstrip("_")
+        assert name not in [read.lstrip("_") for read in self.READS], f"the host reads a tensor: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Takes the path of a GPU, in which operators may not read."""
+
+    @contextlib.contextmanager
+    def guarded(device):
+        with torch.autocast(device.type, enabled=False), NoReads():
+            yield
+
+    def start():
+        monkeypatch.setattr(blockwise, "decides_by_data", lambda device: False)
+        for module in (blockwise, whatwhere.position_stick_breaking):
+            monkeypatch.setattr(module, "_without_autocast", guarded)
+
+    return start
+
+
+def test_a_read_is_found(as_on_a_gpu, monkeypatch):
+    as_on_a_gpu()
+    monkeypatch.setattr(blockwise, "decides_by_data", lambda device: True)
+    with pytest.raises(AssertionError, match="the host reads a tensor"):
+        Case("alibi", 70, 70, segments=segments_of("left", 2, 70)).blockwise()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("mask", [None, "packed-padded", "all-padding"])
+def test_the_path_of_a_gpu(encoding, mask, as_on_a_gpu):
+    as_on_a_gpu()
+    for Q, K in ((100, 100), (70, 150)):
+        case = Case(encoding, Q, K, segments=None if mask is None else segments_of(mask, 2, K))
+        assert_same(case, case.blockwise(block_size=None), case.reference())
+    visible = torch.rand(2, 4, 70, 150) < 0.6
+    assert_same(case, case.blockwise(mask=visible), case.reference(visible=visible))
+
+
+def supporting():
+    """The encodings that `blockwise` computes."""
+    names = list_position_encodings()
+    return [name for name in names if "blockwise" in supported_implementations(tiny_config("llama", name))]
+
+
+@pytest.mark.parametrize("encoding", slow_but(["fox", "stick_breaking"], supporting()))
+def test_models_on_the_path_of_a_gpu(encoding, as_on_a_gpu):
+    """Padded batches, gradients, and continuations of a cache that grows and of one with empty slots behind."""
+    model = tiny_model("llama", encoding, "blockwise").double().train()
+    batch, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :11] = 0
+    mask[1, 33:] = 0
+
+    def run():
+        model.zero_grad()
+        logits = model(batch, attention_mask=mask).logits[mask.bool()]
+        logits.square().sum().backward()
+        found = {"logits": logits, **{name: one.grad for name, one in model.named_parameters() if one.grad is not None}}
+        caches = {"dynamic": DynamicCache(config=model.config)}
+        caches["static"] = StaticCache(config=model.config, max_cache_len=48)
+        for name, cache in caches.items():
+            with torch.no_grad():
+                model(batch[:1, :25], attention_mask=mask[:1, :25], past_key_values=cache)
+                found[name] = model(batch[:1, 25:], attention_mask=mask[:1], past_key_values=cache).logits
+        return found
+
+    expected = run()
+    as_on_a_gpu()
+    for (name, one), other in zip(run().items(), expected.values()):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def blocks_on(device, B, heads, groups, length):
+    """How many blocks a layer has."""
+    rows = min(blockwise.block_rows(device), length)
+    members = blockwise.chunk_members(device, B * groups, heads // groups * rows * length)
+    return math.ceil(B * groups / members) * math.ceil(length / rows)
+
+
+def test_number_of_blocks():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert blocks_on(cpu, 4, 32, 32, 4096) == 1024
+    assert blocks_on(gpu, 4, 32, 32, 4096) == 32
+    assert blocks_on(gpu, 4, 32, 8, 4096) == 32
+    assert blocks_on(gpu, 1, 32, 32, 16384) == 128
+    # A head's block always fits, however long.
+    assert blocks_on(gpu, 1, 1, 1, 1 << 20) == (1 << 20) // blockwise.GPU_ROWS
