@@ -56,13 +56,12 @@ import torch
 
 from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
 from .benchmark.measure import CheckFailed, device_is_lost, one_line
+from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
 from .kernel_cases import KERNELS, MASKS, Case, case
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
-# Up to so many rows all are compared, of more so many; and so many logits of the reference are in memory at once.
-ALL_ROWS, SOME_ROWS, LOGITS = 4096, 2048, 1 << 25
 # The share of the time that the check may take, if the benchmark follows.
 CHECK_SHARE = 0.5
 FIELDS = ("date", "group", "case", "status", "comparisons", "error", "seconds", "code", "device", "torch", "triton")
@@ -111,32 +110,6 @@ def nth_tiles(index: int) -> Iterator[list[int]]:
         kernel_launch.CHOSEN.clear()
 
 
-def chosen_rows(length: int, device: torch.device) -> torch.Tensor:
-    """Returns the rows to compare: all, or those at both ends and in the middle, and some from everywhere."""
-    if length <= ALL_ROWS:
-        return torch.arange(length, device=device)
-    part = SOME_ROWS // 4
-    near = torch.arange(part)
-    spread = torch.linspace(0, length - 1, part).long()
-    return torch.cat([near, length // 2 - part // 2 + near, length - part + near, spread]).unique().to(device)
-
-
-def truth(
-    reference: Callable[..., torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    grad: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Returns the output of the rows in `parts` (B, H, N, D), and the gradients, summed over the parts in float64."""
-    outs, sums = [], [torch.zeros(one.shape, dtype=torch.float64, device=one.device) for one in inputs]
-    for rows in parts:
-        out = reference(*inputs, rows=rows)
-        outs.append(out.detach())
-        for total, one in zip(sums, torch.autograd.grad(out, inputs, grad[:, :, rows].to(out.dtype))):
-            total += one
-    return [torch.cat(outs, 2), *sums]
-
-
 def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tuple[int, float]:
     """Checks one case; returns the number of comparisons, and the largest error as a share of the allowed error.
 
@@ -148,25 +121,15 @@ def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tup
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     shape = (case.batch, case.heads, case.queries, case.head_dim)
     rows = chosen_rows(case.queries, device)
-    parts = rows.split(max(1, LOGITS // (case.batch * case.heads * case.keys)))
-    grad = torch.zeros(shape, device=device)
-    random = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    grad[:, :, rows] = random[:, :, rows]
-    undecided = 0
-    with torch.no_grad():
-        for part in parts:
-            if call.undecided is None:
-                break
-            left_out = call.undecided(*exact_inputs, rows=part)
-            undecided += int(left_out.sum())
-            grad[:, :, part] = grad[:, :, part].masked_fill(left_out[..., None], 0)
+    parts = in_parts(rows, case.batch * case.heads * case.keys)
+    grad = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
+    grad, undecided = checked_gradient(grad.to(inputs[0].dtype), call.undecided, exact_inputs, parts)
     # One row may always be left out, since it is a large share of a small case.
     count = case.batch * case.heads * len(rows)
     if undecided > max(1, MOST_UNDECIDED * count):
         raise CheckFailed(f"{undecided} of {count} rows are not compared: choose other inputs")
-    grad = grad.to(inputs[0].dtype)
-    exact = truth(call.reference, exact_inputs, grad, parts)
-    plain = truth(call.reference, inputs, grad, parts)
+    exact = results_of(call.reference, exact_inputs, grad, parts)
+    plain = results_of(call.reference, inputs, grad, parts)
     names = ["output", *call.names]
     # Rounding errors of a few rows do not average out.
     units = 1.0 if count < FEW_ROWS else 0.5
@@ -437,7 +400,9 @@ def run_benchmark(folder: pathlib.Path, cache: pathlib.Path, until: float) -> in
 # The command.
 
 
-def summary(groups: Sequence[Group], rows: Sequence[dict[str, str]], folder: pathlib.Path, device: str) -> list[str]:
+def summary(
+    groups: Sequence[Group], rows: Sequence[dict[str, str]], folder: pathlib.Path, state: dict[str, str]
+) -> list[str]:
     """Returns one screen: what was checked, what failed, what was left out, the benchmark's figures, the tiles."""
     of_group = {group.name: [row for row in rows if row["group"] == group.name] for group in groups}
     failed = [row for row in rows if row["status"] != "ok"]
@@ -455,7 +420,7 @@ def summary(groups: Sequence[Group], rows: Sequence[dict[str, str]], folder: pat
     left = [group.name for group in groups if len(of_group[group.name]) < len(group.cases)]
     if left:
         lines.append(f"  not finished: {', '.join(left[:12])}" + f", and {len(left) - 12} more" * (len(left) > 12))
-    return [*lines, *summary_of_benchmark(read_rows(folder / "benchmark.csv", device=device), folder / "tiles.csv")]
+    return [*lines, *summary_of_benchmark(read_rows(folder / "benchmark.csv", **state), folder / "tiles.csv")]
 
 
 def interpreter_problem() -> str:
@@ -557,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAILED {row['case']}: {row['status']}\n    {again}", file=sys.stderr, flush=True)
     code = run_benchmark(parsed.output, parsed.cache, until) if benchmark else 0
     names = {group.name for group in groups}
-    lines = summary(groups, [row for row in rows if row["group"] in names], parsed.output, state["device"])
+    lines = summary(groups, [row for row in rows if row["group"] in names], parsed.output, state)
     lines.append(f"{(time.monotonic() - start) / 60:.1f} minutes; files in {parsed.output}")
     (parsed.output / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("", *lines, sep="\n")

@@ -159,11 +159,11 @@ def test_every_tile_is_checked(monkeypatch):
 
 def test_long_cases(monkeypatch):
     """Some rows are compared, part by part; a mistake in the gradient of keys is found wherever it is."""
-    monkeypatch.setattr(gpu_check, "ALL_ROWS", 64)
-    monkeypatch.setattr(gpu_check, "SOME_ROWS", 32)
-    monkeypatch.setattr(gpu_check, "LOGITS", 1000)
+    monkeypatch.setattr(references, "ALL_ROWS", 64)
+    monkeypatch.setattr(references, "SOME_ROWS", 32)
+    monkeypatch.setattr(references, "LOGITS", 1000)
     long = case("plain", "float32", 16, 200, batch=1, heads=1, groups=1)
-    rows = gpu_check.chosen_rows(200, CPU)
+    rows = references.chosen_rows(200, CPU)
     assert (rows[0], rows[-1], len(rows)) == (0, 199, 32 - 2)
     checks, share = check_case(long, CPU)
     assert (checks, share <= 1) == (5, True)
@@ -467,7 +467,7 @@ def test_summary_is_one_screen(tmp_path):
     write("tiles.csv", [dict(zip(("kernel", "tiles", "milliseconds"), one)) for one in times])
     common = {"group": "fails", "comparisons": "", "status": "ok"}
     checks = [{**common, "case": "a", "comparisons": "5"}, {**common, "case": "b", "status": "CheckFailed: no"}]
-    lines = gpu_check.summary([fake("fails", fails), fake("left", passes)], checks, tmp_path, "GPU")
+    lines = gpu_check.summary([fake("fails", fails), fake("left", passes)], checks, tmp_path, {"device": "GPU"})
     assert len(lines) < 75
     assert lines[0] == "checked: 2 of 6 cases, 0 of 2 groups, 5 comparisons passed, 1 cases failed"
     assert lines[1] == "  FAILED fails: b: CheckFailed: no"

@@ -17,7 +17,6 @@ run, on a GPU with its fastest backend:
 |---|---|
 | rope-sdpa | Llama's rotation, then `scaled_dot_product_attention` |
 | rope-sdpa-flash, -efficient, -cudnn, -math | the same with this backend only |
-| sdpa-flash, -efficient, -cudnn, -math | SDPA without rotation |
 | cope-listing | Listing 1 of the CoPE paper, up to `--listing-limit`, since it needs length x length memory |
 | cope-half | blockwise CoPE, gates near 0.5 (random content); cope-open: near 1 |
 | cope-closed | blockwise CoPE, gates near 0: the slowest case, in which no key can be skipped |
@@ -39,8 +38,8 @@ cached ones), with ratios to the stock `LlamaForCausalLM`: our model with `rope`
 
 Check of attention: output and all gradients of one head of the timed inputs, against full-matrix attention in float64.
 The maximum error is twice that of full-matrix attention in the timed type, or 1e-4 (2e-2 for the public package) of the
-reference's norm or a tenth of the incoming gradient's norm, whichever is larger. Above 2,048 tokens, three ranges of
-rows are compared, and the incoming gradient of all others is 0. Check of models: the logits, with and without cache, of
+reference's norm or a tenth of the incoming gradient's norm, whichever is larger. Above 4,096 tokens, 2,048 rows are
+compared, and the incoming gradient of all others is 0. Check of models: the logits, with and without cache, of
 at most 2,048 tokens against the stock model (rope), or against the same model with the eager reference (cope, pope). A
 failed check gives the status "check failed" instead of a time, and the exit code 1 (except for the public package).
 
@@ -62,12 +61,13 @@ does not repeat what it has from the same device, code and versions.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,9 @@ from .attention import (
     refusals,
     tiles_note,
 )
-from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, Sample, device_is_lost, one_line, out_of_memory
+from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
 from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
-from .report import Report, Result, Shape, device_name, old_columns, versions
+from .report import Report, Result, Shape, device_name, missing, old_columns, versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Hidden size (which determines the number of heads) and lengths on a GPU.
@@ -167,22 +167,58 @@ class Budget:
             torch.cuda.empty_cache()
 
 
+# What gives the checked functions to time, by direction, for a result.
+Prepare = Callable[[Result], Iterator[tuple[str, Callable[[], Any]]]]
+
+
+def measure(
+    arguments: argparse.Namespace,
+    report: Report,
+    budget: Budget,
+    part: str,
+    shape: Shape,
+    names: Sequence[str],
+    prepare: Prepare,
+) -> None:
+    """Times providers or models at one shape: on a GPU one after the other, on a CPU all in turns."""
+    timer, host = arguments.timer, isinstance(arguments.timer, HostTimer)
+    results = [Result(name) for name in names if not report.finished(part, shape, name)]
+    runs: dict[str, dict[str, Callable[[], Any]]] = {}
+    for result in results:
+
+        def run(result: Result = result) -> None:
+            for direction, function in prepare(result):
+                if host:
+                    runs.setdefault(result.provider, {})[direction] = function
+                else:
+                    sample = timer(function, memory=direction in ("forward", "forward+backward", "training step"))
+                    result.samples[direction] = dataclasses.replace(sample, inputs=result.inputs)
+                # It may own the graph of a backward.
+                del function
+
+        result.status = budget.refuse(result.provider, shape)
+        if not result.status:
+            budget.attempt(result, shape, run)
+        if not host:
+            report.add(part, shape, [result])
+    if host:
+        # The listing is timed last, because memory allocation is slower after it.
+        listing = {name: runs.pop(name) for name in ("cope-listing",) if name in runs}
+        samples = timer.in_turns(runs) | timer.in_turns(listing)
+        for result in results:
+            result.samples = {key[1]: sample for key, sample in samples.items() if key[0] == result.provider}
+        report.add(part, shape, results)
+
+
 def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: Budget) -> None:
     """Checks and times the attention providers at every head dim and length."""
     device = torch.device(arguments.device)
     for length, head_dim in itertools.product(arguments.lengths, arguments.head_dims):
         shape = arguments.shape(length, head_dim)
-        results = []
-        for name in arguments.attention:
-            limited = arguments.listing_limit is not None and length > arguments.listing_limit
-            # No row for lengths above the listing's limit.
-            if not report.finished("attention", shape, name) and not (name == "cope-listing" and limited):
-                results.append(Result(name, status=budget.refuse(name, shape)))
-        waiting = [result for result in results if not result.status]
-        report.add("attention", shape, [result for result in results if result.status])
-        if not waiting:
-            continue
-        workload = Workload(
+        limited = arguments.listing_limit is not None and length > arguments.listing_limit
+        names = [name for name in arguments.attention if not (limited and name == "cope-listing")]
+        make = functools.partial(
+            Workload,
             batch=shape.batch,
             heads=shape.heads,
             length=length,
@@ -191,75 +227,23 @@ def benchmark_attention(arguments: argparse.Namespace, report: Report, budget: B
             dtype=DTYPES[arguments.dtype],
             device=device,
         )
-        if device.type == "cuda":
-            on_device(arguments, workload, shape, waiting, budget, report)
-        else:
-            on_host(arguments, workload, shape, waiting, budget)
-            report.add("attention", shape, waiting)
-        del workload
+        # Made for the first provider that is measured, kept until the next shape.
+        workload = functools.cache(make)
 
-
-def on_device(
-    arguments: argparse.Namespace,
-    workload: Workload,
-    shape: Shape,
-    results: Sequence[Result],
-    budget: Budget,
-    report: Report,
-) -> None:
-    """Checks and times one provider after the other, frees its memory, and adds its rows to the report."""
-    timer = arguments.timer
-    for result in results:
-        result.status = budget.refuse(result.provider, shape)
-
-        def measure(result: Result = result) -> None:
-            provider = workload.provider(result.provider)
+        def prepare(result: Result, workload: Callable[[], Workload] = workload) -> Iterator[tuple[str, Any]]:
+            provider = workload().provider(result.provider)
             with provider.context():
-                result.error = workload.check(provider).relative
+                result.error = workload().check(provider).relative
+                result.inputs = workload().input_bytes(provider.kind)
                 for direction in arguments.directions:
                     result.stage = f"{direction}: "
-                    function = workload.run(provider, direction)
+                    function = workload().run(provider, direction)
                     if function is not None:
-                        sample = timer(function, memory=direction in ("forward", "forward+backward"))
-                        inputs = workload.input_bytes(provider.kind)
-                        result.samples[direction] = dataclasses.replace(sample, inputs=inputs)
+                        yield direction, function if device.type == "cuda" else within(provider.context, function)
                     del function
             result.note = tiles_note() if "triton" in result.provider else ""
 
-        if not result.status:
-            budget.attempt(result, shape, measure)
-        report.add("attention", shape, [result])
-
-
-def on_host(
-    arguments: argparse.Namespace, workload: Workload, shape: Shape, results: Sequence[Result], budget: Budget
-) -> None:
-    """Checks all providers, then times them in turns."""
-    runs: dict[str, dict[str, Callable[[], Any]]] = {}
-    for result in results:
-
-        def check(result: Result = result) -> None:
-            provider = workload.provider(result.provider)
-            with provider.context():
-                result.error = workload.check(provider).relative
-                for direction in arguments.directions:
-                    result.stage = f"{direction}: "
-                    function = workload.run(provider, direction)
-                    if function is not None:
-                        prepared = runs.setdefault(result.provider, {})
-                        prepared[direction] = within(provider.context, function)
-
-        budget.attempt(result, shape, check)
-    # The listing is timed last, because memory allocation is slower after it.
-    listing = {name: runs.pop(name) for name in ("cope-listing",) if name in runs}
-    samples = arguments.timer.in_turns(runs) | arguments.timer.in_turns(listing)
-    spread(samples, results)
-
-
-def spread(samples: dict[tuple[str, str], Sample], results: Sequence[Result]) -> None:
-    """Stores samples, by provider and direction, in their results."""
-    for result in results:
-        result.samples = {direction: sample for (name, direction), sample in samples.items() if name == result.provider}
+        measure(arguments, report, budget, "attention", shape, names, prepare)
 
 
 def within(context: Callable[[], Any], function: Callable[[], Any]) -> Callable[[], Any]:
@@ -274,48 +258,33 @@ def within(context: Callable[[], Any], function: Callable[[], Any]) -> Callable[
 
 def benchmark_model(arguments: argparse.Namespace, report: Report, budget: Budget) -> None:
     """Checks and times a training step and a decoding step of our models and of the stock Llama."""
-    device = torch.device(arguments.device)
     names = [STOCK, *(name for name in MODELS if name in arguments.models)]
     for head_dim, length in itertools.product(arguments.head_dims, arguments.model_lengths):
         shape = arguments.shape(length, head_dim, arguments.layers)
-        results = [Result(name) for name in names if not report.finished("model", shape, name)]
-        models: Models | None = None
-        runs: dict[str, dict[str, Callable[[], Any]]] = {}
-        for result in results:
-            result.status = budget.refuse(result.provider, shape)
-            if not result.status and models is None:
-                models = Models(
-                    heads=shape.heads,
-                    head_dim=head_dim,
-                    layers=arguments.layers,
-                    max_length=length,
-                    dtype=DTYPES[arguments.dtype],
-                    device=device,
-                )
+        make = functools.partial(
+            Models,
+            heads=shape.heads,
+            head_dim=head_dim,
+            layers=arguments.layers,
+            max_length=length,
+            dtype=DTYPES[arguments.dtype],
+            device=torch.device(arguments.device),
+        )
+        models = functools.cache(make)
 
-            def measure(
-                result: Result = result, shape: Shape = shape, models: Models | None = models, runs: dict = runs
-            ) -> None:
-                assert models is not None, "models are made for the first that is measured"
-                tokens = models.tokens(shape.batch, shape.length)
-                model = models.model(result.provider)
-                if result.provider != STOCK:
-                    result.error = models.check(result.provider, model, tokens)
-                result.note = f"attention: {model.config._attn_implementation}"
-                if isinstance(arguments.timer, HostTimer):
-                    runs[result.provider] = model_runs(model, tokens)
-                    return
-                for direction, function in model_runs(model, tokens).items():
-                    result.stage = f"{direction}: "
-                    result.samples[direction] = arguments.timer(function, memory=direction == "training step")
+        def prepare(
+            result: Result, shape: Shape = shape, models: Callable[[], Models] = models
+        ) -> Iterator[tuple[str, Any]]:
+            tokens = models().tokens(shape.batch, shape.length)
+            model = models().model(result.provider)
+            if result.provider != STOCK:
+                result.error = models().check(result.provider, model, tokens)
+            result.note = f"attention: {model.config._attn_implementation}"
+            for direction, function in model_runs(model, tokens).items():
+                result.stage = f"{direction}: "
+                yield direction, function
 
-            if not result.status:
-                budget.attempt(result, shape, measure)
-            if not isinstance(arguments.timer, HostTimer):
-                report.add("model", shape, [result])
-        if isinstance(arguments.timer, HostTimer):
-            spread(arguments.timer.in_turns(runs), results)
-            report.add("model", shape, results)
+        measure(arguments, report, budget, "model", shape, names, prepare)
 
 
 # The command.
@@ -378,16 +347,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
     parsed = parser.parse_args(arguments)
     parsed.parts = parsed.parts.split(",")
-    unknown = set(parsed.parts) - {"attention", "model"}
-    if unknown:
-        parser.error(f"--parts: {sorted(unknown)!r} is not valid; allowed: 'attention', 'model'")
-    unknown = set(parsed.providers or ()) - {*PROVIDERS, *MODELS}
-    if unknown:
-        allowed = ", ".join(map(repr, (*PROVIDERS, *MODELS)))
-        parser.error(f"--providers: {sorted(unknown)!r} is not valid; allowed: {allowed}")
-    unknown = set(parsed.directions or ()) - set(DIRECTIONS)
-    if unknown:
-        parser.error(f"--directions: {sorted(unknown)!r} is not valid; allowed: {', '.join(map(repr, DIRECTIONS))}")
+    known = {"parts": ("attention", "model"), "providers": (*PROVIDERS, *MODELS), "directions": DIRECTIONS}
+    for name, allowed in known.items():
+        unknown = set(getattr(parsed, name) or ()) - set(allowed)
+        if unknown:
+            parser.error(f"--{name}: {sorted(unknown)!r} is not valid; allowed: {', '.join(map(repr, allowed))}")
     for name in ("batch", "tokens", "heads", "layers", "repeats", "threads", "listing_limit"):
         value = getattr(parsed, name)
         if value is not None and value < 1:
@@ -466,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             benchmark_attention(parsed, report, budget)
         if "model" in parsed.parts:
             benchmark_model(parsed, report, budget)
-    for line in report.left_out():
+    for line in ["", *missing(report.rows())]:
         print(line)
     for failure in budget.failures:
         print(f"check failed: {failure}", file=sys.stderr)

@@ -5,6 +5,7 @@ Axes: B batch, H heads, T length, D head dim, R rotated channels, P positions in
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,17 @@ from whatwhere.position_fox import FoXTerm
 from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
 
 from .measure import CheckFailed, Refused, captured
-from .references import cope_reference, plain_reference, pope_reference, rope_reference, undecided_rows
+from .references import (
+    checked_gradient,
+    chosen_rows,
+    cope_reference,
+    in_parts,
+    plain_reference,
+    pope_reference,
+    results_of,
+    rope_reference,
+    undecided_rows,
+)
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -43,12 +54,11 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math", "sdpa-flash", "sdpa-cudnn"),
+    *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 PROVIDERS = (
     *BASELINES,
-    *(f"sdpa-{backend}" for backend in BACKENDS),
     "cope-listing",
     *(f"cope-{gates}" for gates in ("half", "open", "closed")),
     *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
@@ -60,9 +70,7 @@ PROVIDERS = (
 # Third-party providers, whose errors are not our failures.
 FOREIGN = ("pope-pytorch",)
 # PyTorch's providers: errors are not our failures, but a failed check means that our check is wrong.
-STOCK_PREFIXES = ("rope-sdpa", "sdpa-", "pope-sdpa-")
-# A reference of all rows would need length x length memory in float64.
-ALL_ROWS = 2048
+STOCK_PREFIXES = ("rope-sdpa", "pope-sdpa-")
 
 
 @dataclasses.dataclass
@@ -174,18 +182,13 @@ class Workload:
         self.slopes = torch.tensor(alibi_slopes(heads), device=device)
         self._inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self.rows = self._rows(length)
+        self._grads: dict[str, torch.Tensor] = {}
+        self.rows = chosen_rows(length, device)
+        self.parts = in_parts(self.rows, length)
 
     def _random(self, *shape: int) -> torch.Tensor:
         # Drawn in float32, because random numbers in float16 differ between devices.
         return torch.randn(*shape, generator=self.generator, device=self.device).to(self.dtype)
-
-    def _rows(self, length: int) -> torch.Tensor:
-        """Returns the query rows to check: all, or some at the beginning, in the middle and at the end."""
-        if length <= ALL_ROWS:
-            return torch.arange(length, device=self.device)
-        ranges = [(0, 128), (length // 2 - 61, length // 2 + 67), (length - 129, length)]
-        return torch.cat([torch.arange(low, high, device=self.device) for low, high in ranges])
 
     def _polar(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> PositionContext:
         past, length = key_positions.shape[1] - query_positions.shape[1], key_positions.shape[1]
@@ -202,14 +205,12 @@ class Workload:
         return self._inputs[kind]
 
     def _make_inputs(self, kind: str) -> tuple[torch.Tensor, ...]:
-        if kind in ("rope", "plain"):
+        if kind in ("rope", "alibi"):
             return (self.query, self.key, self.value)
         if kind == "pope":
             return (self.query, self.key, self.value, self.delta)
         if kind == "cope-half":
             return (self.query, self.key, self.value, self.table)
-        if kind == "alibi":
-            return (self.query, self.key, self.value)
         if kind == "fox":
             gates = torch.randn(self.shape[:3], generator=self.generator, device=self.device)
             return (self.query, self.key, self.value, F.logsigmoid(gates + 3.0).requires_grad_())
@@ -242,12 +243,10 @@ class Workload:
             return tensor[-1:, -1:]
         return tensor[-1:] if tensor is self.delta or tensor.shape == self.delta.shape else tensor
 
-    def _reference(self, kind: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        options: dict[str, Any] = {"rows": self.rows, "scaling": self.scaling}
+    def _reference(self, kind: str, *inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"rows": rows, "scaling": self.scaling}
         if kind == "rope":
             return rope_reference(*inputs, tables=self.rotary, **options)
-        if kind == "plain":
-            return plain_reference(*inputs, **options)
         if kind == "pope":
             query, key, value, delta = inputs
             query, key = F.softplus(query), F.softplus(key)
@@ -261,39 +260,34 @@ class Workload:
     def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns output and gradients of one head, in the timed type and in float64."""
         if kind not in self._references:
-            results = []
-            for dtype in (self.dtype, torch.float64):
-                inputs = self._one_head(self.inputs(kind), dtype)
-                out = self._reference(kind, inputs)
-                grad = self._checked_gradient(kind).to(dtype)
-                results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+            plain, exact = (self._one_head(self.inputs(kind), dtype) for dtype in (self.dtype, torch.float64))
+            undecided = None
+            if kind.startswith("cope"):
+                options: dict[str, Any] = {"scaling": self.scaling, "num_positions": self.table.shape[1]}
+
+                def undecided(query: torch.Tensor, key: torch.Tensor, *_: Any, rows: torch.Tensor) -> torch.Tensor:
+                    return undecided_rows(query, key, rows=rows, **options)
+
+            self._grads[kind], _ = checked_gradient(self._part(self.grad), undecided, exact, self.parts)
+            reference = functools.partial(self._reference, kind)
+            results = [results_of(reference, inputs, self._grads[kind], self.parts) for inputs in (plain, exact)]
             self._references[kind] = (results[0], results[1])
         return self._references[kind]
 
-    def _checked_gradient(self, kind: str) -> torch.Tensor:
-        """Returns the gradient of the output of the compared rows, 0 where rounding decides (1, 1, rows, D)."""
-        grad = self._part(self.grad)[:, :, self.rows]
-        if not kind.startswith("cope"):
-            return grad
-        query, key, _, table = self._one_head(self.inputs(kind), torch.float64)
-        options: dict[str, Any] = {"rows": self.rows, "scaling": self.scaling, "num_positions": table.shape[1]}
-        with torch.no_grad():
-            return grad.masked_fill(undecided_rows(query, key, **options)[..., None], 0)
-
     def check(self, provider: Provider) -> Errors:
-        """Compares output and gradients of one head with float64, for up to `ALL_ROWS` rows or some ranges of rows.
+        """Compares output and gradients of one head with float64, for all rows or some of them.
 
         The incoming gradient of other heads and rows is 0, so that the gradients of keys, values, table and phases are
         compared completely. Raises CheckFailed.
         """
+        plain, exact = self.references(provider.kind)
         inputs = self.inputs(provider.kind)
         only = torch.zeros_like(self.grad)
-        only[-1, -1, self.rows] = self._checked_gradient(provider.kind)[0, 0]
+        only[-1:, -1:] = self._grads[provider.kind]
         out = provider.function(*inputs)
         gradients = torch.autograd.grad(out, inputs, only)
         found = [self._part(out.detach())[:, :, self.rows], *(self._part(gradient) for gradient in gradients)]
         del out, gradients
-        plain, exact = self.references(provider.kind)
         last = {"pope": "ddelta", "fox": "dlog_forget"}.get(provider.kind, "dtable")
         names = ("output", "dq", "dk", "dv", last)
         scale = 0.1 * only.norm(dtype=torch.float32).item()
@@ -319,7 +313,7 @@ class Workload:
     def provider(self, name: str) -> Provider:
         """Returns a provider; raises Refused if it does not support this device or is not installed."""
         family = name.split("-")[0]
-        makers = {"rope": self._rope, "sdpa": self._sdpa, "cope": self._cope, "pope": self._pope}
+        makers = {"rope": self._rope, "cope": self._cope, "pope": self._pope}
         return makers.get(family, self._decayed)(name)
 
     def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
@@ -342,15 +336,6 @@ class Workload:
             return F.scaled_dot_product_attention(query, cached, self.value)
 
         return Provider("rope", function, decode, self._backend(name))
-
-    def _sdpa(self, name: str) -> Provider:
-        def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-        def decode() -> torch.Tensor:
-            return F.scaled_dot_product_attention(self.query[:, :, -1:], self.key, self.value)
-
-        return Provider("plain", function, decode, self._backend(name))
 
     def _cope(self, name: str) -> Provider:
         if name == "cope-listing":

@@ -7,6 +7,8 @@ Axes: B batch, H query heads, G key heads (query head h uses key head h // (H //
 R rotated channels, P positions in CoPE's table, N chosen rows.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from whatwhere.attention_blockwise import MASKED, compute_dtype
@@ -83,6 +85,66 @@ def plain_reference(
     if decay is not None:
         logits = logits + (decay[0][:, :, rows, None] - decay[1][:, :, None]).clamp(max=0).to(logits.dtype)
     return _attend(logits, value, visible(query.shape[2], key.shape[2], rows, ranges=ranges))
+
+
+# Up to so many rows all are compared, of more so many; and so many logits of a reference are in memory at once.
+ALL_ROWS, SOME_ROWS, LOGITS = 4096, 2048, 1 << 25
+
+
+def chosen_rows(length: int, device: torch.device) -> torch.Tensor:
+    """Returns the rows to compare: all, or those at both ends and in the middle, and some from everywhere."""
+    if length <= ALL_ROWS:
+        return torch.arange(length, device=device)
+    part = SOME_ROWS // 4
+    near = torch.arange(part)
+    spread = torch.linspace(0, length - 1, part).long()
+    return torch.cat([near, length // 2 - part // 2 + near, length - part + near, spread]).unique().to(device)
+
+
+def results_of(
+    reference: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Returns the output of the rows in `parts` (B, H, N, D), and the gradients, summed over the parts in float64."""
+    outs, sums = [], [torch.zeros(one.shape, dtype=torch.float64, device=one.device) for one in inputs]
+    for rows in parts:
+        out = reference(*inputs, rows=rows)
+        outs.append(out.detach())
+        for total, one in zip(sums, torch.autograd.grad(out, inputs, grad[:, :, rows].to(out.dtype))):
+            total += one
+    return [torch.cat(outs, 2), *sums]
+
+
+def in_parts(rows: torch.Tensor, logits: int) -> tuple[torch.Tensor, ...]:
+    """Splits rows so that the logits of a part fit; a row has so many `logits`."""
+    return rows.split(max(1, LOGITS // logits))
+
+
+def checked_gradient(
+    grad: torch.Tensor,
+    undecided: Callable[..., torch.Tensor] | None,
+    exact_inputs: Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, int]:
+    """Returns a gradient of the output that is 0 in rows that are not compared, and how many rounding decides.
+
+    Args:
+        grad: (B, H, Q, D).
+        undecided: tells of inputs and `rows` which rounding decides, bool (B, H, N), or None.
+        exact_inputs: in float64.
+        parts: the rows to compare.
+    """
+    found, count = torch.zeros_like(grad), 0
+    for rows in parts:
+        found[:, :, rows] = grad[:, :, rows]
+        if undecided is not None:
+            with torch.no_grad():
+                left_out = undecided(*exact_inputs, rows=rows)
+            count += int(left_out.sum())
+            found[:, :, rows] = found[:, :, rows].masked_fill(left_out[..., None], 0)
+    return found, count
 
 
 # Upper bound of float32 rounding errors of contextual positions (largest observed error: 3e-6).

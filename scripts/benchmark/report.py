@@ -79,6 +79,7 @@ class Result:
         stage: the current stage, for the status.
         error: the largest relative error of the check.
         note: tiles or attention implementation.
+        inputs: bytes of inputs, tables and incoming gradients.
     """
 
     provider: str
@@ -87,6 +88,7 @@ class Result:
     stage: str = ""
     error: float | None = None
     note: str = ""
+    inputs: int | None = None
 
 
 class Report:
@@ -105,10 +107,14 @@ class Report:
         self.results: dict[tuple[str, Shape], dict[str, Result]] = {}
         self.shown: tuple[str, Shape] | None = None
 
+    def rows(self) -> list[dict[str, str]]:
+        """Returns the rows of the file that are about the same state."""
+        state = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
+        return read_rows(self.output, **{name: str(self.common[name]) for name in state})
+
     def load(self) -> list[tuple[Shape, Result]]:
         """Takes the results that the file has from the same state; returns them."""
-        state = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
-        for row in read_rows(self.output, **{name: str(self.common[name]) for name in state}):
+        for row in self.rows():
             shape = Shape(*(int(number) for number in re.findall(r"\d+", row["shape"])))
             known = self.results.setdefault((row["part"], shape), {})
             result = known.setdefault(row["provider"], Result(row["provider"]))
@@ -193,19 +199,6 @@ class Report:
                 f"{row.get('ratio', ''):>8} {row['peak_mib']:>9} {row['above_mib']:>9}  {row.get('ratio_to', '')}"
             )
 
-    def left_out(self) -> list[str]:
-        """Returns a line for each provider and reason that was not measured."""
-        found: dict[tuple[str, str, str], list[str]] = {}
-        for (part, shape), results in self.results.items():
-            for result in results.values():
-                if result.status != "ok":
-                    found.setdefault((part, result.provider, result.status), []).append(str(shape))
-        if not found:
-            return []
-        lines = ["\nnot measured:"]
-        lines += [f"{provider} ({'; '.join(shapes)}): {status}" for (_, provider, status), shapes in found.items()]
-        return lines
-
 
 # What a run on a GPU says at its end: providers, with the target of their time forward and backward.
 SHOWN = {"cope-triton-half": 1.3, "pope-triton": 1.65, "fox-triton": None, "alibi-triton": None}
@@ -249,15 +242,22 @@ def summary_of_benchmark(rows: Sequence[dict[str, str]], tiles: pathlib.Path) ->
     for row in models:
         steps.setdefault((row["provider"], row["shape"]), []).append(f"{row['direction']} {row['ratio']}")
     lines += [f"{name}, {shape}, to stock Llama: {', '.join(parts)}" for (name, shape), parts in steps.items()]
-    missing: dict[str, list[str]] = {}
-    for row in rows:
-        if not row["direction"] and not any(key[:3] == (row["part"], row["provider"], row["shape"]) for key in found):
-            missing.setdefault(f"{row['provider']}: {row['status'][:90]}", []).append(row["shape"].split(",")[0])
-    failed = [text for text in missing if "check failed" in text]
-    lines += [f"FAILED {text} ({', '.join(missing[text])})" for text in failed]
-    others = [f"not measured: {text} ({len(missing[text])} shapes)" for text in missing if text not in failed]
-    lines += [*others[:10], f"not measured, in addition: {len(others) - 10} kinds"][: len(others) + (len(others) > 10)]
+    lines += missing(rows)
     return [*lines, *summary_of_tiles(read_rows(tiles))]
+
+
+def missing(rows: Sequence[dict[str, str]], most: int = 10) -> list[str]:
+    """Returns a line for each kind of failure, then for each reason why there is no number, up to `most`."""
+    measured = {(row["part"], row["provider"], row["shape"]) for row in rows if row["status"] == "ok"}
+    shapes: dict[str, list[str]] = {}
+    for row in rows:
+        known = row["status"].startswith("left out") and (row["part"], row["provider"], row["shape"]) in measured
+        if row["status"] != "ok" and not known:
+            shapes.setdefault(f"{row['provider']}: {row['status'][:90]}", []).append(row["shape"].split(",")[0])
+    lines = [f"FAILED {text} ({', '.join(shapes[text])})" for text in shapes if "check failed" in text]
+    others = [f"not measured: {text} ({', '.join(shapes[text])})" for text in shapes if "check failed" not in text]
+    more = len(others) - most
+    return [*lines, *others[:most], *([f"not measured, in addition: {more} kinds"] if more > 0 else [])]
 
 
 def _cell(row: dict[str, str] | None, field: str, target: float | None) -> str:
