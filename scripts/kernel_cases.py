@@ -103,11 +103,20 @@ def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.devi
     return torch.cat([torch.stack([low, high], -1), tail], 1)[:, None].int().contiguous()
 
 
+def _hash(bits: torch.Tensor) -> torch.Tensor:
+    """The function of this name in `kernel_flash`, of int64 numbers."""
+    bits = bits & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
+
+
 class _Inputs:
     """What all kernels take: query, key, value, ranges, scaling; `random` for more."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.dtype, self.scaling = getattr(torch, case.dtype), case.head_dim**-0.5
+        self.dropout = case.option("dropout", 0.0)
         self.generator, self.device = torch.Generator(device).manual_seed(0), device
         self.query = self.random(case.batch, case.heads, case.queries, case.head_dim)
         self.key, self.value = (self.random(case.batch, case.groups, case.keys, case.head_dim) for _ in range(2))
@@ -124,9 +133,25 @@ class _Inputs:
     def states(self) -> list[torch.Tensor]:
         return [one.to(self.dtype) for one in (self.query, self.key, self.value)]
 
+    def seeded(self) -> float:
+        """Returns the probability that a weight is dropped; which are, is the same after each call."""
+        torch.manual_seed(1)
+        return self.dropout
+
+    def kept(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Returns 0 or 1 / (1 - p) for the weights of rows, (B, H, N, K), as the kernels do; None without dropout."""
+        if self.seeded() == 0:
+            return None
+        seed = torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=self.device).long()
+        B, H = self.query.shape[:2]
+        members = _hash(seed) + torch.arange(B * H, device=self.device).view(B, H, 1)
+        keys = _hash(torch.arange(self.key.shape[2], device=self.device))
+        bits = _hash(_hash(_hash(members) + rows)[..., None] + keys)
+        return (bits >> 1 >= round(self.dropout * 2**31)) / (1 - self.dropout)
+
 
 def _cope(case: Case, device: torch.device) -> Call:
-    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query."""
+    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query; dropout."""
     from whatwhere.kernel_cope import cope_attention
 
     given = _Inputs(case, device)
@@ -151,11 +176,11 @@ def _cope(case: Case, device: torch.device) -> Call:
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
         query, key, value, table, *_ = inputs
-        return cope_attention(query, key, value, table, **other(inputs), **options)
+        return cope_attention(query, key, value, table, **other(inputs), **options, dropout=given.seeded())
 
     def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         query, key, value, table, *_ = inputs
-        return cope_reference(query, key, value, table, rows=rows, **other(inputs), **options)
+        return cope_reference(query, key, value, table, rows=rows, **other(inputs), **options, kept=given.kept(rows))
 
     def undecided(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return undecided_rows(inputs[0], inputs[1], other(inputs)["gate_key"], rows=rows, num_positions=P, **options)
@@ -180,9 +205,12 @@ def _pope(case: Case, device: torch.device) -> Call:
 
     def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *shift: torch.Tensor) -> torch.Tensor:
         cos_q, sin_q, cos_k, sin_k = tables
-        return pope_attention(query, key, value, (cos_q, sin_q, cos_k, sin_k, shift[0] if shift else None), **options)
+        everything = cos_q, sin_q, cos_k, sin_k, shift[0] if shift else None
+        return pope_attention(query, key, value, everything, **options, dropout=given.seeded())
 
-    reference = functools.partial(pope_reference, tables=tuple(tables), **options)
+    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return pope_reference(*inputs, tables=tuple(tables), rows=rows, kept=given.kept(rows), **options)
+
     return Call(("dq", "dk", "dv", "ddelta"), given.states() + shift, kernel, reference)
 
 
@@ -210,11 +238,12 @@ def _plain(case: Case, device: torch.device, decay: str = "") -> Call:
         return sums.detach().gather(2, slots.clamp(min=0)[:, None].expand(*sums.shape[:2], Q)), sums
 
     def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        return plain_attention(query, key, value, decay=decays(*more), ranges=ranges, scaling=given.scaling)
+        options: dict[str, Any] = {"decay": decays(*more), "ranges": ranges, "scaling": given.scaling}
+        return plain_attention(query, key, value, **options, dropout=given.seeded())
 
     def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"decay": decays(*inputs[3:]), "ranges": ranges, "scaling": given.scaling}
-        return plain_reference(*inputs[:3], rows=rows, **options)
+        return plain_reference(*inputs[:3], rows=rows, kept=given.kept(rows), **options)
 
     return Call(("dq", "dk", "dv", "dlog_forget"), inputs, kernel, reference)
 
@@ -233,7 +262,7 @@ class Kernel(NamedTuple):
     contents: tuple[dict[str, Any], ...] = ()
 
 
-_VARIANTS: tuple[dict[str, Any], ...] = ({}, {"mask": "packed"}, {"groups": 2})
+_VARIANTS: tuple[dict[str, Any], ...] = ({}, {"mask": "packed"}, {"groups": 2}, {"dropout": 0.1})
 KERNELS = {
     "cope": Kernel(
         _cope,

@@ -319,7 +319,7 @@ def test_stages_of_the_benchmark(monkeypatch, tmp_path):
 def test_rounding_at_integers_is_no_mistake(monkeypatch):
     """Positions just above an integer may be taken for just below, where the slope is another one."""
 
-    def kernel(query, key, value, table, *, gate_key, position_query, ranges, scaling, position_scale):
+    def kernel(query, key, value, table, *, gate_key, position_query, ranges, scaling, position_scale, dropout):
         seen = visible(query.shape[2], key.shape[2], torch.arange(query.shape[2]))
         logits = query @ key.transpose(2, 3) * scaling
         gates = torch.sigmoid(logits) * seen

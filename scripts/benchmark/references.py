@@ -38,8 +38,12 @@ def _heads(states: torch.Tensor, heads: int) -> torch.Tensor:
     return states if states.shape[1] == heads else states.repeat_interleave(heads // states.shape[1], dim=1)
 
 
-def _attend(logits: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _attend(
+    logits: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Softmax attention; `kept` is what dropout multiplies the weights with, (B, H, N, K)."""
     weights = torch.softmax(logits.masked_fill(~seen, MASKED), -1) * seen
+    weights = weights if kept is None else weights * kept
     return weights.to(value.dtype) @ _heads(value, logits.shape[1])
 
 
@@ -76,6 +80,7 @@ def plain_reference(
     scaling: float,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention without positions, or with a decay: numbers c, float64 (1 or B, H, Q) and (1 or B, H, K).
 
@@ -84,7 +89,7 @@ def plain_reference(
     logits = _logits(query[:, :, rows], key, scaling)
     if decay is not None:
         logits = logits + (decay[0][:, :, rows, None] - decay[1][:, :, None]).clamp(max=0).to(logits.dtype)
-    return _attend(logits, value, visible(query.shape[2], key.shape[2], rows, ranges=ranges))
+    return _attend(logits, value, visible(query.shape[2], key.shape[2], rows, ranges=ranges), kept)
 
 
 # Up to so many rows all are compared, of more so many; and so many logits of a reference are in memory at once.
@@ -187,6 +192,7 @@ def cope_reference(
     scaling: float,
     position_scale: float = 1.0,
     ranges: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """CoPE (Eq. 3 to 9 of 2405.18719), as in Listing 1: every step on all keys of a row; table (D, P).
 
@@ -203,7 +209,7 @@ def cope_reference(
     z = z @ table.to(logits.dtype) * position_scale
     fraction = positions - floor
     logits = logits + z.gather(-1, ceil) * fraction + z.gather(-1, floor) * (1 - fraction)
-    return _attend(logits, value, seen)
+    return _attend(logits, value, seen, kept)
 
 
 def pope_reference(
@@ -216,6 +222,7 @@ def pope_reference(
     rows: torch.Tensor,
     scaling: float,
     ranges: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """PoPE (Eq. 4 to 7 of 2509.10534) of magnitudes: sum over c of mu_q mu_k cos((s - t) theta_c + shift_c).
 
@@ -243,4 +250,4 @@ def pope_reference(
 
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     logits = _logits(turn(query[:, :, rows], cos_q, sin_q), turn(key, cos_k, sin_k), scaling)
-    return _attend(logits, value, seen)
+    return _attend(logits, value, seen, kept)
