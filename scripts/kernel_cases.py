@@ -135,7 +135,8 @@ class _Inputs:
 
     def seeded(self) -> float:
         """Returns the probability that a weight is dropped; which are, is the same after each call."""
-        torch.manual_seed(1)
+        if self.dropout > 0:
+            torch.manual_seed(1)
         return self.dropout
 
     def kept(self, rows: torch.Tensor) -> torch.Tensor | None:
