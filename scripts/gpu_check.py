@@ -331,9 +331,10 @@ def check_all(
     groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
 ) -> Iterator[tuple[Group, dict[str, str]]]:
     """Yields groups with rows of their cases as they come, up to a time of the monotonic clock."""
-    context = multiprocessing.get_context("forkserver")
-    # Imported once, before any use of the GPU.
-    context.set_forkserver_preload(["whatwhere.scripts.gpu_check", "whatwhere"])
+    # A fork of a process that asked for the GPU cannot use it, and some imports ask.
+    context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload(["whatwhere.scripts.gpu_check", "whatwhere"])
     waiting = list(groups)
     running: dict[Any, tuple[Group, Any]] = {}
     current: dict[Any, str] = {}

@@ -93,7 +93,7 @@ def plain_reference(
 
 
 # Up to so many rows all are compared, of more so many; and so many logits of a reference are in memory at once.
-ALL_ROWS, SOME_ROWS, LOGITS = 4096, 2048, 1 << 25
+ALL_ROWS, SOME_ROWS, LOGITS = 4096, 2048, 1 << 23
 
 
 def chosen_rows(length: int, device: torch.device) -> torch.Tensor:
