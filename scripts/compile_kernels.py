@@ -105,7 +105,7 @@ class Launch:
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
     """Within it, launches are recorded and not run: with tensors on the meta device, no GPU is needed."""
-    from whatwhere import kernel_cope, kernel_flash, kernel_pope
+    from whatwhere import kernel_cope, kernel_flash, kernel_pope, kernel_scan
 
     found: list[Launch] = []
 
@@ -113,7 +113,7 @@ def recording() -> Iterator[list[Launch]]:
         grid = grid(candidates[0]) if callable(grid) else grid
         found.append(Launch(kernel, grid, tuple(candidates), tuple(arguments), constants))
 
-    modules: tuple[Any, ...] = (kernel_cope, kernel_flash, kernel_pope)
+    modules: tuple[Any, ...] = (kernel_cope, kernel_flash, kernel_pope, kernel_scan)
     original = kernel_flash.launch
     for module in modules:
         module.launch = record
@@ -198,6 +198,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             if len(of_pope) == len(flags):
                 yield f"pope {what}{'+'.join(of_pope) or 'causal'}", _pope_call(dtype, D, rows, flags)
             if len(of_pope) == len(of_cope) == len(flags):
+                yield f"cope_alibi {what}{'+'.join(flags) or 'causal'}", _cope_alibi_call(dtype, D, rows, flags)
+                yield f"stick {what}{'+'.join(flags) or 'causal'}", _stick_call(dtype, D, rows, flags)
                 for more in ([], ["decay"]):
                     flags_of_plain = [*flags, *more]
                     name = f"plain {what}{'+'.join(flags_of_plain) or 'causal'}"
@@ -263,6 +265,21 @@ def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> 
     options: dict[str, Any] = {"decay": decay, "ranges": ranges, "scaling": 0.125}
     options["dropout"] = 0.1 if "dropout" in flags else 0.0
     return lambda: _run(lambda: plain_attention(query, key, value, **options), inputs, rows > 1)
+
+
+def _cope_alibi_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
+    from whatwhere.kernel_scan import cope_alibi_attention
+
+    inputs, ranges = _inputs(dtype, D, rows, flags)
+    inputs.append(torch.empty(16))
+    return lambda: _run(lambda: cope_alibi_attention(*inputs, ranges=ranges, scaling=0.125), inputs, rows > 1)
+
+
+def _stick_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
+    from whatwhere.kernel_scan import stick_attention
+
+    inputs, ranges = _inputs(dtype, D, rows, flags)
+    return lambda: _run(lambda: stick_attention(*inputs, ranges=ranges, scaling=0.125)[0], inputs, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
