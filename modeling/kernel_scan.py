@@ -27,6 +27,7 @@ Axes: B batch, H query heads, G key heads (query head h uses key head h // (H //
 S splits of the keys.
 """
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -44,7 +45,7 @@ from .kernel_flash import (
     softmax_step,
     store,
 )
-from .kernel_launch import Heads, Tiles, block_width, dot, heads, launch, precision
+from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
 
 try:
     import triton
@@ -58,8 +59,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # A stick is spent when 2^-58 of it is left: less than float32 resolves.
 SPENT = tl.constexpr(58.0)
-# Query rows of a program of the backward pass.
-ROWS = 64
+# Key blocks between two looks at what is left of the sticks: loads are pipelined over them.
+SEVERAL = tl.constexpr(2)
 # Row blocks that a program examines in one step to find those that have visited its keys.
 SCAN = tl.constexpr(32)
 # Memory of the carries, as a multiple of the query's, and at least so many bytes.
@@ -84,6 +85,12 @@ def _newer(like, BLOCK_N: tl.constexpr):
     keys = tl.arange(0, BLOCK_N)
     newer = (keys[:, None] > keys[None, :]).to(tl.float32)
     return newer.to(tl.float32 if like.dtype == tl.float32 else tl.bfloat16)
+
+
+@triton.jit
+def _unspent(sees, low, begin, sums, BLOCK_N: tl.constexpr):
+    """1 if some row sees keys of the block from `begin` on, or older ones, and has something left of its stick, else 0."""
+    return tl.max((sees & (low < begin + BLOCK_N) & (sums < SPENT)).to(tl.int32))
 
 
 @triton.jit
@@ -114,23 +121,6 @@ def _scan(q, k, seen, before, slope, newer, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _forward_step(
-    acc, total, top, before, q, key, value, keys, values, ranges, low, high, begin, slope, newer, scale, Q, K,
-    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Adds the block of keys from `begin` on to the weighted values, and to the sums."""
-    k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    v = load(values, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N)
-    logits, _, _, added = _scan(q, k, seen, before, slope, newer, scale, PRECISION)
-    if slope is None:
-        acc = dot(tl.exp2(tl.where(seen, logits, MASKED)).to(v.dtype), v, acc, PRECISION)
-    else:
-        acc, total, top = softmax_step(acc, total, top, logits, seen, v, PRECISION)
-    return acc, total, top, before + added
-
-
-@triton.jit
 def _gradients(
     q, k, v, grad, seen, before, left, slope, row_lse, row_delta, newer, scale, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -153,55 +143,15 @@ def _gradients(
     return weights, grad_logits, grad_content, sums, added
 
 
-@triton.jit
-def _rows_step(
-    dq, before, left, slope_sum, q, grad, key, value, keys, values, ranges, low, high, begin, slope, row_lse,
-    row_delta, newer, scale, carried_sum, carried_left, at, chunk_rows, inside, Q, K,
-    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Adds the block of keys from `begin` on to dq and to the sums, and stores the carries at its right edge."""
-    tl.store(carried_sum + at + begin // BLOCK_N * chunk_rows, before, mask=inside)
-    tl.store(carried_left + at + begin // BLOCK_N * chunk_rows, left, mask=inside)
-    k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    v = load(values, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-    seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N)
-    _, grad_logits, grad_content, sums, added = _gradients(
-        q, k, v, grad, seen, before, left, slope, row_lse, row_delta, newer, scale, PRECISION
-    )
-    dq = dot(grad_content.to(k.dtype), k, dq, PRECISION)
-    if slope is not None:
-        slope_sum += tl.sum(grad_logits * sums, 1)
-    return dq, before + added, left - tl.sum(grad_logits, 1), slope_sum
-
-
 # Kernels. Optional pointers are None; without `slopes`, stick-breaking.
 
 
 @triton.jit(do_not_specialize=["H", "groups", "row_count", "Q", "K", "own", "splits"])
 def _scan_forward(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    sums,
-    ranges,
-    slopes,
-    scaling,
-    H,
-    groups,
-    row_count,
-    Q,
-    K,
-    own,
-    splits,
-    SHARED: tl.constexpr,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    query, key, value, out, lse, sums, ranges, slopes, scaling, H, groups, row_count, Q, K, own, splits,
+    SHARED: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """One program: BLOCK_M rows of one head, and one split of the keys that they see.
 
     Writes out (B, H, splits, row_count, D), normalised in itself for a softmax, and float32 (B, H, splits, row_count):
@@ -239,21 +189,22 @@ def _scan_forward(
     top = tl.full([BLOCK_M], MASKED, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if slopes is not None:
-        for back in range(0, begin - start + 1, BLOCK_N):
-            acc, total, top, before = _forward_step(
-                acc, total, top, before, q, key, value, keys, values, ranges, low, high, begin - back, slope, newer,
-                scale, Q, K, D, PRECISION, BLOCK_D, BLOCK_N,
-            )  # fmt: skip
-    else:
-        pending = 1
-        while (begin >= start) & (pending > 0):
-            acc, total, top, before = _forward_step(
-                acc, total, top, before, q, key, value, keys, values, ranges, low, high, begin, slope, newer,
-                scale, Q, K, D, PRECISION, BLOCK_D, BLOCK_N,
-            )  # fmt: skip
-            pending = tl.max((sees & (low < begin) & (before < SPENT)).to(tl.int32))
-            begin -= BLOCK_N
+    stretch = SEVERAL * BLOCK_N if slopes is None else size
+    pending = 1
+    while (begin >= start) & (pending > 0):
+        for back in range(0, tl.minimum(begin - start + BLOCK_N, stretch), BLOCK_N):
+            k = load(keys, key.row, begin - back, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            v = load(values, value.row, begin - back, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            seen = seen_keys(ranges, low, high, begin - back, Q, K, BLOCK_N)
+            logits, _, _, added = _scan(q, k, seen, before, slope, newer, scale, PRECISION)
+            if slopes is None:
+                acc = dot(tl.exp2(tl.where(seen, logits, MASKED)).to(v.dtype), v, acc, PRECISION)
+            else:
+                acc, total, top = softmax_step(acc, total, top, logits, seen, v, PRECISION)
+            before += added
+        begin -= stretch
+        if slopes is None:
+            pending = _unspent(sees, low, begin, before, BLOCK_N)
 
     flat = (member * splits + split) * row_count
     if slopes is not None:
@@ -269,35 +220,10 @@ def _scan_forward(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "own", "first_row", "blocks"])
 def _scan_rows(
-    grad,
-    query,
-    key,
-    value,
-    ranges,
-    slopes,
-    lse,
-    delta,
-    grad_query,
-    slope_sums,
-    starts,
-    ends,
-    carried_sum,
-    carried_left,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    own,
-    first_row,
-    chunk_rows,
-    blocks,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, value, ranges, slopes, lse, delta, grad_query, slope_sums, starts, ends, carried_sum,
+    carried_left, scaling, H, groups, Q, K, own, first_row, chunk_rows, blocks,
+    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dq of one block of rows of the chunk, and what `_scan_columns` needs.
 
     delta: float32 (B, H, Q), for stick-breaking T. slope_sums: float32 (B * H, blocks), sums of a p. starts, ends: int32
@@ -338,25 +264,30 @@ def _scan_rows(
     before = tl.zeros([BLOCK_M], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    stretch = SEVERAL * BLOCK_N if slopes is None else last + BLOCK_N
+    pending = 1
+    while (begin >= start) & (pending > 0):
+        for back in range(0, tl.minimum(begin - start + BLOCK_N, stretch), BLOCK_N):
+            this = begin - back
+            tl.store(carried_sum + at + this // BLOCK_N * chunk_rows, before, mask=inside)
+            tl.store(carried_left + at + this // BLOCK_N * chunk_rows, left, mask=inside)
+            k = load(keys, key.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            v = load(values, value.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            seen = seen_keys(ranges, low, high, this, Q, K, BLOCK_N)
+            _, grad_logits, grad_content, sums, added = _gradients(
+                q, k, v, do, seen, before, left, slope, row_lse, row_delta, newer, scale, PRECISION
+            )
+            dq = dot(grad_content.to(k.dtype), k, dq, PRECISION)
+            if slopes is not None:
+                slope_sum += tl.sum(grad_logits * sums, 1)
+            before += added
+            left -= tl.sum(grad_logits, 1)
+        begin -= stretch
+        if slopes is None:
+            pending = _unspent(sees, low, begin, before, BLOCK_N)
     if slopes is not None:
-        for back in range(0, begin - start + 1, BLOCK_N):
-            dq, before, left, slope_sum = _rows_step(
-                dq, before, left, slope_sum, q, do, key, value, keys, values, ranges, low, high, begin - back, slope,
-                row_lse, row_delta, newer, scale, carried_sum, carried_left, at, chunk_rows, inside, Q, K,
-                D, PRECISION, BLOCK_D, BLOCK_N,
-            )  # fmt: skip
         tl.store(slope_sums + member * blocks + first // BLOCK_M, tl.sum(slope_sum))
-    else:
-        pending = 1
-        while (begin >= start) & (pending > 0):
-            dq, before, left, slope_sum = _rows_step(
-                dq, before, left, slope_sum, q, do, key, value, keys, values, ranges, low, high, begin, slope,
-                row_lse, row_delta, newer, scale, carried_sum, carried_left, at, chunk_rows, inside, Q, K,
-                D, PRECISION, BLOCK_D, BLOCK_N,
-            )  # fmt: skip
-            pending = tl.max((sees & (low < begin) & (before < SPENT)).to(tl.int32))
-            begin -= BLOCK_N
-        start = begin + BLOCK_N
+    start = tl.maximum(start, begin + BLOCK_N)
     here = member * (chunk_rows // BLOCK_M) + row_block
     tl.store(starts + here, start)
     tl.store(ends + here, last)
@@ -365,34 +296,10 @@ def _scan_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "own", "first_row"])
 def _scan_columns(
-    grad,
-    query,
-    key,
-    value,
-    ranges,
-    slopes,
-    lse,
-    delta,
-    starts,
-    ends,
-    carried_sum,
-    carried_left,
-    grad_key,
-    grad_value,
-    scaling,
-    G,
-    groups,
-    Q,
-    K,
-    own,
-    first_row,
-    chunk_rows,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, value, ranges, slopes, lse, delta, starts, ends, carried_sum, carried_left, grad_key,
+    grad_value, scaling, G, groups, Q, K, own, first_row, chunk_rows,
+    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Adds the chunk's part of dk and dv to float32 (B, G, K, D), for one block of keys."""
     # Keys that no row of the chunk sees are not visited.
     ahead = K
@@ -475,21 +382,21 @@ def _scan_columns(
 def _tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]:
     """The tiles of the forward and of the backward kernels, the preferred first.
 
-    Those of the backward pass have the same columns: carries depend on it.
+    Registers are the limit (`scripts.compile_kernels` prints them). Those of the backward pass have the same rows and
+    columns: carries depend on them.
     """
+    small = [Tiles(32, 16, warps=8), Tiles(32, 16)]
     if dtype == torch.float32:
-        tiles = [Tiles(ROWS, 16, warps=8), Tiles(ROWS, 16)]
-        return tiles, tiles
-    return [Tiles(ROWS, 32, stages=2), Tiles(ROWS, 32)], [Tiles(ROWS, 32, stages=2), Tiles(ROWS, 32)]
+        return small, small
+    if head_dim > 128:
+        return [Tiles(64, 16, warps=8, stages=2), *small], small
+    forward = [Tiles(64, 32, stages=2), Tiles(64, 32)]
+    return forward, forward if head_dim <= 64 else [Tiles(64, 16, stages=2), Tiles(64, 16)]
 
 
 def _constants(query: torch.Tensor) -> dict[str, Any]:
     D = query.shape[3]
     return {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(query.dtype)}
-
-
-def _matrices(*tensors: torch.Tensor) -> tuple[Heads, ...]:
-    return tuple(map(heads, tensors))
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::scan_forward", mutates_args=())
@@ -510,7 +417,7 @@ def _forward(
     members, rows, splits = (G, H // G, _decode_splits(query, B * G, K)) if shared else (H, Q, 1)
     if shared:
         query = query.reshape(B, G, H // G, D)
-        forward_tiles = [Tiles(block_width(H // G), tiles.columns) for tiles in forward_tiles]
+        forward_tiles = [dataclasses.replace(tiles, rows=block_width(rows)) for tiles in forward_tiles]
     shape = (B, members, splits, rows)
     out = torch.empty(*shape, D, dtype=torch.float32 if shared else query.dtype, device=query.device)
     lse, sums = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
@@ -520,7 +427,7 @@ def _forward(
         forward_tiles,
         (D, query.dtype, slopes is None, ranges is None, rows if shared else 0),
         (
-            *_matrices(query, key, value),
+            *map(heads, (query, key, value)),
             *(out, lse if slopes is not None else None, sums if slopes is None or shared else None, ranges, slopes),
             *(scaling, members, 1 if shared else H // G, rows, Q, K, own, splits),
         ),
@@ -547,12 +454,12 @@ def _(query, key, value, slopes, ranges, scaling, own):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _chunk_rows(query: torch.Tensor, key_length: int, columns: int) -> int:
+def _chunk_rows(query: torch.Tensor, key_length: int, tiles: Tiles) -> int:
     """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
     B, H, Q, _ = query.shape
     budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
-    fitting = budget // (B * H * 8 * triton.cdiv(key_length, columns) * ROWS)
-    return ROWS * min(triton.cdiv(Q, ROWS), max(1, fitting))
+    fitting = budget // (B * H * 8 * triton.cdiv(key_length, tiles.columns) * tiles.rows)
+    return tiles.rows * min(triton.cdiv(Q, tiles.rows), max(1, fitting))
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
@@ -572,8 +479,8 @@ def _backward(
     """Returns the gradients of query, key, value, and of the slopes if there are some."""
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     _, tiles = _tiles(D, query.dtype)
-    columns, blocks = tiles[0].columns, triton.cdiv(Q, ROWS)
-    chunk = _chunk_rows(query, K, columns)
+    rows, columns = tiles[0].rows, tiles[0].columns
+    chunk, blocks = _chunk_rows(query, K, tiles[0]), triton.cdiv(Q, rows)
     delta = row_products(grad, out)
     if grad_rest is not None:
         delta += rest * grad_rest
@@ -584,15 +491,15 @@ def _backward(
     grad_query = empty(B, H, Q, D, dtype=query.dtype)
     grad_key, grad_value = (torch.zeros(B, G, K, D, dtype=torch.float32, device=query.device) for _ in range(2))
     slope_sums = None if slopes is None else empty(B, H, blocks)
-    visited = [empty(B, H, chunk // ROWS, dtype=torch.int32) for _ in range(2)]
+    visited = [empty(B, H, chunk // rows, dtype=torch.int32) for _ in range(2)]
     carries = [empty(B, H, triton.cdiv(K, columns), chunk) for _ in range(2)]
-    inputs = (*_matrices(grad, query, key, value), ranges, slopes, None if slopes is None else rest, delta)
+    inputs = (*map(heads, (grad, query, key, value)), ranges, slopes, None if slopes is None else rest, delta)
     tune = (D, query.dtype, slopes is None, ranges is None)
     for first in range(0, Q, chunk):
         end = min(first + chunk, Q)
         launch(
             _scan_rows,
-            (triton.cdiv(end - first, ROWS) * B * H,),
+            (triton.cdiv(end - first, rows) * B * H,),
             tiles,
             tune,
             (

@@ -8,7 +8,7 @@
 The interpreter accepts code that does not compile, and a compiled kernel can need more shared memory than a device has.
 So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in order, until one fits
 the target, as in the fallback of `kernel_launch`. `--all-tiles` compiles all. The variants are the launches of some
-calls of CoPE, PoPE and plain attention, which are recorded but not executed.
+calls of CoPE, CoPE_ALiBi, PoPE, stick-breaking and plain attention, which are recorded but not executed.
 
 The columns: tiles (query rows x keys), warps, stages, bytes of shared memory, registers per thread, spilled bytes per
 thread (on gfx942: spilled registers), maximum number of warps per multiprocessor, seconds to compile. Values are
@@ -180,7 +180,7 @@ POINTERS = {
 
 
 def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yields name and call: forward and backward, and decoding, of CoPE, PoPE and plain attention.
+    """Yields name and call: forward and backward, and decoding, of all kinds of attention.
 
     All flags with head dim 64 in bfloat16; other head dims and float32 with causal attention only.
     """

@@ -1,7 +1,7 @@
 """CoPE_ALiBi and stick-breaking attention in Triton, run by its interpreter, against the papers in float64."""
 
+import itertools
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import oracles
 from test_kernel_flash import close, poison, ranges_of, visible_by  # noqa: F401
+from tiny import ranges_of as ranges_of_segments
 from tiny import slow_but
 from whatwhere import kernel_flash, kernel_launch, kernel_scan
 from whatwhere.kernel_launch import Tiles
@@ -94,21 +95,181 @@ def check(way, tensors, ranges=None, tolerance=2e-5):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Several blocks of rows and keys in short inputs."""
-    monkeypatch.setattr(kernel_scan, "ROWS", 16)
+    """Several blocks of rows and keys in short inputs, and a chunk for each block of rows."""
     monkeypatch.setattr(kernel_scan, "_tiles", lambda *_: ([Tiles(16, 16)], [Tiles(16, 16)]))
-
-
-@pytest.fixture
-def little_scratch(monkeypatch):
-    """A chunk for each block of rows."""
     monkeypatch.setattr(kernel_scan, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(kernel_scan, "SCRATCH_FACTOR", 0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mask", MASKS)
+def test_the_reference_is_the_papers():
+    """Loops and products, on packed and padded documents."""
+    shape = B, H, G, Q, K, _ = (2, 4, 2, 5, 7, 16)
+    segments = [-1, 0, 0, 0, 1, 1, -1]
+    ranges = ranges_of_segments([segments] * B, Q)
+    query, key, value, slopes = (one.double() for one in inputs(shape))
+    visible = oracles.visible_oracle(Q, K, segments)
+    for way in WAYS:
+        out, remainder = reference(way, query, key, value, slopes, ranges)
+        for b, h in itertools.product(range(B), range(H)):
+            tensors = query[b, h], key[b, h // 2], value[b, h // 2]
+            if way == "cope_alibi":
+                expected = oracles.cope_alibi_oracle(*tensors, slopes[h], visible, SCALING)
+            else:
+                own = range(K - Q, K)
+                expected, _, rest = oracles.stick_breaking_oracle(*tensors, visible, own, SCALING, way == "inclusive")
+                close(remainder[b, h], rest, 1e-12)
+            close(out[b, h], expected, 1e-12)
+
+
+QUICK = [
+    ("cope_alibi", "one-token", "causal"),
+    ("strict", "one-token", "causal"),
+    ("inclusive", "short", "padding"),
+    ("cope_alibi", "square", "holes"),
+    ("cope_alibi", "longer-keys", "packed"),
+    ("strict", "longer-keys", "padding"),
+    ("inclusive", "long", "packed"),
+]
+
+
+@pytest.mark.parametrize(("way", "shape", "mask"), slow_but(QUICK, itertools.product(WAYS, SHAPES, MASKS)))
 def test_equals_the_papers(way, shape, mask):
     B, _, _, Q, K, _ = SHAPES[shape]
     check(way, inputs(SHAPES[shape]), ranges_of(mask, B, Q, K))
+
+
+@pytest.mark.parametrize(
+    ("way", "mask"),
+    slow_but([("cope_alibi", "causal"), ("strict", "any")], itertools.product(WAYS, (*MASKS, "any"))),
+)
+def test_several_blocks_and_chunks(way, mask, narrow):
+    check(way, inputs((2, 2, 1, 33, 70, 16)), ranges_of(mask, 2, 33, 70))
+
+
+@pytest.mark.parametrize("way", slow_but(["strict"], WAYS))
+@pytest.mark.parametrize("opening", [-30.0, 30.0])
+def test_extreme_logits(way, opening, narrow):
+    """Gates closed and open, sticks never spent and spent at once; then logits of all sizes, up to thousands."""
+    tensors = inputs((1, 2, 1, 33, 40, 16))
+    tensors[0][..., 0], tensors[1][..., 0] = 1.0, opening / SCALING
+    check(way, tensors, tolerance=1e-4)
+    query, key, value, slopes = inputs((1, 2, 1, 33, 40, 16), spread=10 * abs(opening))
+    results = attend(way, query, key, value, slopes, None)
+    expected = reference(way, *(one.double() for one in (query, key, value, slopes)), None)
+    for one, other in zip(results, expected):
+        close(one, other, 2e-3)
+
+
+def test_logits_near_the_largest_numbers():
+    """All weight goes to the newest key with a positive logit, in any type."""
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value, _ = inputs((1, 1, 1, 6, 6, 16), dtype)
+        query.zero_()[..., 0] = 1.0
+        key.zero_()[..., 0] = 1e8 * torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, -1.0]).to(dtype)
+        given = [one.detach().requires_grad_() for one in (query, key, value)]
+        out, remainder = attend("strict", *given, None, None)
+        close(out[0, 0, 1:], value[0, 0, [0, 1, 1, 3, 3]].float(), 1e-6)
+        assert remainder.tolist() == [[[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]]
+        gradients = torch.autograd.grad([out, remainder], given, [torch.ones_like(out), torch.ones_like(remainder)])
+        assert all(one.isfinite().all() for one in gradients)
+
+
+def test_spent_sticks_are_not_read(narrow):
+    """Sticks break in half at every key: what is older than about 58 keys and a few blocks is not touched."""
+    query, key, value, _ = inputs((1, 1, 1, 16, 400, 16))
+    query.zero_()
+    key[:, :, :250], value[:, :, :250] = math.nan, math.nan
+    given = [one.detach().requires_grad_() for one in (query, key, value)]
+    out, remainder = attend("strict", *given, None, None)
+    gradients = torch.autograd.grad(out.sum() + remainder.sum(), given)
+    assert all(one.isfinite().all() for one in (out, *gradients))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_seen(way):
+    ranges = torch.zeros(1, 1, 40, 2, dtype=torch.int32)
+    for Q in (1, 20):
+        tensors = inputs((1, 2, 1, Q, 20, 16))
+        out, remainder, *gradients = (
+            check(way, tensors, ranges[:, :, : Q + 20])
+            if way != "cope_alibi"
+            else (*attend(way, *tensors, ranges[:, :, : Q + 20]),)
+        )
+        assert not out.any()
+        assert way == "cope_alibi" or (remainder == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS)
+def test_low_precision(way, dtype):
+    """The error of PyTorch's own operations in the same type is the yardstick."""
+    tensors = inputs((1, 4, 2, 33, 70, 32), dtype)
+    used, outputs = (4, 1) if way == "cope_alibi" else (3, 2)
+    grads = [torch.randn(1, 4, 33, 32).to(dtype), torch.randn(1, 4, 33)][:outputs]
+
+    def results(function, cast):
+        given = [cast(one).detach().requires_grad_() for one in tensors[:used]]
+        found = function(way, *given, *([None] if used == 3 else []), None)[:outputs]
+        return [*found, *torch.autograd.grad(found, given, [one.to(out.dtype) for one, out in zip(grads, found)])]
+
+    exact = results(reference, torch.Tensor.double)
+    plain = results(reference, lambda one: one.to(dtype))
+    for name, ours, theirs, truth in zip(
+        "out remainder".split()[:outputs] + ["dq", "dk", "dv", "dm"], results(attend, lambda one: one), plain, exact
+    ):
+        error, allowed = ((one.double() - truth).norm() / truth.norm() for one in (ours, theirs))
+        print(f"{way} {dtype} {name} {error:.1e} {allowed:.1e}")
+        assert error <= 2 * allowed + torch.finfo(dtype).eps / 2, f"{name}: {error:.2g}, PyTorch: {allowed:.2g}"
+
+
+def test_deterministic(narrow):
+    shape = (1, 4, 2, 33, 40, 16)
+    for way in WAYS:
+        tensors = inputs(shape)
+        found = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            found.append(check(way, tensors))
+        assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
+@pytest.mark.parametrize("splits", slow_but([3], [1, 3, 8]))
+@pytest.mark.parametrize("way", WAYS)
+def test_decoding_is_the_last_row(way, splits, monkeypatch):
+    """Splits of the keys, more of them than blocks too."""
+    monkeypatch.setattr(kernel_flash, "INTERPRETED_SPLITS", splits)
+    query, key, value, slopes = inputs((2, 4, 2, 21, 150, 16))
+    for ranges in (None, ranges_of("padding", 2, 21, 150)):
+        full = attend(way, query, key, value, slopes, ranges)
+        last = None if ranges is None else ranges[:, :, 20:]
+        step = attend(way, query[:, :, 20:], key, value, slopes, last)
+        for one, other in zip(step, full):
+            close(one, other[:, :, 20:])
+
+
+def test_operators():
+    query, key, value, slopes = (one.requires_grad_() for one in inputs((1, 2, 1, 5, 7, 16)))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for m, own in ((slopes, 0), (None, 1)):
+        torch.library.opcheck(kernel_scan._forward, (query, key, value, m, None, 0.3, own), test_utils=tests)
+
+
+def test_refusals():
+    query, key, value, slopes = (one.requires_grad_() for one in inputs((1, 4, 2, 5, 5, 16)))
+    with pytest.raises(ValueError, match=r"slopes=\(3,\) is not valid: it must be \(4,\)"):
+        cope_alibi_attention(query, key, value, slopes[:3], scaling=1.0)
+    with pytest.raises(ValueError, match=r"scaling=0\.0 is not valid: it must be positive"):
+        stick_attention(query, key, value, scaling=0.0)
+    with pytest.raises(
+        ValueError, match=r"value=\(1, 2, 5, 12\) is not valid: it must be as the keys, \(1, 2, 5, 16\)"
+    ):
+        stick_attention(query, key, value[..., :12], scaling=1.0)
+    with pytest.raises(ValueError, match=r"ranges=\(1, 1, 5, 2\).*must be int32 \(1, 1, 10, 2\)"):
+        cope_alibi_attention(query, key, value, slopes, ranges=torch.zeros(1, 1, 5, 2, dtype=torch.int32), scaling=1.0)
+    for out in (
+        cope_alibi_attention(query, key, value, slopes, scaling=1.0),
+        stick_attention(query, key, value, scaling=1.0)[0],
+    ):
+        (grad,) = torch.autograd.grad(out.sin().sum(), query, create_graph=True)
+        with pytest.raises(NotImplementedError, match="'eager'"):
+            grad.sum().backward()
