@@ -10,12 +10,15 @@ Both sum a function f of the scaled logits s_ij of the keys that row i sees, fro
    all rows of its block are spent. With one row, the query heads that share a key head are the rows of a program, and
    several programs share the keys: the sums of the newer ones are added when their results are put together.
 
-Backward, with a_ij = w_ij (dout_i.v_j - delta_i) the gradient of logit ij (delta is 0 for stick-breaking):
+Backward, with a_ij the gradient of logit ij:
 
 2. ds_ik = a_ik + m f'(s_ik) * sum of a_ij over j <= k, the keys whose p has f(s_ik). That sum is T_i less the sum of the
-   newer a_ij, with T_i the sum of all: 0 for a softmax; for stick-breaking dout_i.out_i, and because the remainder r has
-   a gradient, too, r_i dr_i more. So `_scan_rows` walks right to left again, with the same p. It writes dq, the sums
-   of a_ij p_ij (the gradient of m), and for every key block p and T less the sum of a at its right edge ("carries").
+   newer a_ij, with T_i the sum of all. `_scan_rows` walks right to left twice, with the same p. The first time it sums
+   w_ij dw_ij, dw_ij = dout_i.v_j. For a softmax that is delta_i, a_ij = w_ij (dw_ij - delta_i), and T is 0. For
+   stick-breaking a_ij = w_ij dw_ij, and T is that sum and, because the remainder r has a gradient, too, r_i dr_i.
+   (dout_i.out_i is the same, but rounded: all keys far away, whose weights are 0, would get its error as a gradient.)
+   The second time it writes dq, the sums of a_ij p_ij (the gradient of m), and for every key block p and T less the
+   sum of a at its right edge ("carries").
 3. `_scan_columns` computes dk and dv of a key block from the carries.
 
 Steps 2 and 3 run over chunks of rows, so that the carries, which would be quadratic, stay within a budget proportional
@@ -39,7 +42,6 @@ from .kernel_flash import (
     load,
     pointer,
     row_limits,
-    row_products,
     running_sums,
     seen_keys,
     softmax_step,
@@ -121,26 +123,24 @@ def _scan(q, k, seen, before, slope, newer, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _gradients(
-    q, k, v, grad, seen, before, left, slope, row_lse, row_delta, newer, scale, PRECISION: tl.constexpr
-):  # fmt: skip
-    """What both backward kernels compute, given the carries at the right edge of a block: `before` and `left`.
-
-    Returns weights, a, the gradients of s, and p: (BLOCK_M, BLOCK_N); what the block adds to p (BLOCK_M).
-    """
+def _weights(q, k, v, grad, seen, before, slope, row_lse, newer, scale, PRECISION: tl.constexpr):
+    """Weights and their gradients for a block of rows and keys, and the rest of what `_scan` returns."""
     logits, sums, rise, added = _scan(q, k, seen, before, slope, newer, scale, PRECISION)
-    grad_weights = dot(grad, tl.trans(v), None, PRECISION)
-    if slope is None:
-        factor = -rise
-    else:
+    if slope is not None:
         logits -= row_lse[:, None]
-        grad_weights -= row_delta[:, None]
-        factor = slope[:, None] * rise
     weights = tl.exp2(tl.where(seen, logits, MASKED))
-    grad_logits = weights * grad_weights
+    return weights, dot(grad, tl.trans(v), None, PRECISION), sums, rise, added
+
+
+@triton.jit
+def _content_gradient(grad_logits, rise, seen, left, slope, newer):
+    """The gradient of s (BLOCK_M, BLOCK_N), given a and at the right edge of the block T less the sum of a, `left`."""
     older = left[:, None] - running_sums(grad_logits, newer)
-    grad_content = tl.where(seen, grad_logits + factor * older, 0.0)
-    return weights, grad_logits, grad_content, sums, added
+    if slope is None:
+        gradient = grad_logits - rise * older
+    else:
+        gradient = grad_logits + slope[:, None] * rise * older
+    return tl.where(seen, gradient, 0.0)
 
 
 # Kernels. Optional pointers are None; without `slopes`, stick-breaking.
@@ -220,14 +220,15 @@ def _scan_forward(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "own", "first_row", "blocks"])
 def _scan_rows(
-    grad, query, key, value, ranges, slopes, lse, delta, grad_query, slope_sums, starts, ends, carried_sum,
+    grad, query, key, value, ranges, slopes, lse, delta, grad_left, grad_query, slope_sums, starts, ends, carried_sum,
     carried_left, scaling, H, groups, Q, K, own, first_row, chunk_rows, blocks,
     D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of rows of the chunk, and what `_scan_columns` needs.
 
-    delta: float32 (B, H, Q), for stick-breaking T. slope_sums: float32 (B * H, blocks), sums of a p. starts, ends: int32
-    (B * H, chunk_rows // BLOCK_M), the keys visited. Carries: float32 (B * H, key blocks, chunk_rows).
+    grad_left: float32 (B, H, Q), r dr, or None. delta: float32 (B, H, Q), of a softmax. slope_sums: float32 (B * H,
+    blocks), sums of a p. starts, ends: int32 (B * H, chunk_rows // BLOCK_M), the keys visited. Carries: float32
+    (B * H, key blocks, chunk_rows).
     """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
     row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
@@ -245,49 +246,61 @@ def _scan_rows(
     first = first_row + row_block * BLOCK_M
     q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    row_delta = tl.load(delta + member * Q + rows, mask=inside, other=0.0)
     slope = None
     row_lse = None
-    left = row_delta
     if slopes is not None:
         slope = tl.load(slopes + h + rows * 0)
         row_lse = tl.load(lse + member * Q + rows, mask=inside, other=0.0) * LOG2_E
-        left = tl.zeros([BLOCK_M], tl.float32)
     newer = _newer(q, BLOCK_N)
     scale = scaling * LOG2_E
-    at = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
+    carry = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
 
     sees = low < high
-    start = tl.maximum(tl.min(tl.where(sees, low, K)), 0) // BLOCK_N * BLOCK_N
+    oldest = tl.maximum(tl.min(tl.where(sees, low, K)), 0) // BLOCK_N * BLOCK_N
     last = tl.max(tl.where(sees, high, 0))
-    begin = start + (tl.cdiv(tl.maximum(last - start, 0), BLOCK_N) - 1) * BLOCK_N
-    before = tl.zeros([BLOCK_M], tl.float32)
+    stretch = SEVERAL * BLOCK_N if slopes is None else last + BLOCK_N
+    row_delta = tl.zeros([BLOCK_M], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    stretch = SEVERAL * BLOCK_N if slopes is None else last + BLOCK_N
-    pending = 1
-    while (begin >= start) & (pending > 0):
-        for back in range(0, tl.minimum(begin - start + BLOCK_N, stretch), BLOCK_N):
-            this = begin - back
-            tl.store(carried_sum + at + this // BLOCK_N * chunk_rows, before, mask=inside)
-            tl.store(carried_left + at + this // BLOCK_N * chunk_rows, left, mask=inside)
-            k = load(keys, key.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-            v = load(values, value.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-            seen = seen_keys(ranges, low, high, this, Q, K, BLOCK_N)
-            _, grad_logits, grad_content, sums, added = _gradients(
-                q, k, v, do, seen, before, left, slope, row_lse, row_delta, newer, scale, PRECISION
-            )
-            dq = dot(grad_content.to(k.dtype), k, dq, PRECISION)
-            if slopes is not None:
-                slope_sum += tl.sum(grad_logits * sums, 1)
-            before += added
-            left -= tl.sum(grad_logits, 1)
-        begin -= stretch
+    for walk in tl.static_range(0, 2):
+        begin = oldest + (tl.cdiv(tl.maximum(last - oldest, 0), BLOCK_N) - 1) * BLOCK_N
+        before = tl.zeros([BLOCK_M], tl.float32)
+        left = tl.zeros([BLOCK_M], tl.float32)
         if slopes is None:
-            pending = _unspent(sees, low, begin, before, BLOCK_N)
+            left = row_delta
+            if grad_left is not None:
+                left += tl.load(grad_left + member * Q + rows, mask=inside, other=0.0)
+        pending = 1
+        while (begin >= oldest) & (pending > 0):
+            for back in range(0, tl.minimum(begin - oldest + BLOCK_N, stretch), BLOCK_N):
+                this = begin - back
+                k = load(keys, key.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+                v = load(values, value.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+                seen = seen_keys(ranges, low, high, this, Q, K, BLOCK_N)
+                weights, grad_weights, sums, rise, added = _weights(
+                    q, k, v, do, seen, before, slope, row_lse, newer, scale, PRECISION
+                )
+                if walk == 0:
+                    row_delta += tl.sum(weights * grad_weights, 1)
+                else:
+                    tl.store(carried_sum + carry + this // BLOCK_N * chunk_rows, before, mask=inside)
+                    tl.store(carried_left + carry + this // BLOCK_N * chunk_rows, left, mask=inside)
+                    if slopes is not None:
+                        grad_weights -= row_delta[:, None]
+                    grad_logits = weights * grad_weights
+                    grad_content = _content_gradient(grad_logits, rise, seen, left, slope, newer)
+                    dq = dot(grad_content.to(k.dtype), k, dq, PRECISION)
+                    if slopes is not None:
+                        slope_sum += tl.sum(grad_logits * sums, 1)
+                    left -= tl.sum(grad_logits, 1)
+                before += added
+            begin -= stretch
+            if slopes is None:
+                pending = _unspent(sees, low, begin, before, BLOCK_N)
+    start = tl.maximum(oldest, begin + BLOCK_N)
     if slopes is not None:
+        tl.store(delta + member * Q + rows, row_delta, mask=inside)
         tl.store(slope_sums + member * blocks + first // BLOCK_M, tl.sum(slope_sum))
-    start = tl.maximum(start, begin + BLOCK_N)
     here = member * (chunk_rows // BLOCK_M) + row_block
     tl.store(starts + here, start)
     tl.store(ends + here, last)
@@ -358,14 +371,14 @@ def _scan_columns(
         left = tl.load(carried_left + carry, mask=inside, other=0.0)
         slope = None
         row_lse = None
-        row_delta = None
         if slopes is not None:
             slope = tl.load(slopes + g * groups + h + rows * 0)
             row_lse = tl.load(lse + of_head * Q + rows, mask=inside, other=0.0) * LOG2_E
             row_delta = tl.load(delta + of_head * Q + rows, mask=inside, other=0.0)
-        weights, _, grad_content, _, _ = _gradients(
-            q, k, v, do, seen, before, left, slope, row_lse, row_delta, newer, scale, PRECISION
-        )
+        weights, grad_weights, _, rise, _ = _weights(q, k, v, do, seen, before, slope, row_lse, newer, scale, PRECISION)
+        if slopes is not None:
+            grad_weights -= row_delta[:, None]
+        grad_content = _content_gradient(weights * grad_weights, rise, seen, left, slope, newer)
         dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
         dk = dot(tl.trans(grad_content.to(q.dtype)), q, dk, PRECISION)
     if last_block > 0:
@@ -471,7 +484,6 @@ def _backward(
     value: torch.Tensor,
     slopes: torch.Tensor | None,
     ranges: torch.Tensor | None,
-    out: torch.Tensor,
     rest: torch.Tensor,
     scaling: float,
     own: int,
@@ -481,20 +493,18 @@ def _backward(
     _, tiles = _tiles(D, query.dtype)
     rows, columns = tiles[0].rows, tiles[0].columns
     chunk, blocks = _chunk_rows(query, K, tiles[0]), triton.cdiv(Q, rows)
-    delta = row_products(grad, out)
-    if grad_rest is not None:
-        delta += rest * grad_rest
+    grad_left = None if grad_rest is None else rest * grad_rest
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=query.device)
 
     grad_query = empty(B, H, Q, D, dtype=query.dtype)
     grad_key, grad_value = (torch.zeros(B, G, K, D, dtype=torch.float32, device=query.device) for _ in range(2))
-    slope_sums = None if slopes is None else empty(B, H, blocks)
+    slope_sums, delta = (None, None) if slopes is None else (empty(B, H, blocks), empty(B, H, Q))
     visited = [empty(B, H, chunk // rows, dtype=torch.int32) for _ in range(2)]
     carries = [empty(B, H, triton.cdiv(K, columns), chunk) for _ in range(2)]
     inputs = (*map(heads, (grad, query, key, value)), ranges, slopes, None if slopes is None else rest, delta)
-    tune = (D, query.dtype, slopes is None, ranges is None)
+    tune = (D, query.dtype, slopes is None, ranges is None, grad_left is None)
     for first in range(0, Q, chunk):
         end = min(first + chunk, Q)
         launch(
@@ -503,7 +513,7 @@ def _backward(
             tiles,
             tune,
             (
-                *(*inputs, grad_query, slope_sums, *visited, *carries),
+                *(*inputs, grad_left, grad_query, slope_sums, *visited, *carries),
                 *(scaling, H, H // G, Q, K, own, first, chunk, blocks),
             ),
             _constants(query),
@@ -523,7 +533,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, grad_rest, query, key, value, slopes, ranges, out, rest, scaling, own):
+def _(grad, grad_rest, query, key, value, slopes, ranges, rest, scaling, own):
     return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, slopes) if tensor is not None]
 
 
@@ -532,7 +542,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     if tensors[3] is not None:
         ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, output[1])
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor | None, grad_rest: torch.Tensor | None) -> tuple:
@@ -540,7 +550,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor | None, grad_rest: torch.Tensor 
     saved = ctx.saved_tensors
     if grad is None and grad_rest is None:
         return (None,) * 7
-    grad = torch.zeros_like(saved[5]) if grad is None else grad
+    grad = torch.zeros_like(saved[0]) if grad is None else grad
     results = _backward(grad, grad_rest, *saved, ctx.scaling, ctx.own)
     return (*results, *([None] if saved[3] is None else []), None, None, None)
 
