@@ -12,13 +12,13 @@ Both sum a function f of the scaled logits s_ij of the keys that row i sees, fro
 
 Backward, with a_ij the gradient of logit ij:
 
-2. ds_ik = a_ik + m f'(s_ik) * sum of a_ij over j <= k, the keys whose p has f(s_ik). That sum is T_i less the sum of the
-   newer a_ij, with T_i the sum of all. `_scan_rows` walks right to left twice, with the same p. The first time it sums
-   w_ij dw_ij, dw_ij = dout_i.v_j. For a softmax that is delta_i, a_ij = w_ij (dw_ij - delta_i), and T is 0. For
-   stick-breaking a_ij = w_ij dw_ij, and T is that sum and, because the remainder r has a gradient, too, r_i dr_i.
-   (dout_i.out_i is the same, but rounded: all keys far away, whose weights are 0, would get its error as a gradient.)
-   The second time it writes dq, the sums of a_ij p_ij (the gradient of m), and for every key block p and T less the
-   sum of a at its right edge ("carries").
+2. ds_ik = a_ik + m f'(s_ik) * (sum of a_ij over j <= k, the keys whose p has f(s_ik)). That sum is T_i, the sum of all,
+   less the newer ones. `_scan_rows` walks right to left twice, with the same p. The first time it sums w_ij dw_ij,
+   with dw_ij = dout_i.v_j. For a softmax this is delta_i, a_ij = w_ij (dw_ij - delta_i), and T is 0. For stick-breaking
+   a_ij = w_ij dw_ij, and T is this sum plus r_i dr_i, because the remainder r has a gradient, too. (dout_i.out_i is the
+   same, but rounded: all keys far away, whose weights are 0, would get its error as a gradient.) The second time it
+   writes dq, the sums of a_ij p_ij (the gradient of m), and for every key block p and T less the sum of a at its right
+   edge ("carries").
 3. `_scan_columns` computes dk and dv of a key block from the carries.
 
 Steps 2 and 3 run over chunks of rows, so that the carries, which would be quadratic, stay within a budget proportional
@@ -91,7 +91,7 @@ def _newer(like, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _unspent(sees, low, begin, sums, BLOCK_N: tl.constexpr):
-    """1 if some row sees keys of the block from `begin` on, or older ones, and has something left of its stick, else 0."""
+    """1 if a row that has something left of its stick sees keys of the block from `begin` on, or older ones; else 0."""
     return tl.max((sees & (low < begin + BLOCK_N) & (sums < SPENT)).to(tl.int32))
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in t
 # (B, H, G, Q, K, D).
 SHAPES = {
     "one-token": (2, 2, 1, 1, 1, 16),
-    "one-row": (2, 4, 2, 1, 70, 20),
+    "one-row": (2, 4, 2, 1, 40, 20),
     "short": (2, 2, 2, 5, 5, 16),
     "square": (1, 2, 1, 33, 33, 24),
     "longer-keys": (1, 4, 2, 33, 70, 16),
@@ -103,7 +103,7 @@ def narrow(monkeypatch):
 
 def test_the_reference_is_the_papers():
     """Loops and products, on packed and padded documents."""
-    shape = B, H, G, Q, K, _ = (2, 4, 2, 5, 7, 16)
+    shape = B, H, _, Q, K, _ = (2, 4, 2, 5, 7, 16)
     segments = [-1, 0, 0, 0, 1, 1, -1]
     ranges = ranges_of_segments([segments] * B, Q)
     query, key, value, slopes = (one.double() for one in inputs(shape))
@@ -122,13 +122,11 @@ def test_the_reference_is_the_papers():
 
 
 QUICK = [
-    ("cope_alibi", "one-token", "causal"),
     ("strict", "one-token", "causal"),
     ("inclusive", "short", "padding"),
-    ("cope_alibi", "square", "holes"),
+    ("cope_alibi", "one-row", "holes"),
     ("cope_alibi", "longer-keys", "packed"),
-    ("strict", "longer-keys", "padding"),
-    ("inclusive", "long", "packed"),
+    ("inclusive", "square", "packed"),
 ]
 
 
@@ -143,7 +141,7 @@ def test_equals_the_papers(way, shape, mask):
     slow_but([("cope_alibi", "causal"), ("strict", "any")], itertools.product(WAYS, (*MASKS, "any"))),
 )
 def test_several_blocks_and_chunks(way, mask, narrow):
-    check(way, inputs((2, 2, 1, 33, 70, 16)), ranges_of(mask, 2, 33, 70))
+    check(way, inputs((1, 2, 1, 33, 40, 16)), ranges_of(mask, 1, 33, 40))
 
 
 @pytest.mark.parametrize("way", slow_but(["strict"], WAYS))
@@ -185,66 +183,67 @@ def test_spent_sticks_are_not_read(narrow):
     assert all(one.isfinite().all() for one in (out, *gradients))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(["inclusive"], WAYS))
 def test_nothing_is_seen(way):
     ranges = torch.zeros(1, 1, 40, 2, dtype=torch.int32)
     for Q in (1, 20):
         tensors = inputs((1, 2, 1, Q, 20, 16))
-        out, remainder, *gradients = (
-            check(way, tensors, ranges[:, :, : Q + 20])
-            if way != "cope_alibi"
-            else (*attend(way, *tensors, ranges[:, :, : Q + 20]),)
-        )
+        out, second, *_ = check(way, tensors, ranges[:, :, : Q + 20])
         assert not out.any()
-        assert way == "cope_alibi" or (remainder == 1).all()
+        # The remainder, or a gradient.
+        assert (second == (0 if way == "cope_alibi" else 1)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    slow_but(
+        [("cope_alibi", torch.bfloat16), ("strict", torch.bfloat16), ("inclusive", torch.float16)],
+        itertools.product(WAYS, (torch.bfloat16, torch.float16)),
+    ),
+)
 def test_low_precision(way, dtype):
-    """The error of PyTorch's own operations in the same type is the yardstick."""
-    tensors = inputs((1, 4, 2, 33, 70, 32), dtype)
+    """Errors relative to float64 with the same numbers: one rounding of the weights, and one of the result."""
+    tensors = inputs((1, 2, 1, 33, 70, 32), dtype)
     used, outputs = (4, 1) if way == "cope_alibi" else (3, 2)
-    grads = [torch.randn(1, 4, 33, 32).to(dtype), torch.randn(1, 4, 33)][:outputs]
+    grads = [torch.randn(1, 2, 33, 32).to(dtype), torch.randn(1, 2, 33)][:outputs]
 
     def results(function, cast):
-        given = [cast(one).detach().requires_grad_() for one in tensors[:used]]
-        found = function(way, *given, *([None] if used == 3 else []), None)[:outputs]
-        return [*found, *torch.autograd.grad(found, given, [one.to(out.dtype) for one, out in zip(grads, found)])]
+        given = [cast(one).detach().requires_grad_() for one in tensors]
+        found = function(way, *given, None)[:outputs]
+        upstream = [one.to(out.dtype) for one, out in zip(grads, found)]
+        return [*found, *torch.autograd.grad(found, given[:used], upstream)]
 
-    exact = results(reference, torch.Tensor.double)
-    plain = results(reference, lambda one: one.to(dtype))
-    for name, ours, theirs, truth in zip(
-        "out remainder".split()[:outputs] + ["dq", "dk", "dv", "dm"], results(attend, lambda one: one), plain, exact
-    ):
-        error, allowed = ((one.double() - truth).norm() / truth.norm() for one in (ours, theirs))
-        print(f"{way} {dtype} {name} {error:.1e} {allowed:.1e}")
-        assert error <= 2 * allowed + torch.finfo(dtype).eps / 2, f"{name}: {error:.2g}, PyTorch: {allowed:.2g}"
+    exact, ours = results(reference, torch.Tensor.double), results(attend, torch.Tensor.clone)
+    errors = [((one.double() - truth).norm() / truth.norm()).item() for one, truth in zip(ours, exact, strict=True)]
+    assert max(errors) <= torch.finfo(dtype).eps, errors
 
 
-def test_deterministic(narrow):
-    shape = (1, 4, 2, 33, 40, 16)
-    for way in WAYS:
-        tensors = inputs(shape)
-        found = []
-        for _ in range(2):
-            torch.manual_seed(1)
-            found.append(check(way, tensors))
-        assert all(torch.equal(one, other) for one, other in zip(*found))
+@pytest.mark.parametrize("way", slow_but(["cope_alibi"], WAYS))
+def test_deterministic(way, narrow):
+    tensors = inputs((1, 2, 1, 17, 20, 16))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(check(way, tensors))
+    assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
-@pytest.mark.parametrize("splits", slow_but([3], [1, 3, 8]))
-@pytest.mark.parametrize("way", WAYS)
-def test_decoding_is_the_last_row(way, splits, monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "splits", "mask"),
+    slow_but(
+        [("cope_alibi", 3, "padding"), ("strict", 3, "causal")],
+        itertools.product(WAYS, (1, 3, 8), ("causal", "padding", "holes")),
+    ),
+)
+def test_decoding_is_the_last_row(way, splits, mask, monkeypatch):
     """Splits of the keys, more of them than blocks too."""
     monkeypatch.setattr(kernel_flash, "INTERPRETED_SPLITS", splits)
-    query, key, value, slopes = inputs((2, 4, 2, 21, 150, 16))
-    for ranges in (None, ranges_of("padding", 2, 21, 150)):
-        full = attend(way, query, key, value, slopes, ranges)
-        last = None if ranges is None else ranges[:, :, 20:]
-        step = attend(way, query[:, :, 20:], key, value, slopes, last)
-        for one, other in zip(step, full):
-            close(one, other[:, :, 20:])
+    query, key, value, slopes = inputs((2, 4, 2, 3, 150, 16))
+    ranges = ranges_of(mask, 2, 3, 150)
+    full = attend(way, query, key, value, slopes, ranges)
+    step = attend(way, query[:, :, 2:], key, value, slopes, None if ranges is None else ranges[:, :, 2:])
+    for one, other in zip(step, full):
+        close(one, other[:, :, 2:])
 
 
 def test_operators():
