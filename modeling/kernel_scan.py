@@ -38,7 +38,10 @@ import torch
 
 from .kernel_flash import (
     _decode_splits,
+    apply_dropout,
     check_inputs,
+    dropout_arguments,
+    dropout_seed,
     load,
     pointer,
     row_limits,
@@ -148,7 +151,7 @@ def _content_gradient(grad_logits, rise, seen, left, slope, newer):
 
 @triton.jit(do_not_specialize=["H", "groups", "row_count", "Q", "K", "own", "splits"])
 def _scan_forward(
-    query, key, value, out, lse, sums, ranges, slopes, scaling, H, groups, row_count, Q, K, own, splits,
+    query, key, value, out, lse, sums, ranges, slopes, dropout, scaling, H, groups, row_count, Q, K, own, splits,
     SHARED: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +173,10 @@ def _scan_forward(
     inside = rows < row_count
     if ranges is not None:
         ranges += b * (Q + K) * 2
-    low, high = _limits(ranges, rows * 0 if SHARED else rows, inside, Q, K, own)
+    # The row and the head of each row of the tile.
+    of_row = rows * 0 if SHARED else rows
+    of_head = member * row_count + rows if SHARED else member + rows * 0
+    low, high = _limits(ranges, of_row, inside, Q, K, own)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + (h * row_count + rows if SHARED else h + rows * 0), mask=inside, other=0.0)
@@ -193,14 +199,20 @@ def _scan_forward(
     pending = 1
     while (begin >= start) & (pending > 0):
         for back in range(0, tl.minimum(begin - start + BLOCK_N, stretch), BLOCK_N):
-            k = load(keys, key.row, begin - back, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-            v = load(values, value.row, begin - back, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-            seen = seen_keys(ranges, low, high, begin - back, Q, K, BLOCK_N)
+            this = begin - back
+            columns = this + tl.arange(0, BLOCK_N)[None, :]
+            k = load(keys, key.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            v = load(values, value.row, this, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            seen = seen_keys(ranges, low, high, this, Q, K, BLOCK_N)
             logits, _, _, added = _scan(q, k, seen, before, slope, newer, scale, PRECISION)
             if slopes is None:
-                acc = dot(tl.exp2(tl.where(seen, logits, MASKED)).to(v.dtype), v, acc, PRECISION)
+                weights = tl.exp2(tl.where(seen, logits, MASKED))
+                kept = apply_dropout(weights, dropout, of_head[:, None], of_row[:, None], columns)
+                acc = dot(kept.to(v.dtype), v, acc, PRECISION)
             else:
-                acc, total, top = softmax_step(acc, total, top, logits, seen, v, PRECISION)
+                acc, total, top = softmax_step(
+                    acc, total, top, logits, seen, v, dropout, of_head[:, None], of_row[:, None], columns, PRECISION
+                )
             before += added
         begin -= stretch
         if slopes is None:
@@ -220,8 +232,8 @@ def _scan_forward(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "own", "first_row", "blocks"])
 def _scan_rows(
-    grad, query, key, value, ranges, slopes, lse, delta, grad_left, grad_query, slope_sums, starts, ends, carried_sum,
-    carried_left, scaling, H, groups, Q, K, own, first_row, chunk_rows, blocks,
+    grad, query, key, value, ranges, slopes, dropout, lse, delta, grad_left, grad_query, slope_sums, starts, ends,
+    carried_sum, carried_left, scaling, H, groups, Q, K, own, first_row, chunk_rows, blocks,
     D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of rows of the chunk, and what `_scan_columns` needs.
@@ -260,13 +272,17 @@ def _scan_rows(
     last = tl.max(tl.where(sees, high, 0))
     stretch = SEVERAL * BLOCK_N if slopes is None else last + BLOCK_N
     row_delta = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for walk in tl.static_range(0, 2):
         begin = oldest + (tl.cdiv(tl.maximum(last - oldest, 0), BLOCK_N) - 1) * BLOCK_N
         before = tl.zeros([BLOCK_M], tl.float32)
         left = tl.zeros([BLOCK_M], tl.float32)
-        if slopes is None:
+        if slopes is not None:
+            # The weights sum to 1 but for rounding.
+            row_delta = row_delta / tl.where(total == 0, 1.0, total)
+        else:
             left = row_delta
             if grad_left is not None:
                 left += tl.load(grad_left + member * Q + rows, mask=inside, other=0.0)
@@ -280,8 +296,11 @@ def _scan_rows(
                 weights, grad_weights, sums, rise, added = _weights(
                     q, k, v, do, seen, before, slope, row_lse, newer, scale, PRECISION
                 )
+                columns = this + tl.arange(0, BLOCK_N)[None, :]
+                grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
                 if walk == 0:
                     row_delta += tl.sum(weights * grad_weights, 1)
+                    total += tl.sum(weights, 1)
                 else:
                     tl.store(carried_sum + carry + this // BLOCK_N * chunk_rows, before, mask=inside)
                     tl.store(carried_left + carry + this // BLOCK_N * chunk_rows, left, mask=inside)
@@ -309,7 +328,7 @@ def _scan_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "own", "first_row"])
 def _scan_columns(
-    grad, query, key, value, ranges, slopes, lse, delta, starts, ends, carried_sum, carried_left, grad_key,
+    grad, query, key, value, ranges, slopes, dropout, lse, delta, starts, ends, carried_sum, carried_left, grad_key,
     grad_value, scaling, G, groups, Q, K, own, first_row, chunk_rows,
     D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -376,10 +395,13 @@ def _scan_columns(
             row_lse = tl.load(lse + of_head * Q + rows, mask=inside, other=0.0) * LOG2_E
             row_delta = tl.load(delta + of_head * Q + rows, mask=inside, other=0.0)
         weights, grad_weights, _, rise, _ = _weights(q, k, v, do, seen, before, slope, row_lse, newer, scale, PRECISION)
+        columns = begin + tl.arange(0, BLOCK_N)[None, :]
+        kept = apply_dropout(weights, dropout, of_head, rows[:, None], columns)
+        grad_weights = apply_dropout(grad_weights, dropout, of_head, rows[:, None], columns)
         if slopes is not None:
             grad_weights -= row_delta[:, None]
         grad_content = _content_gradient(weights * grad_weights, rise, seen, left, slope, newer)
-        dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
+        dv = dot(tl.trans(kept.to(do.dtype)), do, dv, PRECISION)
         dk = dot(tl.trans(grad_content.to(q.dtype)), q, dk, PRECISION)
     if last_block > 0:
         to = member * K * D
@@ -419,8 +441,10 @@ def _forward(
     value: torch.Tensor,
     slopes: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     scaling: float,
     own: int,
+    dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, and float32 (B, H, Q): the remainder, or with slopes the log-sum-exp of the logits."""
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
@@ -438,10 +462,11 @@ def _forward(
         _scan_forward,
         lambda tiles: (splits * triton.cdiv(rows, tiles.rows) * B * members,),
         forward_tiles,
-        (D, query.dtype, slopes is None, ranges is None, rows if shared else 0),
+        (D, query.dtype, slopes is None, ranges is None, seed is None, rows if shared else 0),
         (
             *map(heads, (query, key, value)),
             *(out, lse if slopes is not None else None, sums if slopes is None or shared else None, ranges, slopes),
+            dropout_arguments(seed, dropout),
             *(scaling, members, 1 if shared else H // G, rows, Q, K, own, splits),
         ),
         {**_constants(query), "SHARED": shared},
@@ -463,7 +488,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, slopes, ranges, scaling, own):
+def _(query, key, value, slopes, ranges, seed, scaling, own, dropout):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -484,9 +509,11 @@ def _backward(
     value: torch.Tensor,
     slopes: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    seed: torch.Tensor | None,
     rest: torch.Tensor,
     scaling: float,
     own: int,
+    dropout: float,
 ) -> list[torch.Tensor]:
     """Returns the gradients of query, key, value, and of the slopes if there are some."""
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
@@ -503,8 +530,11 @@ def _backward(
     slope_sums, delta = (None, None) if slopes is None else (empty(B, H, blocks), empty(B, H, Q))
     visited = [empty(B, H, chunk // rows, dtype=torch.int32) for _ in range(2)]
     carries = [empty(B, H, triton.cdiv(K, columns), chunk) for _ in range(2)]
-    inputs = (*map(heads, (grad, query, key, value)), ranges, slopes, None if slopes is None else rest, delta)
-    tune = (D, query.dtype, slopes is None, ranges is None, grad_left is None)
+    inputs = (
+        *(*map(heads, (grad, query, key, value)), ranges, slopes, dropout_arguments(seed, dropout)),
+        *(None if slopes is None else rest, delta),
+    )
+    tune = (D, query.dtype, slopes is None, ranges is None, seed is None, grad_left is None)
     for first in range(0, Q, chunk):
         end = min(first + chunk, Q)
         launch(
@@ -533,12 +563,12 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, grad_rest, query, key, value, slopes, ranges, rest, scaling, own):
+def _(grad, grad_rest, query, key, value, slopes, ranges, seed, rest, scaling, own, dropout):
     return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, slopes) if tensor is not None]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scaling, ctx.own = inputs
+    *tensors, ctx.scaling, ctx.own, ctx.dropout = inputs
     if tensors[3] is not None:
         ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -549,10 +579,10 @@ def _differentiate(ctx: Any, grad: torch.Tensor | None, grad_rest: torch.Tensor 
     # Read once: activation checkpointing allows no second time.
     saved = ctx.saved_tensors
     if grad is None and grad_rest is None:
-        return (None,) * 7
+        return (None,) * 9
     grad = torch.zeros_like(saved[0]) if grad is None else grad
-    results = _backward(grad, grad_rest, *saved, ctx.scaling, ctx.own)
-    return (*results, *([None] if saved[3] is None else []), None, None, None)
+    results = _backward(grad, grad_rest, *saved, ctx.scaling, ctx.own, ctx.dropout)
+    return (*results, *([None] if saved[3] is None else []), *[None] * 5)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -581,6 +611,7 @@ def cope_alibi_attention(
     *,
     ranges: torch.Tensor | None = None,
     scaling: float,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention with contextual positions as distances (CoPE_ALiBi, Golovneva et al. 2024, Eq. 10).
 
@@ -595,18 +626,20 @@ def cope_alibi_attention(
         ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys. Keys that are not seen are not counted.
         scaling: the factor on q.k, positive.
+        dropout: the probability that a weight is dropped.
 
     Returns:
         (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
 
     Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
+        ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     _check(query, key, value, scaling, ranges)
     if slopes.shape != query.shape[1:2]:
         raise ValueError(f"slopes={tuple(slopes.shape)!r} is not valid: it must be {(query.shape[1],)!r}.")
     ranges = None if ranges is None else ranges.contiguous()
-    return _forward(query, key, value, slopes.float().contiguous(), ranges, scaling, 0)[0]
+    slopes, seed = slopes.float().contiguous(), dropout_seed(query, dropout)
+    return _forward(query, key, value, slopes, ranges, seed, scaling, 0, dropout)[0]
 
 
 def stick_attention(
@@ -617,6 +650,7 @@ def stick_attention(
     ranges: torch.Tensor | None = None,
     scaling: float,
     inclusive: bool = False,
+    dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stick-breaking attention (Tan et al. 2024, 2410.17980), which reads keys only until the sticks are spent.
 
@@ -628,9 +662,10 @@ def stick_attention(
         inclusive: rows see their own key, the last of what they see, as well.
 
     Returns:
-        (B, H, Q, D) in the type of the query, and the remainder 1 - sum_j A_ij, float32 (B, H, Q). Rows that see
-        nothing give 0, and a remainder of 1.
+        (B, H, Q, D) in the type of the query, and the remainder 1 - sum_j A_ij, of all weights, float32 (B, H, Q).
+        Rows that see nothing give 0, and a remainder of 1.
     """
     _check(query, key, value, scaling, ranges)
     ranges = None if ranges is None else ranges.contiguous()
-    return _forward(query, key, value, None, ranges, scaling, 0 if inclusive else 1)
+    seed = dropout_seed(query, dropout)
+    return _forward(query, key, value, None, ranges, seed, scaling, 0 if inclusive else 1, dropout)

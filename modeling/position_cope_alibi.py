@@ -145,8 +145,9 @@ class CoPEALiBi(PositionEncoding):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
+        dropout: float,
     ) -> torch.Tensor:
         from .kernel_scan import cope_alibi_attention
 
         slopes = self._slopes(context)[: query.shape[1]]
-        return cope_alibi_attention(query, key, value, slopes, ranges=ranges, scaling=scaling)
+        return cope_alibi_attention(query, key, value, slopes, ranges=ranges, scaling=scaling, dropout=dropout)

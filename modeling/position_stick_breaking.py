@@ -434,11 +434,12 @@ class StickBreaking(PositionEncoding):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
+        dropout: float,
     ) -> torch.Tensor:
         from .kernel_scan import stick_attention
 
-        inclusive = self.parameters_.inclusive
-        output, remainder = stick_attention(query, key, value, ranges=ranges, scaling=scaling, inclusive=inclusive)
+        options = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
+        output, remainder = stick_attention(query, key, value, inclusive=self.parameters_.inclusive, **options)
         return self._add_remainder(output, remainder, context)
 
     def _add_remainder(self, output: torch.Tensor, remainder: torch.Tensor, context: PositionContext) -> torch.Tensor:

@@ -272,14 +272,16 @@ def _cope_alibi_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]
 
     inputs, ranges = _inputs(dtype, D, rows, flags)
     inputs.append(torch.empty(16))
-    return lambda: _run(lambda: cope_alibi_attention(*inputs, ranges=ranges, scaling=0.125), inputs, rows > 1)
+    options: dict[str, Any] = {"ranges": ranges, "scaling": 0.125, "dropout": 0.1 if "dropout" in flags else 0.0}
+    return lambda: _run(lambda: cope_alibi_attention(*inputs, **options), inputs, rows > 1)
 
 
 def _stick_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
     from whatwhere.kernel_scan import stick_attention
 
     inputs, ranges = _inputs(dtype, D, rows, flags)
-    return lambda: _run(lambda: stick_attention(*inputs, ranges=ranges, scaling=0.125)[0], inputs, rows > 1)
+    options: dict[str, Any] = {"ranges": ranges, "scaling": 0.125, "dropout": 0.1 if "dropout" in flags else 0.0}
+    return lambda: _run(lambda: stick_attention(*inputs, **options)[0], inputs, rows > 1)
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
