@@ -438,7 +438,7 @@ class StickBreaking(PositionEncoding):
     ) -> torch.Tensor:
         from .kernel_scan import stick_attention
 
-        options = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
+        options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
         output, remainder = stick_attention(query, key, value, inclusive=self.parameters_.inclusive, **options)
         return self._add_remainder(output, remainder, context)
 

@@ -27,7 +27,7 @@ FLASH = {"forward_kernel", "row_products_kernel", "backward_rows_kernel", "backw
 COPE = FLASH | {"_position_values", "_window_forward", "_window_rows", "_window_columns"}
 POPE = FLASH | {"turn_kernel"}
 DECODING = {"decode_kernel", "combine_kernel"}
-SCAN = {"_scan_forward", "_scan_rows", "_scan_columns", "row_products_kernel"}
+SCAN = {"_scan_forward", "_scan_rows", "_scan_columns"}
 
 # (B, H, G, Q, K, D): head dims that are a power of two and not, grouped heads, more keys than rows, one row.
 SHAPES = {
