@@ -54,6 +54,7 @@ from .kernel_flash import (
     pointer,
     row_limits,
     row_products,
+    running_sums,
     seen_keys,
     softmax_step,
     store,
@@ -135,17 +136,6 @@ def _running_counts(counts, triangle):
     upper = dot((counts >> 11).to(tl.float16), triangle, None, "ieee")
     lower = dot((counts & 2047).to(tl.float16), triangle, None, "ieee")
     return (upper.to(tl.int32) << 11) + lower.to(tl.int32)
-
-
-@triton.jit
-def _running_sums(terms, triangle):
-    """Sums of float32 terms along a row: in float32 with such a triangle, with 16 bits of each term with bfloat16."""
-    if triangle.dtype == tl.float32:
-        return dot(terms, triangle, None, "ieee")
-    else:
-        leading = terms.to(tl.bfloat16)
-        rest = (terms - leading.to(tl.float32)).to(tl.bfloat16)
-        return dot(rest, triangle, dot(leading, triangle, None, "ieee"), "ieee")
 
 
 @triton.jit
@@ -348,7 +338,7 @@ def _window_gradients(
     grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
     grad_logits = weights * (grad_weights - row_delta[:, None])
     grad_position = grad_logits * step
-    grad_gates = slope[:, None] + _running_sums(grad_position, older)
+    grad_gates = slope[:, None] + running_sums(grad_position, older)
     grad_gates = tl.where(counted, grad_gates * gates * (1.0 - gates), 0.0)
     kept = apply_dropout(weights, dropout, member, rows[:, None], columns[None, :])
     return kept, grad_logits, grad_gates, grad_position, counts, after, level, fraction
@@ -448,8 +438,8 @@ def _window_rows(
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
         leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
         part = dlogits * fraction
-        sums = sum_before[:, None] + _running_sums(dlogits, older)
-        fractions = fraction_before[:, None] + _running_sums(part, older)
+        sums = sum_before[:, None] + running_sums(dlogits, older)
+        fractions = fraction_before[:, None] + running_sums(part, older)
         tl.store(levels + here[:, None] * P + level, _pack(sums, fractions), mask=leaving)
         sum_before += tl.sum(dlogits, 1)
         fraction_before += tl.sum(part, 1)

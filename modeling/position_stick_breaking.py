@@ -430,10 +430,30 @@ class StickBreaking(PositionEncoding):
             dropout=dropout,
             direct=None if implementation == "blockwise" else True,
         )
+        return self._add_remainder(output, remainder, context), weights
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        ranges: torch.Tensor | None,
+        scaling: float,
+        dropout: float,
+    ) -> torch.Tensor:
+        from .kernel_scan import stick_attention
+
+        options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
+        output, remainder = stick_attention(query, key, value, inclusive=self.parameters_.inclusive, **options)
+        return self._add_remainder(output, remainder, context)
+
+    def _add_remainder(self, output: torch.Tensor, remainder: torch.Tensor, context: PositionContext) -> torch.Tensor:
+        """Returns outputs (B, H, Q, D) with what the remainder (B, H, Q) is multiplied with."""
         if self.parameters_.remainder == "none":
-            return output, weights
-        heads = query.shape[1]
-        dtype = output.dtype
+            return output
+        heads, dtype = output.shape[1], output.dtype
         output = output.to(remainder.dtype)
         if self.head_bias is not None and self.norm is not None:
             first = context.head_offset
@@ -441,4 +461,4 @@ class StickBreaking(PositionEncoding):
         else:
             own = context.new_value
             output = output + remainder[..., None] * own.repeat_interleave(heads // own.shape[1], dim=1)
-        return output.to(dtype), weights
+        return output.to(dtype)

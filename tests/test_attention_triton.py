@@ -34,7 +34,7 @@ ENCODINGS = {
     "pope": ("pope", {}),
     "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),
 }
-WITH_KERNELS = ("alibi", "cope", "cope+rope", "fox", "fox+rope", "pope")
+WITH_KERNELS = ("alibi", "cope", "cope+rope", "cope_alibi", "fox", "fox+rope", "pope", "stick_breaking")
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 # CoPE with other gates, and not in every layer.
 GATES = {

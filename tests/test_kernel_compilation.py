@@ -57,6 +57,7 @@ def test_every_kernel_compiles_and_fits(tmp_path, targets, only):
     kernels = {variant.split()[0] for _, variant in fitting}
     assert kernels >= {"forward", "backward_rows", "backward_columns", "row_products", "decode", "combine"}
     assert kernels >= {"position_values", "window_forward", "window_rows", "window_columns"}
+    assert kernels >= {"scan_forward", "scan_rows", "scan_columns"}
     for result in found:
         if result.fits:
             assert result.shared <= TARGETS[result.target].shared

@@ -13,11 +13,12 @@ import triton.language as tl
 
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import ranges_of, slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope, kernel_scan
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
+from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
 from whatwhere.scripts.compile_kernels import variants
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
@@ -26,6 +27,7 @@ FLASH = {"forward_kernel", "row_products_kernel", "backward_rows_kernel", "backw
 COPE = FLASH | {"_position_values", "_window_forward", "_window_rows", "_window_columns"}
 POPE = FLASH | {"turn_kernel"}
 DECODING = {"decode_kernel", "combine_kernel"}
+SCAN = {"_scan_forward", "_scan_rows", "_scan_columns"}
 
 # (B, H, G, Q, K, D): head dims that are a power of two and not, grouped heads, more keys than rows, one row.
 SHAPES = {
@@ -242,9 +244,38 @@ def test_cope_with_its_own_tiles(dtype, mask, little_scratch):
     search_cope((1, 4, 2, 100, 150, 20), mask, "own", 0.0, dtype)
 
 
+# CoPE_ALiBi and stick-breaking attention.
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask", "softmax"),
+    slow_but(
+        [("small", "padding", True), ("grouped", "packed", False), ("one-row", "causal", True)],
+        [
+            *((shape, mask, softmax) for shape, mask in PAIRS for softmax in (True, False)),
+            *(("small", mask, softmax) for mask in MASKS for softmax in (True, False)),
+        ],
+    ),
+)
+def test_scan(shape, mask, softmax, monkeypatch):
+    """With a softmax or by stick-breaking; several blocks of rows and keys, and a chunk for each block of rows."""
+    monkeypatch.setattr(kernel_scan, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_scan, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_scan, "_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
+    ranges = mask_of(mask, SHAPES[shape])
+
+    def attend(query, key, value, slopes):
+        if softmax:
+            return cope_alibi_attention(query, key, value, slopes, ranges=ranges, scaling=0.3)
+        out, remainder = stick_attention(query, key, value, ranges=ranges, scaling=2.0)
+        return out + remainder[..., None]
+
+    search(attend, (*inputs(SHAPES[shape]), torch.randn(SHAPES[shape][1]) if softmax else None), SCAN)
+
+
 def test_all_kernels_are_searched():
     launched = {entry[0].fn.__name__ for entries in variants().values() for entry in entries}
-    assert launched == COPE | POPE | DECODING
+    assert launched == COPE | POPE | DECODING | SCAN
 
 
 # Planted defects, and what is right beside them.

@@ -310,5 +310,5 @@ def test_refusals(fields, message):
 
 def test_refuses_stock_implementations():
     config = tiny_config("llama", "stick_breaking")
-    with pytest.raises(ValueError, match=r"sdpa.*Allowed: 'blockwise', 'eager'"):
+    with pytest.raises(ValueError, match=r"sdpa.*Allowed: 'auto', 'triton', 'blockwise', 'eager'"):
         whatwhere.WhatWhereLlamaForCausalLM._from_config(config, attn_implementation="sdpa")

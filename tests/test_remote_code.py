@@ -207,7 +207,7 @@ NEEDED = {
     "alibi": {"attention_blockwise", "position_alibi", "kernel_plain", *KERNELS},
     "cope": {"attention_blockwise", "position_cope", "kernel_cope", *KERNELS},
     "pope": {"position_pope", "kernel_pope", *KERNELS},
-    "stick_breaking": {"attention_blockwise", "position_stick_breaking"},
+    "stick_breaking": {"attention_blockwise", "position_stick_breaking", "kernel_scan", *KERNELS},
     "fox+rope": {"attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *KERNELS},
     "token_gated_cope": {"attention_autograd", "attention_blockwise", "position_token_gated_cope"},
     "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_plain", *KERNELS},

@@ -16,14 +16,20 @@ PYTHON_NAME = NAME.replace("-", "_")
 # The Hub's convention: 0 for kernels that are not recommended for production.
 VERSION = 0
 LICENSE = "Apache-2.0"
-FUNCTIONS = {"cope_attention": "kernel_cope", "plain_attention": "kernel_plain", "pope_attention": "kernel_pope"}
+FUNCTIONS = {
+    "cope_alibi_attention": "kernel_scan",
+    "cope_attention": "kernel_cope",
+    "plain_attention": "kernel_plain",
+    "pope_attention": "kernel_pope",
+    "stick_attention": "kernel_scan",
+}
 BACKENDS = ("cuda", "rocm")
 # On a CPU, Triton's interpreter runs the kernels: for tests.
 BUILDS = ("cpu", *BACKENDS)
 
 DESCRIPTION = """Write the Triton kernels as a project for Hugging Face's `kernel-builder`, which builds and uploads it.
 
-Others then call cope_attention, pope_attention and plain_attention without this package. --build also writes what
+Others then call its functions, such as cope_attention, without this package. --build also writes what
 kernel-builder would build: `kernels.get_local_kernel` loads it. A CPU also needs TRITON_INTERPRET=1."""
 
 BUILD_TOML = """[general]
@@ -61,8 +67,10 @@ license: {license_id}
 Causal attention in Triton: forward, backward and decoding, in memory linear in the length.
 
 - `cope_attention`: contextual positions (CoPE, [2405.18719](https://arxiv.org/abs/2405.18719))
+- `cope_alibi_attention`: CoPE's count as a bias (CoPE_ALiBi, the same paper)
 - `pope_attention`: polar coordinate positions (PoPE, [2509.10534](https://arxiv.org/abs/2509.10534))
 - `plain_attention`: softmax attention, optionally with a decay (ALiBi, FoX)
+- `stick_attention`: stick-breaking attention ([2410.17980](https://arxiv.org/abs/2410.17980))
 
 ```python
 import torch
@@ -83,7 +91,7 @@ Tested in Triton's interpreter, and compiled for GPUs, but not yet run on one.
 Licence: [{license}](https://www.apache.org/licenses/LICENSE-2.0).
 """
 
-INIT = '''"""CoPE, PoPE and plain causal attention in Triton."""
+INIT = '''"""CoPE, PoPE, stick-breaking and plain causal attention in Triton."""
 
 {imports}
 
