@@ -4,7 +4,8 @@ The kernels are those of `kernel_flash`; these are their operators.
 
 For what is supported see `kernel_flash`; gradients of gradients are not supported.
 
-Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim.
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D channels of queries and keys, V channels of
+values.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ def _forward(
 
 @_forward.register_fake
 def _(query, key, value, row_decay, key_decay, ranges, seed, scaling, dropout):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_backward", mutates_args=())
@@ -100,7 +101,7 @@ def _decode(
 
 @_decode.register_fake
 def _(query, key, value, row_decay, key_decay, ranges, scaling):
-    return query.new_empty(query.shape)
+    return query.new_empty(*query.shape[:3], value.shape[3])
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -144,7 +145,7 @@ def plain_attention(
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
-        key, value: (B, G, K, D), the same type, H a multiple of G, K at least Q.
+        key, value: (B, G, K, D) and (B, G, K, V), the same type, H a multiple of G, K at least Q, V <= D <= 2 V.
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32; c_i - c_j, or 0
             if that is positive, is added to the logit of row i and key j. Keys' numbers that require a gradient have
             the batch size B.
@@ -154,7 +155,7 @@ def plain_attention(
         dropout: the probability that a weight is dropped.
 
     Returns:
-        (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
+        (B, H, Q, V) in the type of the query; 0 in rows that see nothing.
 
     Raises:
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].

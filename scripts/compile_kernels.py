@@ -198,7 +198,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             if len(of_pope) == len(flags):
                 yield f"pope {what}{'+'.join(of_pope) or 'causal'}", _pope_call(dtype, D, rows, flags)
             if len(of_pope) == len(of_cope) == len(flags):
-                for more in ([], ["decay"]):
+                for more in ([], ["decay"], ["wide keys"]):
                     flags_of_plain = [*flags, *more]
                     name = f"plain {what}{'+'.join(flags_of_plain) or 'causal'}"
                     yield name, _plain_call(dtype, D, rows, flags_of_plain)
@@ -207,7 +207,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
 def _inputs(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> tuple[list[torch.Tensor], Any]:
     """Returns query, key, value, and ranges or None."""
     heads = 4 if "grouped heads" in flags else 16
-    shapes = ((1, 16, rows, D), (1, heads, 1024, D), (1, heads, 1024, D))
+    width = 2 * D if "wide keys" in flags else D
+    shapes = ((1, 16, rows, width), (1, heads, 1024, width), (1, heads, 1024, D))
     ranges = torch.empty(1, 1, rows + 1024, 2, dtype=torch.int32) if "ranges" in flags else None
     return [torch.empty(shape, dtype=dtype) for shape in shapes], ranges
 

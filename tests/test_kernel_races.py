@@ -96,7 +96,10 @@ def search_plain(shape, mask, decay, dtype=torch.float32):
         pair = {"none": None, "one": (of_rows, numbers), "each": (of_rows, of_keys)}[decay]
         return plain_attention(query, key, value, decay=pair, ranges=ranges, scaling=0.3)
 
-    tensors = (*inputs(shape, dtype), numbers if decay == "each" else None)
+    query, key, value = inputs(shape, dtype)
+    # With the decay of each entry, keys are wider than values.
+    value = value[..., 3:] if decay == "each" else value
+    tensors = (query, key, value, numbers if decay == "each" else None)
     search(attend, tensors, DECODING if Q == 1 else FLASH)
 
 

@@ -209,7 +209,10 @@ NEEDED = {
     "pope": {"position_pope", "kernel_pope", *KERNELS},
     "stick_breaking": {"attention_blockwise", "position_stick_breaking"},
     "fox+rope": {"attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *KERNELS},
-    "token_gated_cope": {"attention_autograd", "attention_blockwise", "position_token_gated_cope"},
+    "token_gated_cope": {
+        *("attention_autograd", "attention_blockwise", "position_token_gated_cope", "kernel_plain"),
+        *KERNELS,
+    },
     "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_plain", *KERNELS},
     "rope,none": {"position_rope", "position_none"},
     "pope,alibi": {
