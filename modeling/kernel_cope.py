@@ -43,7 +43,11 @@ import torch
 
 from .kernel_flash import (
     apply_dropout,
+    check_decay,
     check_inputs,
+    decay_argument,
+    decay_bias,
+    decay_pairs,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
@@ -51,6 +55,7 @@ from .kernel_flash import (
     flash_decode,
     flash_forward,
     load,
+    load_pair,
     pointer,
     row_limits,
     row_products,
@@ -229,6 +234,7 @@ def _window_forward(
     value,
     values,
     ranges,
+    decay,
     window,
     dropout,
     scaling,
@@ -249,7 +255,10 @@ def _window_forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees."""
+    """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
+
+    With SHARED each row is a head, with its own decay.
+    """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, row_count - first_row), BLOCK_M)
     row_block = tl.program_id(0) % row_blocks
     member = (tl.program_id(0) // row_blocks).to(tl.int64)
@@ -268,6 +277,14 @@ def _window_forward(
     v_rows = pointer(value, b, h // groups)
     z = values + (member * chunk_rows + local) * P
     last = (P - 1) << BITS
+    if decay is not None:
+        row_decay = decay.rows + b * decay.batch_rows + h * row_count * 2
+        row_high, row_rest = load_pair(row_decay, rows[:, None], inside[:, None], MASKED)
+        key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+        key_row = rows * 0
+        if SHARED:
+            key_decay += h * (row_count - 1) * K * 2
+            key_row = rows * K
 
     sees = high > low
     bottom = tl.min(tl.where(sees, low, K))
@@ -298,8 +315,11 @@ def _window_forward(
         position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
         _, fraction, below, step = _interpolate(z, position, seen, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
-        v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
+        if decay is not None:
+            known = inside[:, None] & (columns < K)
+            logits += decay_bias(row_high, row_rest, key_decay, key_row[:, None] + columns, known)
+        v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         acc, weight, top = softmax_step(
             acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
         )
@@ -324,11 +344,22 @@ def _window_forward(
 
 
 @triton.jit
+def _decay_tile(decay, b, h, rows, columns, Q, K):
+    """`Decay` of some rows and keys of a head, (rows, columns), to base e."""
+    row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
+    row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
+    key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+    return decay_bias(row_high, row_rest, key_decay, columns[None, :], columns[None, :] < K) * LN_2
+
+
+@triton.jit
 def _window_gradients(
-    q, k, gk, v, grad, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+    q, k, gk, v, grad, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
     dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
+
+    `added`: (BLOCK_M, BLOCK_N), added to the logits but not to the gates, or None.
 
     Returns the weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the
     keys right of each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
@@ -343,6 +374,8 @@ def _window_gradients(
     after = count[:, None] - _running_counts(counts, older_counts)
     position = tl.minimum(tl.maximum(after + counts, 0), last)
     level, fraction, below, step = _interpolate(z, position, seen, BITS)
+    if added is not None:
+        logits += added
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
     grad_weights = dot(grad, tl.trans(v), None, PRECISION)
     grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
@@ -363,6 +396,7 @@ def _window_rows(
     value,
     values,
     ranges,
+    decay,
     window,
     delta,
     dropout,
@@ -435,9 +469,12 @@ def _window_rows(
         gk = None
         if gate_key is not None:
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        added = None
+        if decay is not None:
+            added = _decay_tile(decay, b, h, rows, columns, Q, K)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
-            q, k, gk, v, do, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+            q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
             dropout, member, rows, columns, scaling, P, BITS, PRECISION,
         )  # fmt: skip
         if gate_key is not None:
@@ -471,6 +508,7 @@ def _window_columns(
     value,
     values,
     ranges,
+    decay,
     window,
     delta,
     dropout,
@@ -553,10 +591,13 @@ def _window_columns(
                 carry = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
                 count = tl.load(carried_count + carry, mask=inside, other=0)
                 slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
+                added = None
+                if decay is not None:
+                    added = _decay_tile(decay, b, h, rows, columns, Q, K)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
-                    q, k, gk, v, do, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+                    q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
                     dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
@@ -615,6 +656,7 @@ class _Pass:
         position_scale: float,
         seed: torch.Tensor | None = None,
         dropout: float = 0.0,
+        decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
@@ -622,6 +664,7 @@ class _Pass:
         self.own_position_query = position_query is not None
         self.table = table.contiguous()
         self.ranges = ranges.contiguous() if ranges is not None else None
+        self.decay = decay_argument(decay)
         self.scaling, self.position_scale = scaling, position_scale
         self.dropout = dropout_arguments(seed, dropout)
         self.B, self.H, self.Q, self.D = query.shape
@@ -639,7 +682,7 @@ class _Pass:
         }
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         self.bits = {"BITS": min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length())}
-        self.tune = (self.D, query.dtype, ranges is not None, gate_key is not None, seed is not None)
+        self.tune = (self.D, query.dtype, *(one is not None for one in (ranges, gate_key, decay, seed)))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -695,7 +738,7 @@ class _Pass:
                 [Tiles(rows, 32)] if shared_rows else self.forward_tiles,
                 (*self.tune, rows, shared_rows),
                 (
-                    *(*self.matrices, values, self.ranges, window, self.dropout, self.scaling),
+                    *(*self.matrices, values, self.ranges, self.decay, window, self.dropout, self.scaling),
                     *(H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, **self.bits, "SHARED": shared_rows},
@@ -747,7 +790,7 @@ class _Pass:
         shape = (B, self.G, K, D)
         grad_key, grad_value = (torch.zeros(shape, dtype=torch.float32, device=self.query.device) for _ in range(2))
         grad_gate_key = torch.zeros_like(grad_key) if self.gate_key is not None else None
-        inputs = (heads(grad), *self.matrices, values, self.ranges, window, delta, self.dropout)
+        inputs = (heads(grad), *self.matrices, values, self.ranges, self.decay, window, delta, self.dropout)
         for first in range(0, Q, chunk):
             self.position_values(first, values)
             levels.zero_()
@@ -796,14 +839,17 @@ def _forward(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
     seed: torch.Tensor | None,
     scaling: float,
     position_scale: float,
     dropout: float,
 ) -> list[torch.Tensor]:
+    decay = decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay)
     window = attention.window_forward()
     out, lse = flash_forward(
         attention.query,
@@ -812,6 +858,7 @@ def _forward(
         scaling=scaling,
         ranges=ranges,
         dropout=attention.dropout,
+        decay=decay,
         bound=(window.start, WINDOW_ROWS),
         constant=window.constant,
         initial=(window.out, window.lse),
@@ -820,7 +867,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, table, gate_key, position_query, ranges, seed, scaling, position_scale, dropout):
+def _(query, *arguments):
     B, H, Q, D = query.shape
     per_row, per_block = query.new_empty((B, H, Q), dtype=torch.float32), (B, H, -(-Q // WINDOW_ROWS))
     return [
@@ -843,6 +890,8 @@ def _backward(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
     seed: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
@@ -850,8 +899,9 @@ def _backward(
     position_scale: float,
     dropout: float,
 ) -> list[torch.Tensor]:
+    decay = decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay)
     window = Window(*saved)
     delta = row_products(grad, window.out)
     grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query = attention.window_backward(
@@ -860,7 +910,7 @@ def _backward(
     # A constant added to the logits of a row shifts their log-sum-exp.
     plain = (grad, attention.query, attention.key, attention.value, window.lse - window.constant, delta)
     options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "dropout": attention.dropout}
-    options["bound"] = (window.start, WINDOW_ROWS)
+    options |= {"decay": decay, "bound": (window.start, WINDOW_ROWS)}
     grad_query = flash_backward_rows(*plain, **options, initial=grad_query)
     *columns, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
     results = [grad_query, *columns, grad_table.to(table.dtype)]
@@ -870,9 +920,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad, query, key, value, table, gate_key, position_query, ranges, seed, saved, *settings):
-    inputs = (query, key, value, table, gate_key, position_query)
-    return [tensor.new_empty(tensor.shape) for tensor in inputs if tensor is not None]
+def _(grad, *arguments):
+    return [tensor.new_empty(tensor.shape) for tensor in arguments[:6] if tensor is not None]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cope_decode", mutates_args=())
@@ -883,6 +932,8 @@ def _decode(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
     scaling: float,
     position_scale: float,
@@ -893,7 +944,9 @@ def _decode(
     rows = query.reshape(B, G, H // G, D)
     if position_query is not None:
         position_query = position_query.reshape(B, G, H // G, D)
-    attention = _Pass(rows, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
+    decay = decay_pairs(row_decay, key_decay)
+    inputs = (rows, key, value, table, gate_key, position_query, ranges)
+    attention = _Pass(*inputs, scaling, position_scale, decay=decay)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
         query,
@@ -901,6 +954,7 @@ def _decode(
         value,
         scaling=scaling,
         ranges=ranges,
+        decay=decay,
         bound=(window.start, max(16, triton.next_power_of_2(H // G))),
         constant=window.constant.view(B, H, 1),
         initial=(window.out.view(B, H, 1, D), window.lse.view(B, H, 1)),
@@ -908,7 +962,7 @@ def _decode(
 
 
 @_decode.register_fake
-def _(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale):
+def _(query, *arguments):
     return query.new_empty(query.shape)
 
 
@@ -921,11 +975,10 @@ def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
     # Read once: activation checkpointing allows no second time.
     saved = list(ctx.saved_tensors)
-    inputs = saved[:6]
     if grads[0] is None:
-        return (None,) * 11
-    results = iter(_backward(grads[0], *saved[:8], saved[8:], ctx.scaling, ctx.position_scale, ctx.dropout))
-    return (*(None if tensor is None else next(results) for tensor in inputs), *(None,) * 5)
+        return (None,) * 13
+    results = iter(_backward(grads[0], *saved[:10], saved[10:], ctx.scaling, ctx.position_scale, ctx.dropout))
+    return (*(None if tensor is None else next(results) for tensor in saved[:6]), *(None,) * 7)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -946,6 +999,7 @@ def cope_attention(
     *,
     gate_key: torch.Tensor | None = None,
     position_query: torch.Tensor | None = None,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     scaling: float,
     position_scale: float,
@@ -963,6 +1017,9 @@ def cope_attention(
         gate_key: (B, G, K, D), what opens the gates: None for the keys themselves, the values, or keys of their own.
         position_query: (B, H, Q, D), r, what is multiplied with the table, in the type of the query; None for the query
             itself. (With RoPE: the query before rotation.)
+        decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32, without
+            gradients; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j (ALiBi). Gates do
+            not see it.
         ranges: what each row sees, int32 (B, 1, Q + K, 2), see `kernel_flash`; None: causal, row i sees the keys
             up to K - Q + i. Keys that are not seen are not counted.
         scaling: the factor on q.k, in content and gates.
@@ -973,7 +1030,8 @@ def cope_attention(
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
 
     Raises:
-        ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
+        ValueError: shapes or types do not fit, scaling is not positive, the decay requires a gradient, or dropout is
+            not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
     if value.shape != key.shape:
@@ -992,8 +1050,12 @@ def cope_attention(
             f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
             f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
         )
+    check_decay(decay, query, key)
+    if any(numbers.requires_grad for numbers in decay or ()):
+        raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     inputs = (query, key, value, table, gate_key, position_query)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    arguments = (*inputs, *(decay or (None, None)), ranges)
     if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(*inputs, ranges, scaling, position_scale)
-    return _forward(*inputs, ranges, dropout_seed(query, dropout), scaling, position_scale, dropout)[0]
+        return _decode(*arguments, scaling, position_scale)
+    return _forward(*arguments, dropout_seed(query, dropout), scaling, position_scale, dropout)[0]

@@ -813,7 +813,25 @@ def _bound_arguments(bound: tuple[torch.Tensor, int] | None) -> tuple[torch.Tens
     return start.contiguous(), start.shape[-1], rows
 
 
-def _decay(decay: tuple[torch.Tensor, torch.Tensor] | None) -> Decay | None:
+def check_decay(decay: tuple[torch.Tensor, torch.Tensor] | None, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raises ValueError if the numbers of rows (1 or B, H, Q) or of keys (1 or B, H, K) have another shape."""
+    B, H = query.shape[:2]
+    for numbers, length in zip(decay or (), (query.shape[2], key.shape[2])):
+        if numbers.shape[0] not in (1, B) or numbers.shape[1:] != (H, length):
+            raise ValueError(f"decay={tuple(numbers.shape)!r} is not valid: it must be (1 or {B}, {H}, {length}).")
+
+
+def decay_pairs(rows: torch.Tensor | None, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the numbers of rows and keys, float64 or float32, each as the sum of two float32, on a last axis."""
+    if rows is None or keys is None:
+        return None
+    high = [one.float() for one in (rows, keys)]
+    pairs = [torch.stack((one, (exact - one).float()), dim=-1) for one, exact in zip(high, (rows, keys))]
+    return pairs[0], pairs[1]
+
+
+def decay_argument(decay: tuple[torch.Tensor, torch.Tensor] | None) -> Decay | None:
+    """Returns what `decay_pairs` returned as an argument of a kernel."""
     if decay is None:
         return None
     rows, keys = (one.contiguous() for one in decay)
@@ -940,7 +958,7 @@ def flash_forward(
                 lse,
                 ranges,
                 start,
-                _decay(decay),
+                decay_argument(decay),
                 dropout,
                 constant,
                 initial_out,
@@ -993,20 +1011,8 @@ def flash_backward_rows(
         _key(query, value, ranges, decay, dropout, start, initial),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous(), grad_query),
-            *(
-                ranges,
-                start,
-                _decay(decay),
-                dropout,
-                initial,
-                float(scaling),
-                H,
-                H // G,
-                Q,
-                K,
-                bound_blocks,
-                bound_rows,
-            ),
+            *(ranges, start, decay_argument(decay), dropout, initial),
+            *(float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
         ),
         _constants(query, value),
     )
@@ -1052,7 +1058,8 @@ def flash_backward_columns(
         (*_key(query, value, ranges, decay, dropout, grad_decay, start, initial_key), H // G),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
-            *(grad_key, grad_value, grad_decay, ranges, start, _decay(decay), dropout, initial_key, initial_value),
+            *(grad_key, grad_value, grad_decay, ranges, start, decay_argument(decay), dropout),
+            *(initial_key, initial_value),
             *(float(scaling), G, Q, K, bound_blocks, bound_rows),
         ),
         {**_constants(query, value), "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
@@ -1138,7 +1145,7 @@ def flash_decode(
         [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
         (*_key(query, value, ranges, decay, start), R, polar is not None and polar[-1] is not None, rows),
         (
-            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables, _decay(decay)),
+            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables, decay_argument(decay)),
             *(float(scaling), G, H // G, K, splits),
         ),
         {**_constants(query, value), "R": R},

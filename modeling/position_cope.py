@@ -383,6 +383,7 @@ class CoPE(PositionEncoding):
         ranges: torch.Tensor | None,
         scaling: float,
         dropout: float,
+        **terms: Any,
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
 
@@ -399,4 +400,5 @@ class CoPE(PositionEncoding):
             scaling=scaling,
             position_scale=scale,
             dropout=dropout,
+            **terms,
         )

@@ -186,12 +186,12 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """
     cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
     all_flags: list[tuple[str, ...]] = [(), ("ranges",), ("ranges", "separate gates")]
-    all_flags += [("position query",), ("grouped heads",), ("partial", "no shift"), ("dropout",)]
+    all_flags += [("position query",), ("grouped heads",), ("decay",), ("partial", "no shift"), ("dropout",)]
     cases += [(torch.bfloat16, 64, flags) for flags in all_flags]
     cases += [(torch.bfloat16, 128, ()), (torch.bfloat16, 256, ()), (torch.bfloat16, 40, ()), (torch.float32, 64, ())]
     for dtype, D, flags in cases:
         of_cope = [flag for flag in flags if flag not in ("partial", "no shift")]
-        of_pope = [flag for flag in flags if flag not in ("separate gates", "position query")]
+        of_pope = [flag for flag in flags if flag not in ("separate gates", "position query", "decay")]
         for rows in (1024,) if "dropout" in flags else (1024, 1):
             what = f"{POINTERS[dtype]} D={D} " + ("" if rows > 1 else "decoding ")
             yield f"cope {what}{'+'.join(of_cope) or 'causal'}", _cope_call(dtype, D, rows, flags)
@@ -231,6 +231,8 @@ def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
         options["gate_key"] = torch.empty_like(inputs[1])
     if "position query" in flags:
         options["position_query"] = torch.empty_like(inputs[0], requires_grad=rows > 1)
+    if "decay" in flags:
+        options["decay"] = torch.empty(1, 16, rows), torch.empty(1, 16, 1024)
     inputs.append(torch.empty(D, 64, dtype=dtype))
     return lambda: _run(lambda: cope_attention(*inputs, **options), inputs, rows > 1)
 

@@ -34,7 +34,17 @@ ENCODINGS = {
     "pope": ("pope", {}),
     "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),
 }
-WITH_KERNELS = ("alibi", "cope", "cope+rope", "fox", "fox+rope", "pope", "token_gated_cope", "token_gated_cope+rope")
+WITH_KERNELS = (
+    "alibi",
+    "cope",
+    "cope+alibi",
+    "cope+rope",
+    "fox",
+    "fox+rope",
+    "pope",
+    "token_gated_cope",
+    "token_gated_cope+rope",
+)
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 # CoPE with other gates, and not in every layer.
 GATES = {
@@ -45,6 +55,7 @@ GATES = {
     "plan": (["cope", "pope"], {"cope": {"num_positions": 6, "gates": "separate_key"}}),
 }
 SMALL = {
+    "cope+alibi": ("cope+alibi", {"cope": {"num_positions": 6}}),
     "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
     "token_gated_cope+rope": ("token_gated_cope+rope", {"token_gated_cope": {"num_positions": 6}}),
 }

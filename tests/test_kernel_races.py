@@ -175,8 +175,10 @@ def test_pope(shape, mask, rotated, chunks, monkeypatch):
 
 
 def search_cope(shape, mask, gates, openness, dtype=torch.float32):
-    """gates: "keys", "values", or "own" for keys of their own and, with them, a query of its own for the table."""
-    D = shape[-1]
+    """gates: "keys", "values", or "own": keys of their own, a query of its own for the table, and a decay."""
+    B, H, _, Q, K, D = shape
+    numbers = -torch.rand(B, H, K).cumsum(-1).double()
+    decay = (numbers[..., K - Q :], numbers) if gates == "own" else None
     query, key, value = inputs(shape, dtype)
     own = [torch.randn_like(key), torch.randn_like(query)] if gates == "own" else [None, None]
     # One channel that all share opens and closes the gates.
@@ -187,6 +189,7 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
 
     def attend(query, key, value, table, gate_key, position_query):
         options = {"gate_key": value if gates == "values" else gate_key, "position_query": position_query}
+        options["decay"] = decay
         return cope_attention(query, key, value, table, **options, ranges=ranges, scaling=0.25, position_scale=0.25)
 
     kernels = DECODING | {"_position_values", "_window_forward"} if shape[3] == 1 else COPE

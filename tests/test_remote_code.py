@@ -206,6 +206,7 @@ NEEDED = {
     "absolute": {"position_absolute"},
     "alibi": {"attention_blockwise", "position_alibi", "kernel_plain", *KERNELS},
     "cope": {"attention_blockwise", "position_cope", "kernel_cope", *KERNELS},
+    "cope+alibi": {"attention_blockwise", "position_cope", "position_alibi", "kernel_cope", *KERNELS},
     "pope": {"position_pope", "kernel_pope", *KERNELS},
     "stick_breaking": {"attention_blockwise", "position_stick_breaking"},
     "fox+rope": {"attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *KERNELS},
