@@ -326,7 +326,7 @@ class PoPE(PositionEncoding):
             # The kernel reads halves beside features that are no finer.
             tables = context.once("pope, half", lambda: [table.half() for table in context.shared[self.name]])
         phases = [table.squeeze(1) for table in tables]
-        options = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
+        options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
         return pope_attention(query, key, value, (*phases, shift), **options, **terms)
 
 
