@@ -44,6 +44,26 @@ class Decay(NamedTuple):
     batch_keys: Any
 
 
+class Relative(NamedTuple):
+    """Numbers z[i, n], added to the logit of row i and key j for the distance n of their positions: see `relative`.
+
+    Attributes:
+        values: float32 (B, H, Q, P); negative distances have the first number, larger ones the last.
+        grad: zeros, to which the gradient of `values` is added, or None.
+        rows, keys: int32 (1 or B, Q) and (1 or B, K), the positions.
+        batch_rows, batch_keys: the strides of the batch.
+        last: P - 1.
+    """
+
+    values: Any
+    grad: Any
+    rows: Any
+    keys: Any
+    batch_rows: Any
+    batch_keys: Any
+    last: Any
+
+
 class Polar(NamedTuple):
     """The phases of PoPE in decoding: two magnitudes q, k have the score q k cos(phase_q - shift - phase_k).
 
@@ -81,6 +101,8 @@ class Dropout(NamedTuple):
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# The distance of what is no row or no key from all others.
+FAR = tl.constexpr(1 << 29)
 # Rows, or blocks of rows, that a program examines in one step to find those that see its keys.
 SCAN = tl.constexpr(512)
 
@@ -205,6 +227,32 @@ def decay_bias(row_high, row_rest, keys, index, mask):
 
 
 @triton.jit
+def relative_bias(z, rows, keys, known, last):
+    """z at the distances of the positions of rows and keys; `z` points to the numbers of each row, read where known."""
+    # Far from the rows there is nothing to gather.
+    if tl.min(rows) - tl.max(keys) >= last:
+        bias = tl.load(z + last, mask=known, other=0.0) + (rows - keys).to(tl.float32) * 0.0
+    else:
+        distance = tl.minimum(tl.maximum(rows - keys, 0), last)
+        bias = tl.load(z + distance, mask=known & (distance >= 0), other=0.0)
+    return bias
+
+
+@triton.jit
+def relative_gradient(z, rows, keys, grad, known, last):
+    """Adds the gradients of logits to those of z, but for the last number of each row: returns its sum, (rows,)."""
+    if tl.min(rows) - tl.max(keys) >= last:
+        beyond = tl.sum(grad, 1)
+    else:
+        distance = tl.maximum(rows - keys, 0)
+        near = distance < last
+        # Sums, since positions may repeat; what is not seen has the gradient 0.
+        tl.atomic_add(z + distance, grad, mask=known & near & (grad != 0.0), sem="relaxed")
+        beyond = tl.sum(tl.where(near, 0.0, grad), 1)
+    return beyond
+
+
+@triton.jit
 def subtract_phase(cos, sin, shift):
     """Cosines and sines of phase - shift."""
     shift_cos, shift_sin = tl.cos(shift), tl.sin(shift)
@@ -294,6 +342,7 @@ def forward_kernel(
     ranges,
     bound,
     decay,
+    relative,
     dropout,
     constant,
     initial_out,
@@ -336,6 +385,10 @@ def forward_kernel(
         row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
         row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
         key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+    if relative is not None:
+        z = relative.values + (member * Q + rows)[:, None] * (relative.last + 1)
+        row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=inside, other=FAR)[:, None]
+        key_places = relative.keys + b * relative.batch_keys
 
     # The constant of a row only shifts its log-sum-exp.
     offset = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -363,6 +416,9 @@ def forward_kernel(
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             if decay is not None:
                 logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
+            if relative is not None:
+                key_positions = tl.load(key_places + columns, mask=columns < K, other=-FAR)
+                logits += relative_bias(z, row_positions, key_positions, inside[:, None], relative.last) * LOG2_E
             seen = seen_keys(ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
                 acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -402,6 +458,7 @@ def backward_rows_kernel(
     ranges,
     bound,
     decay,
+    relative,
     dropout,
     initial,
     scaling,
@@ -443,6 +500,13 @@ def backward_rows_kernel(
         row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
         row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
         key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+    if relative is not None:
+        inside = (rows < Q)[:, None]
+        of_rows = (member * Q + rows)[:, None] * (relative.last + 1)
+        z = relative.values + of_rows
+        row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)[:, None]
+        key_places = relative.keys + b * relative.batch_keys
+        grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     scale = scaling * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -455,14 +519,23 @@ def backward_rows_kernel(
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             if decay is not None:
                 logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
+            if relative is not None:
+                key_positions = tl.load(key_places + columns, mask=columns < K, other=-FAR)
+                logits += relative_bias(z, row_positions, key_positions, inside, relative.last) * LOG2_E
             weights = tl.exp2(logits - row_lse[:, None])
             if masked:
                 weights = tl.where(seen_keys(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
             grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
-            grad_logits = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
-            acc = dot(grad_logits, k, acc, PRECISION)
+            grad_logits = weights * (grad_weights - row_delta[:, None])
+            if relative is not None:
+                grad_last += relative_gradient(
+                    relative.grad + of_rows, row_positions, key_positions, grad_logits, inside, relative.last
+                )
+            acc = dot(grad_logits.to(k.dtype), k, acc, PRECISION)
 
+    if relative is not None:
+        tl.store(relative.grad + of_rows + relative.last, grad_last[:, None], mask=inside)
     acc *= scaling
     if initial is not None:
         acc += load(initial + member * Q * D, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
@@ -483,6 +556,7 @@ def backward_columns_kernel(
     ranges,
     bound,
     decay,
+    relative,
     dropout,
     initial_key,
     initial_value,
@@ -520,6 +594,8 @@ def backward_columns_kernel(
         valid = tl.load(ranges + (Q + keys) * 2, mask=valid, other=0) != 0
     if bound is not None:
         bound += member * GROUPS * bound_blocks
+    if relative is not None:
+        key_positions = tl.load(relative.keys + b * relative.batch_keys + keys, mask=keys < K, other=-FAR)[:, None]
     first, full, last = _row_blocks(ranges, bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_M, BLOCK_N)
     k = load(pointer(key, b, g), key.row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     v = load(pointer(value, b, g), value.row, start_n, K, 0.0, V, BLOCK_N, BLOCK_V, False)
@@ -549,6 +625,11 @@ def backward_columns_kernel(
                 row_high, row_rest = load_pair(row_decay, rows[None, :], rows[None, :] < Q, MASKED)
                 key_decay = decay.keys + b * decay.batch_keys + (g * GROUPS + h) * K * 2
                 logits += decay_bias(row_high, row_rest, key_decay, keys[:, None], keys[:, None] < K)
+            if relative is not None:
+                z = relative.values + ((member * GROUPS + h) * Q + rows)[None, :] * (relative.last + 1)
+                inside = (rows < Q)[None, :]
+                row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)
+                logits += relative_bias(z, row_positions[None, :], key_positions, inside, relative.last) * LOG2_E
             weights = tl.exp2(logits - row_lse[None, :])
             if not whole:
                 head_bound = bound
@@ -592,6 +673,7 @@ def decode_kernel(
     bound,
     polar,
     decay,
+    relative,
     scaling,
     G,
     groups,
@@ -647,6 +729,11 @@ def decode_kernel(
         heads = g * groups + rows
         row_decay = decay.rows + b * decay.batch_rows
         row_high, row_rest = load_pair(row_decay, heads[:, None], (rows < groups)[:, None], 0.0)
+    if relative is not None:
+        z = relative.values + (member * groups + rows)[:, None] * (relative.last + 1)
+        # The same for all heads.
+        row_position = tl.load(relative.rows + b * relative.batch_rows + rows * 0)[:, None]
+        key_places = relative.keys + b * relative.batch_keys
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
@@ -665,6 +752,11 @@ def decode_kernel(
             inside = (rows < groups)[:, None] & (columns < K)
             key_decay = decay.keys + b * decay.batch_keys
             logits += decay_bias(row_high, row_rest, key_decay, heads[:, None] * K + columns, inside)
+        if relative is not None:
+            key_positions = begin + tl.arange(0, BLOCK_N)[None, :]
+            key_positions = tl.load(key_places + key_positions, mask=key_positions < K, other=-FAR)
+            known = (rows < groups)[:, None]
+            logits += relative_bias(z, row_position, key_positions, known, relative.last) * LOG2_E
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
         seen = seen_keys(ranges, low, high, begin, 1, K, BLOCK_N)
         acc, total, top = softmax_step(acc, total, top, logits, seen, v, None, None, None, None, PRECISION)
@@ -859,6 +951,29 @@ def dropout_seed(query: torch.Tensor, probability: float) -> torch.Tensor | None
     return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=query.device)
 
 
+def relative_argument(
+    query: torch.Tensor,
+    table: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    scaling: float,
+    *,
+    grad: bool = False,
+) -> Relative:
+    """Returns `Relative` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
+
+    Args:
+        query: (B, H, Q, D). table: (P, D), e.
+        query_positions, key_positions: integers (1 or B, Q) and (1 or B, K).
+    """
+    # In an operator autocast still holds.
+    with torch.autocast(query.device.type, enabled=False):
+        values = torch.matmul(query.float(), table.float().T).mul_(scaling)
+    positions = [one.to(torch.int32).contiguous() for one in (query_positions, key_positions)]
+    strides = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
+    return Relative(values, torch.zeros_like(values) if grad else None, *positions, *strides, table.shape[0] - 1)
+
+
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -909,6 +1024,7 @@ def flash_forward(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
@@ -923,6 +1039,7 @@ def flash_forward(
         scaling: the factor on q.k, positive.
         ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
         decay: rows and keys of `Decay`, or None.
+        relative: of `relative_argument`, or None.
         dropout: of `dropout_arguments`.
         bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
             start[b, h, i // rows].
@@ -948,7 +1065,7 @@ def flash_forward(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_FORWARD, query, value),
-        _key(query, value, ranges, decay, dropout, start, constant, initial_out),
+        _key(query, value, ranges, decay, relative, dropout, start, constant, initial_out),
         (
             *(
                 heads(query),
@@ -959,6 +1076,7 @@ def flash_forward(
                 ranges,
                 start,
                 decay_argument(decay),
+                relative,
                 dropout,
                 constant,
                 initial_out,
@@ -982,6 +1100,7 @@ def flash_backward_rows(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: torch.Tensor | None = None,
@@ -1008,13 +1127,14 @@ def flash_backward_rows(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_ROWS, query, value),
-        _key(query, value, ranges, decay, dropout, start, initial),
+        _key(query, value, ranges, decay, relative, dropout, start, initial),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous(), grad_query),
-            *(ranges, start, decay_argument(decay), dropout, initial),
+            *(ranges, start, decay_argument(decay), relative, dropout, initial),
             *(float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
         ),
         _constants(query, value),
+        repeatable=relative is None,
     )
     return grad_query
 
@@ -1030,6 +1150,7 @@ def flash_backward_columns(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -1055,10 +1176,10 @@ def flash_backward_columns(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
         _candidates(_COLUMNS, query, value),
-        (*_key(query, value, ranges, decay, dropout, grad_decay, start, initial_key), H // G),
+        (*_key(query, value, ranges, decay, relative, dropout, grad_decay, start, initial_key), H // G),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
-            *(grad_key, grad_value, grad_decay, ranges, start, decay_argument(decay), dropout),
+            *(grad_key, grad_value, grad_decay, ranges, start, decay_argument(decay), relative, dropout),
             *(initial_key, initial_value),
             *(float(scaling), G, Q, K, bound_blocks, bound_rows),
         ),
@@ -1078,12 +1199,14 @@ def flash_backward(
     scaling: float,
     ranges: torch.Tensor | None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     decay_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of query, key, value and c of the keys: `out` and `lse` as `flash_forward` returned them."""
     tensors = (grad, query, key, value, lse, row_products(grad, out))
-    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay, "dropout": dropout}
+    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay, "relative": relative}
+    options["dropout"] = dropout
     grad_query = flash_backward_rows(*tensors, **options)
     return grad_query, *flash_backward_columns(*tensors, **options, decay_gradient=decay_gradient)
 
@@ -1105,6 +1228,7 @@ def flash_decode(
     ranges: torch.Tensor | None = None,
     polar: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -1143,9 +1267,10 @@ def flash_decode(
         decode_kernel,
         lambda tiles: (splits * B * G,),
         [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
-        (*_key(query, value, ranges, decay, start), R, polar is not None and polar[-1] is not None, rows),
+        (*_key(query, value, ranges, decay, relative, start), R, polar is not None and polar[-1] is not None, rows),
         (
-            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables, decay_argument(decay)),
+            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables),
+            *(decay_argument(decay), relative),
             *(float(scaling), G, H // G, K, splits),
         ),
         {**_constants(query, value), "R": R},

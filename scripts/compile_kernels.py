@@ -198,7 +198,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             if len(of_pope) == len(flags):
                 yield f"pope {what}{'+'.join(of_pope) or 'causal'}", _pope_call(dtype, D, rows, flags)
             if len(of_pope) == len(of_cope) == len(flags):
-                for more in ([], ["decay"], ["wide keys"]):
+                for more in ([], ["decay"], ["wide keys"], ["relative"]):
                     flags_of_plain = [*flags, *more]
                     name = f"plain {what}{'+'.join(flags_of_plain) or 'causal'}"
                     yield name, _plain_call(dtype, D, rows, flags_of_plain)
@@ -257,9 +257,15 @@ def _pope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
 
 def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> Callable[[], None]:
     from whatwhere.kernel_plain import plain_attention
+    from whatwhere.kernel_relative import relative_attention
 
     inputs, ranges = _inputs(dtype, D, rows, flags)
     query, key, value = inputs
+    if "relative" in flags:
+        positions = torch.empty(1, rows, dtype=torch.int64), torch.empty(1, 1024, dtype=torch.int64)
+        inputs.append(torch.empty(256, D, dtype=dtype))
+        options = {"ranges": ranges, "scaling": 0.125, "dropout": 0.1 if "dropout" in flags else 0.0}
+        return lambda: _run(lambda: relative_attention(*inputs, *positions, **options), inputs, rows > 1)
     decay = None
     if "decay" in flags:
         decay = torch.empty(1, 16, rows), torch.empty(1, 16, 1024, requires_grad=rows > 1)

@@ -42,6 +42,7 @@ WITH_KERNELS = (
     "fox",
     "fox+rope",
     "pope",
+    "relative",
     "token_gated_cope",
     "token_gated_cope+rope",
 )
@@ -56,6 +57,8 @@ GATES = {
 }
 SMALL = {
     "cope+alibi": ("cope+alibi", {"cope": {"num_positions": 6}}),
+    "relative": ("relative", {"num_positions": 6, "beyond": "none"}),
+    "relative:last": ("relative", {"num_positions": 6, "beyond": "last"}),
     "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
     "token_gated_cope+rope": ("token_gated_cope+rope", {"token_gated_cope": {"num_positions": 6}}),
 }

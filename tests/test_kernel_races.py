@@ -13,11 +13,12 @@ import triton.language as tl
 
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import ranges_of, slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope, kernel_relative
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
+from whatwhere.kernel_relative import relative_attention
 from whatwhere.scripts.compile_kernels import variants
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
@@ -132,6 +133,23 @@ def test_plain_attention_in_half_precision(dtype, mask, monkeypatch):
 def test_plain_attention_with_other_tiles(tiles, mask, monkeypatch):
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [tiles])
     search_plain(SHAPES["wide"], mask, "each")
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask"), slow_but([("grouped", "padding"), ("one-row", "packed")], [("small", "causal"), *PAIRS])
+)
+def test_relative_positions(shape, mask, monkeypatch):
+    """Positions that are distinct; tiles near and far; chunks of rows."""
+    monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
+    for name, value in {"SCRATCH_BYTES": 1, "SCRATCH_FACTOR": 0, "CHUNK_ROWS": 32}.items():
+        monkeypatch.setattr(kernel_relative, name, value)
+    _, _, _, Q, K, D = shape = SHAPES[shape]
+    ranges, positions = mask_of(mask, shape), torch.arange(K)[None]
+
+    def attend(*tensors):
+        return relative_attention(*tensors, positions[:, K - Q :], positions, ranges=ranges, scaling=0.3)
+
+    search(attend, (*inputs(shape), torch.randn(20, D)), DECODING if Q == 1 else FLASH)
 
 
 # PoPE.

@@ -214,6 +214,7 @@ NEEDED = {
         *("attention_autograd", "attention_blockwise", "position_token_gated_cope", "kernel_plain"),
         *KERNELS,
     },
+    "relative": {"attention_blockwise", "position_relative", "kernel_relative", *KERNELS},
     "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_plain", *KERNELS},
     "rope,none": {"position_rope", "position_none"},
     "pope,alibi": {
