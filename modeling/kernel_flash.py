@@ -974,6 +974,39 @@ def relative_argument(
     return Relative(values, torch.zeros_like(values) if grad else None, *positions, *strides, table.shape[0] - 1)
 
 
+def check_relative(
+    table: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> None:
+    """Raises ValueError if the shapes of the table (P, D) or of the positions (1 or B, Q or K) do not fit."""
+    if table.dim() != 2 or table.shape[1] != query.shape[3] or table.shape[0] < 1:
+        raise ValueError(f"table={tuple(table.shape)!r} is not valid: it must be (P, {query.shape[3]}).")
+    for positions, length in ((query_positions, query.shape[2]), (key_positions, key.shape[2])):
+        if positions.shape not in ((1, length), (query.shape[0], length)):
+            raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
+
+
+def relative_gradients(
+    relative: Relative, query: torch.Tensor, table: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query (B, H, Q, D) and table (P, D), float32, from that of z, which is changed."""
+    with torch.autocast(query.device.type, enabled=False):
+        grad = relative.grad.mul_(scaling)
+        return grad @ table.float(), grad.flatten(0, 2).T @ query.float().flatten(0, 2)
+
+
+def row_chunk(
+    rows: slice, query_length: int, key_length: int, ranges: torch.Tensor | None
+) -> tuple[slice, torch.Tensor | None]:
+    """Returns the keys that some rows may see, such that they are the last ones, and the ranges of these rows."""
+    if ranges is None:
+        return slice(0, key_length - query_length + rows.stop), None
+    return slice(0, key_length), torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), dim=2)
+
+
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 

@@ -17,12 +17,15 @@ import torch
 
 from .kernel_flash import (
     check_inputs,
+    check_relative,
     dropout_arguments,
     dropout_seed,
     flash_backward,
     flash_decode,
     flash_forward,
     relative_argument,
+    relative_gradients,
+    row_chunk,
 )
 
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
@@ -41,10 +44,7 @@ def _chunks(
     size = CHUNK_ROWS * max(1, budget // (8 * B * H * table.shape[0] * CHUNK_ROWS))
     for first in range(0, Q, size):
         rows = slice(first, min(first + size, Q))
-        if ranges is None:
-            yield rows, slice(0, K - Q + rows.stop), None
-        else:
-            yield rows, slice(0, K), torch.cat((ranges[:, :, rows], ranges[:, :, Q:]), dim=2)
+        yield rows, *row_chunk(rows, Q, K, ranges)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::relative_forward", mutates_args=())
@@ -118,9 +118,9 @@ def _backward(
             relative=relative,
             dropout=_dropout(seed, rows, dropout),
         )
-        grad_z = relative.grad.mul_(scaling)
-        grad_query[:, :, rows] = part_query + grad_z @ table.float()
-        grad_table += grad_z.flatten(0, 2).T @ part.float().flatten(0, 2)
+        from_relative = relative_gradients(relative, part, table, scaling)
+        grad_query[:, :, rows] = part_query + from_relative[0]
+        grad_table += from_relative[1]
         grad_key[:, :, keys] += part_key
         grad_value[:, :, keys] += part_value
     return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_table.to(table.dtype)]
@@ -207,11 +207,7 @@ def relative_attention(
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
-    if table.dim() != 2 or table.shape[1] != query.shape[3] or table.shape[0] < 1:
-        raise ValueError(f"table={tuple(table.shape)!r} is not valid: it must be (P, {query.shape[3]}).")
-    for positions, length in ((query_positions, query.shape[2]), (key_positions, key.shape[2])):
-        if positions.shape not in ((1, length), (query.shape[0], length)):
-            raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
+    check_relative(table, query_positions, key_positions, query, key)
     inputs = (query, key, value, table)
     arguments = (*inputs, query_positions, key_positions, ranges)
     wanted = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)

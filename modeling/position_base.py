@@ -335,8 +335,7 @@ class PositionEncoding(nn.Module):
         Import the kernel in the method: it is called only where Triton is installed.
 
         Args:
-            query: (B, H, Q, D). key, value: (B, G, K, D), keys as cached.
-            context: the context of this layer.
+            query: (B, H, Q, D). key, value: (B, G, K, D), keys as cached. context: the context of this layer.
             ranges: the mask, see `attention_mask`, or None for causal.
             scaling, dropout: the factor on q.k; the probability that a weight is dropped, 0 outside training.
         """

@@ -158,7 +158,7 @@ def layer_kernel(parts: list[Part]) -> str | None:
     """Returns the encoding whose kernel or terms compute a layer; "" for plain attention; None if no kernel can."""
     found, terms = ([cls.name for cls, _ in parts if cls.overrides(hook)] for hook in ("kernel", "kernel_terms"))
     others = [cls for cls, _ in parts if cls.overrides("bias") or cls.overrides("after_cache") or not cls.softmax]
-    if any(cls.name not in found + terms for cls in others) or len(found) > 1:
+    if any(cls.name not in found + terms for cls in others) or len({*found} - {*terms}) > 1:
         return None
     return next(iter(found + terms), "")
 
@@ -273,10 +273,11 @@ class PositionEncodings(nn.ModuleDict):
 
     def kernel(self, *arguments: Any, **settings: Any) -> torch.Tensor:
         """See `PositionEncoding.kernel`; plain attention in a layer whose encodings have none."""
+        own, *_ = *self.hooks["kernel"], None
         for part in self.hooks["kernel_terms"]:
-            settings |= part.kernel_terms(arguments[0], arguments[3], settings["ranges"])
-        for part in self.hooks["kernel"]:
-            return part.kernel(*arguments, **settings)
+            settings |= {} if part is own else part.kernel_terms(arguments[0], arguments[3], settings["ranges"])
+        if own is not None:
+            return own.kernel(*arguments, **settings)
         from .kernel_plain import plain_attention
 
         return plain_attention(*arguments[:3], **settings)

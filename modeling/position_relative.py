@@ -199,9 +199,12 @@ class RelativePosition(PositionEncoding):
     ) -> torch.Tensor:
         from .kernel_relative import relative_attention
 
+        relative = self.kernel_terms(query, context, ranges)["relative"]
+        return relative_attention(query, key, value, *relative, ranges=ranges, scaling=scaling, dropout=dropout)
+
+    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
         table = context.shared[self.name]
         if self.parameters_.beyond == "none":
-            # Larger distances have the last entry.
+            # In the kernels, larger distances have the last entry.
             table = F.pad(table, (0, 0, 0, 1))
-        tensors = query, key, value, table, context.query_positions, context.key_positions
-        return relative_attention(*tensors, ranges=ranges, scaling=scaling, dropout=dropout, **terms)
+        return {"relative": (table, context.query_positions, context.key_positions)}

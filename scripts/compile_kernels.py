@@ -186,12 +186,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     """
     cases: list[tuple[torch.dtype, int, tuple[str, ...]]] = []
     all_flags: list[tuple[str, ...]] = [(), ("ranges",), ("ranges", "separate gates")]
-    all_flags += [("position query",), ("grouped heads",), ("decay",), ("partial", "no shift"), ("dropout",)]
+    all_flags += [("position query",), ("grouped heads",), ("decay",), ("relative",), ("partial", "no shift")]
+    all_flags += [("dropout",)]
     cases += [(torch.bfloat16, 64, flags) for flags in all_flags]
     cases += [(torch.bfloat16, 128, ()), (torch.bfloat16, 256, ()), (torch.bfloat16, 40, ()), (torch.float32, 64, ())]
     for dtype, D, flags in cases:
         of_cope = [flag for flag in flags if flag not in ("partial", "no shift")]
-        of_pope = [flag for flag in flags if flag not in ("separate gates", "position query", "decay")]
+        of_pope = [flag for flag in flags if flag not in ("separate gates", "position query", "decay", "relative")]
         for rows in (1024,) if "dropout" in flags else (1024, 1):
             what = f"{POINTERS[dtype]} D={D} " + ("" if rows > 1 else "decoding ")
             yield f"cope {what}{'+'.join(of_cope) or 'causal'}", _cope_call(dtype, D, rows, flags)
@@ -233,6 +234,9 @@ def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
         options["position_query"] = torch.empty_like(inputs[0], requires_grad=rows > 1)
     if "decay" in flags:
         options["decay"] = torch.empty(1, 16, rows), torch.empty(1, 16, 1024)
+    if "relative" in flags:
+        positions = torch.empty(1, rows, dtype=torch.int64), torch.empty(1, 1024, dtype=torch.int64)
+        options["relative"] = torch.empty(256, D, dtype=dtype, requires_grad=rows > 1), *positions
     inputs.append(torch.empty(D, 64, dtype=dtype))
     return lambda: _run(lambda: cope_attention(*inputs, **options), inputs, rows > 1)
 

@@ -38,6 +38,7 @@ WITH_KERNELS = (
     "alibi",
     "cope",
     "cope+alibi",
+    "cope+relative",
     "cope+rope",
     "fox",
     "fox+rope",
@@ -57,6 +58,17 @@ GATES = {
 }
 SMALL = {
     "cope+alibi": ("cope+alibi", {"cope": {"num_positions": 6}}),
+    "cope+relative": (
+        "cope+relative",
+        {"cope": {"num_positions": 6}, "relative": {"num_positions": 8, "beyond": "none"}},
+    ),
+    "cope+relative:every2": (
+        "cope+relative",
+        {
+            "cope": {"num_positions": 6, "every_n_layers": 2, "gates": "separate_key"},
+            "relative": {"num_positions": 8, "beyond": "last"},
+        },
+    ),
     "relative": ("relative", {"num_positions": 6, "beyond": "none"}),
     "relative:last": ("relative", {"num_positions": 6, "beyond": "last"}),
     "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
@@ -71,7 +83,9 @@ def build(encoding, implementation="triton", family="llama", **fields):
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "num_hidden_layers": 2 if encoding in ("cope:shared", "every2", "rotated", "plan") else 1,
+        "num_hidden_layers": 2
+        if encoding in ("cope:shared", "every2", "rotated", "plan", "cope+relative:every2")
+        else 1,
         "position_encoding_parameters": parameters,
     }
     return tiny_model(family, name, implementation, **{**own, **fields})
@@ -467,6 +481,7 @@ def test_equals_eager(encoding, kind):
     slow_but(
         [
             ("token_gated_cope+rope", "llama", "packed"),
+            ("cope+relative:every2", "llama", "padding"),
             ("value", "llama", "packed"),
             ("rotated", "llama", "packed"),
             ("plan", "gpt2", "padding"),

@@ -193,7 +193,10 @@ def test_pope(shape, mask, rotated, chunks, monkeypatch):
 
 
 def search_cope(shape, mask, gates, openness, dtype=torch.float32):
-    """gates: "keys", "values", or "own": keys of their own, a query of its own for the table, and a decay."""
+    """gates: "keys", "values", or "own": keys of their own, a query of its own for the table, and a decay.
+
+    With values there are also relative positions.
+    """
     B, H, _, Q, K, D = shape
     numbers = -torch.rand(B, H, K).cumsum(-1).double()
     decay = (numbers[..., K - Q :], numbers) if gates == "own" else None
@@ -205,13 +208,18 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
         gating[..., 0] = openness
     ranges = mask_of(mask, shape)
 
-    def attend(query, key, value, table, gate_key, position_query):
+    positions = torch.arange(K)[None]
+
+    def attend(query, key, value, table, gate_key, position_query, embeddings):
         options = {"gate_key": value if gates == "values" else gate_key, "position_query": position_query}
         options["decay"] = decay
+        if embeddings is not None:
+            options["relative"] = embeddings, positions[:, K - Q :], positions
         return cope_attention(query, key, value, table, **options, ranges=ranges, scaling=0.25, position_scale=0.25)
 
     kernels = DECODING | {"_position_values", "_window_forward"} if shape[3] == 1 else COPE
-    search(attend, (query, key, value, torch.randn(D, 37), *own), kernels)
+    embeddings = torch.randn(20, D) if gates == "values" else None
+    search(attend, (query, key, value, torch.randn(D, 37), *own, embeddings), kernels)
 
 
 @pytest.fixture
@@ -237,6 +245,7 @@ def little_scratch(monkeypatch):
             *((shape, "packed", "keys", openness) for shape in ("small", "one-row") for openness in (-12.0, 0.0, 12.0)),
             *(("small", "causal", "keys", openness) for openness in (-12.0, 12.0)),
             *((shape, "any", "values", 0.0) for shape in ("grouped", "one-row")),
+            *((shape, "packed", "values", openness) for shape in ("grouped", "one-row") for openness in (0.0, 12.0)),
         ],
     ),
 )
@@ -251,6 +260,7 @@ def test_cope(shape, mask, gates, openness, narrow):
         [("small", "padding", "own", 0.0)],
         [
             *(("small", mask, "own", 0.0) for mask in MASKS),
+            *(("small", mask, "values", 12.0) for mask in MASKS),
             *(("square", mask, "keys", openness) for mask in ("causal", "packed") for openness in (-12.0, 12.0)),
         ],
     ),

@@ -206,6 +206,10 @@ NEEDED = {
     "absolute": {"position_absolute"},
     "alibi": {"attention_blockwise", "position_alibi", "kernel_plain", *KERNELS},
     "cope": {"attention_blockwise", "position_cope", "kernel_cope", *KERNELS},
+    "cope+relative": {
+        *("attention_blockwise", "position_cope", "position_relative", "kernel_cope", "kernel_relative"),
+        *KERNELS,
+    },
     "cope+alibi": {"attention_blockwise", "position_cope", "position_alibi", "kernel_cope", *KERNELS},
     "pope": {"position_pope", "kernel_pope", *KERNELS},
     "stick_breaking": {"attention_blockwise", "position_stick_breaking"},
