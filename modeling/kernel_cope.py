@@ -376,7 +376,7 @@ def _relative_parts(relative, member, b, local, inside, columns, K, count):
 def _relative_tile(relative, member, b, local, inside, columns, K, count):
     """`Relative` of some rows of a chunk and some keys, (rows, columns)."""
     offsets, rows, keys = _relative_parts(relative, member, b, local, inside, columns, K, count)
-    return relative_bias(relative.values + offsets, rows, keys, inside[:, None], relative.last)
+    return relative_bias(relative.z + offsets, rows, keys, inside[:, None], relative.last)
 
 
 @triton.jit
@@ -761,11 +761,12 @@ class _Pass:
             keys, ranges = row_chunk(rows, self.Q, self.K, self.ranges)
             decay = self.decay_pairs and (self.decay_pairs[0][:, :, rows], self.decay_pairs[1][:, :, keys])
             blocks = slice(first // WINDOW_ROWS, triton.cdiv(rows.stop, WINDOW_ROWS))
-            options = {"scaling": self.scaling, "ranges": ranges, "decay": decay}
+            relative = self.relative_rows(rows, keys, grad=grad)
+            options: dict[str, Any] = {"scaling": self.scaling, "ranges": ranges, "decay": decay, "relative": relative}
             options["bound"] = (window.start[:, :, blocks], WINDOW_ROWS)
-            options["relative"] = self.relative_rows(rows, keys, grad=grad)
-            options["dropout"] = dropout_arguments(None if self.seed is None else self.seed + first, self.probability)
-            yield rows, keys, options
+            # Each part counts its rows from 0.
+            seed = self.seed + first if self.seed is not None and first else self.seed
+            yield rows, keys, {**options, "dropout": dropout_arguments(seed, self.probability)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
@@ -872,8 +873,8 @@ class _Pass:
             place = (first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
             relative = self.relative_rows(rows, grad=True)
-            inputs = (heads(grad), *self.matrices, values, self.ranges, self.decay, relative)
-            inputs += (window, delta, self.dropout)
+            terms = (self.ranges, self.decay, relative)
+            inputs = (heads(grad), *self.matrices, values, *terms, window, delta, self.dropout)
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, WINDOW_ROWS) * members,),
@@ -890,7 +891,7 @@ class _Pass:
             queries = self.position_query[:, :, rows].transpose(2, 3)
             grad_table += torch.matmul(queries, grad_z).sum((0, 1), dtype=torch.float32)
             part, from_table = window_query.view(B, H, chunk, D)[:, :, : rows.stop - first], grad_z @ transposed
-            if self.relative is not None:
+            if self.relative is not None and grad_relative is not None:
                 from_relative = relative_gradients(relative, self.query[:, :, rows], self.relative[0], self.scaling)
                 part = part + from_relative[0]
                 grad_relative += from_relative[1]

@@ -48,14 +48,14 @@ class Relative(NamedTuple):
     """Numbers z[i, n], added to the logit of row i and key j for the distance n of their positions: see `relative`.
 
     Attributes:
-        values: float32 (B, H, Q, P); negative distances have the first number, larger ones the last.
-        grad: zeros, to which the gradient of `values` is added, or None.
+        z: float32 (B, H, Q, P); negative distances have the first number, larger ones the last.
+        grad: zeros, to which the gradient of z is added, or None.
         rows, keys: int32 (1 or B, Q) and (1 or B, K), the positions.
         batch_rows, batch_keys: the strides of the batch.
         last: P - 1.
     """
 
-    values: Any
+    z: Any
     grad: Any
     rows: Any
     keys: Any
@@ -386,7 +386,7 @@ def forward_kernel(
         row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
         key_decay = decay.keys + b * decay.batch_keys + h * K * 2
     if relative is not None:
-        z = relative.values + (member * Q + rows)[:, None] * (relative.last + 1)
+        z = relative.z + (member * Q + rows)[:, None] * (relative.last + 1)
         row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=inside, other=FAR)[:, None]
         key_places = relative.keys + b * relative.batch_keys
 
@@ -503,7 +503,7 @@ def backward_rows_kernel(
     if relative is not None:
         inside = (rows < Q)[:, None]
         of_rows = (member * Q + rows)[:, None] * (relative.last + 1)
-        z = relative.values + of_rows
+        z = relative.z + of_rows
         row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)[:, None]
         key_places = relative.keys + b * relative.batch_keys
         grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -626,7 +626,7 @@ def backward_columns_kernel(
                 key_decay = decay.keys + b * decay.batch_keys + (g * GROUPS + h) * K * 2
                 logits += decay_bias(row_high, row_rest, key_decay, keys[:, None], keys[:, None] < K)
             if relative is not None:
-                z = relative.values + ((member * GROUPS + h) * Q + rows)[None, :] * (relative.last + 1)
+                z = relative.z + ((member * GROUPS + h) * Q + rows)[None, :] * (relative.last + 1)
                 inside = (rows < Q)[None, :]
                 row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)
                 logits += relative_bias(z, row_positions[None, :], key_positions, inside, relative.last) * LOG2_E
@@ -730,7 +730,7 @@ def decode_kernel(
         row_decay = decay.rows + b * decay.batch_rows
         row_high, row_rest = load_pair(row_decay, heads[:, None], (rows < groups)[:, None], 0.0)
     if relative is not None:
-        z = relative.values + (member * groups + rows)[:, None] * (relative.last + 1)
+        z = relative.z + (member * groups + rows)[:, None] * (relative.last + 1)
         # The same for all heads.
         row_position = tl.load(relative.rows + b * relative.batch_rows + rows * 0)[:, None]
         key_places = relative.keys + b * relative.batch_keys
@@ -968,10 +968,11 @@ def relative_argument(
     """
     # In an operator autocast still holds.
     with torch.autocast(query.device.type, enabled=False):
-        values = torch.matmul(query.float(), table.float().T).mul_(scaling)
+        z = torch.matmul(query.float(), table.float().T).mul_(scaling)
     positions = [one.to(torch.int32).contiguous() for one in (query_positions, key_positions)]
-    strides = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
-    return Relative(values, torch.zeros_like(values) if grad else None, *positions, *strides, table.shape[0] - 1)
+    row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
+    grad_z = torch.zeros_like(z) if grad else None
+    return Relative(z, grad_z, positions[0], positions[1], row_stride, key_stride, table.shape[0] - 1)
 
 
 def check_relative(

@@ -214,6 +214,11 @@ def _inputs(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> tupl
     return [torch.empty(shape, dtype=dtype) for shape in shapes], ranges
 
 
+def _positions(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the positions of rows and keys."""
+    return torch.empty(1, rows, dtype=torch.int64), torch.empty(1, 1024, dtype=torch.int64)
+
+
 def _run(attention: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], train: bool) -> None:
     for tensor in inputs:
         tensor.requires_grad_(train)
@@ -235,8 +240,7 @@ def _cope_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> C
     if "decay" in flags:
         options["decay"] = torch.empty(1, 16, rows), torch.empty(1, 16, 1024)
     if "relative" in flags:
-        positions = torch.empty(1, rows, dtype=torch.int64), torch.empty(1, 1024, dtype=torch.int64)
-        options["relative"] = torch.empty(256, D, dtype=dtype, requires_grad=rows > 1), *positions
+        options["relative"] = torch.empty(256, D, dtype=dtype, requires_grad=rows > 1), *_positions(rows)
     inputs.append(torch.empty(D, 64, dtype=dtype))
     return lambda: _run(lambda: cope_attention(*inputs, **options), inputs, rows > 1)
 
@@ -265,16 +269,13 @@ def _plain_call(dtype: torch.dtype, D: int, rows: int, flags: Sequence[str]) -> 
 
     inputs, ranges = _inputs(dtype, D, rows, flags)
     query, key, value = inputs
+    options: dict[str, Any] = {"ranges": ranges, "scaling": 0.125, "dropout": 0.1 if "dropout" in flags else 0.0}
     if "relative" in flags:
-        positions = torch.empty(1, rows, dtype=torch.int64), torch.empty(1, 1024, dtype=torch.int64)
         inputs.append(torch.empty(256, D, dtype=dtype))
-        options = {"ranges": ranges, "scaling": 0.125, "dropout": 0.1 if "dropout" in flags else 0.0}
-        return lambda: _run(lambda: relative_attention(*inputs, *positions, **options), inputs, rows > 1)
-    decay = None
+        tensors = *inputs, *_positions(rows)
+        return lambda: _run(lambda: relative_attention(*tensors, **options), inputs, rows > 1)
     if "decay" in flags:
-        decay = torch.empty(1, 16, rows), torch.empty(1, 16, 1024, requires_grad=rows > 1)
-    options: dict[str, Any] = {"decay": decay, "ranges": ranges, "scaling": 0.125}
-    options["dropout"] = 0.1 if "dropout" in flags else 0.0
+        options["decay"] = torch.empty(1, 16, rows), torch.empty(1, 16, 1024, requires_grad=rows > 1)
     return lambda: _run(lambda: plain_attention(query, key, value, **options), inputs, rows > 1)
 
 
