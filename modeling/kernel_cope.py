@@ -189,21 +189,9 @@ def _interpolate(z, position, seen, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "first_row", "row_count"])
 def _position_values(
-    query,
-    table,
-    values,
-    scale,
-    H,
-    P,
-    first_row,
-    chunk_rows,
-    row_count,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, table, values, scale, H, P, first_row, chunk_rows, row_count, D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
 
     query: what is multiplied with the table. If it is not float32, the table is used as a sum of two numbers of the
@@ -236,34 +224,10 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query,
-    key,
-    gate_key,
-    value,
-    values,
-    ranges,
-    decay,
-    relative,
-    window,
-    dropout,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    P,
-    first_row,
-    chunk_rows,
-    row_count,
-    blocks,
-    SHARED: tl.constexpr,
-    BITS: tl.constexpr,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, key, gate_key, value, values, ranges, decay, relative, window, dropout, scaling, H, groups, Q, K, P,
+    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
 
     With SHARED each row is a head, with its own decay.
@@ -416,38 +380,10 @@ def _window_gradients(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad,
-    query,
-    key,
-    gate_key,
-    value,
-    values,
-    ranges,
-    decay,
-    relative,
-    window,
-    delta,
-    dropout,
-    grad_query,
-    levels,
-    carried_count,
-    carried_slope,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    P,
-    first_row,
-    chunk_rows,
-    blocks,
-    BITS: tl.constexpr,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, gate_key, value, values, ranges, decay, relative, window, delta, dropout, grad_query, levels,
+    carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks, BITS: tl.constexpr,
+    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dq of the window of one block of rows, prefix sums of dL per level, carries per key block; all float32.
 
     grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), zero where nothing is written, pairs of
@@ -544,39 +480,11 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad,
-    query,
-    key,
-    gate_key,
-    value,
-    values,
-    ranges,
-    decay,
-    relative,
-    window,
-    delta,
-    dropout,
-    carried_count,
-    carried_slope,
-    grad_key,
-    grad_gate_key,
-    grad_value,
-    scaling,
-    G,
-    groups,
-    Q,
-    K,
-    P,
-    first_row,
-    chunk_rows,
-    blocks,
-    BITS: tl.constexpr,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    grad, query, key, gate_key, value, values, ranges, decay, relative, window, delta, dropout, carried_count,
+    carried_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
+    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the chunk's part of dk, dv (and of the gate keys) to float32 (B, G, K, D), for one block of keys."""
     # Keys that no row of the chunk sees are not visited.
     ahead = K

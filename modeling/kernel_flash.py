@@ -334,34 +334,10 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def forward_kernel(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    ranges,
-    bound,
-    decay,
-    relative,
-    dropout,
-    constant,
-    initial_out,
-    initial_lse,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    bound_blocks,
-    bound_rows,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, key, value, out, lse, ranges, bound, decay, relative, dropout, constant, initial_out, initial_lse, scaling,
+    H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_M rows of one head, all keys that they see."""
     blocks = tl.cdiv(Q, BLOCK_M)
     # The rows that see most begin first.
@@ -448,34 +424,10 @@ def row_products_kernel(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_rows_kernel(
-    grad,
-    query,
-    key,
-    value,
-    lse,
-    delta,
-    grad_query,
-    ranges,
-    bound,
-    decay,
-    relative,
-    dropout,
-    initial,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    bound_blocks,
-    bound_rows,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, value, lse, delta, grad_query, ranges, bound, decay, relative, dropout, initial, scaling, H,
+    groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: the gradient of BLOCK_M query rows of one head."""
     blocks = tl.cdiv(Q, BLOCK_M)
     start_m = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
@@ -544,38 +496,11 @@ def backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_columns_kernel(
-    grad,
-    query,
-    key,
-    value,
-    lse,
-    delta,
-    grad_key,
-    grad_value,
-    grad_decay,
-    ranges,
-    bound,
-    decay,
-    relative,
-    dropout,
-    initial_key,
-    initial_value,
-    scaling,
-    G,
-    Q,
-    K,
-    bound_blocks,
-    bound_rows,
-    GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, ranges, bound, decay, relative, dropout,
+    initial_key, initial_value, scaling, G, Q, K, bound_blocks, bound_rows, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: the gradients of BLOCK_N keys and values of one key head, from all rows of GROUPS query heads."""
     blocks = tl.cdiv(K, BLOCK_N)
     # The oldest keys are seen most, and begin first.
@@ -664,30 +589,10 @@ def backward_columns_kernel(
 
 @triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
 def decode_kernel(
-    query,
-    key,
-    value,
-    out,
-    top_lse,
-    ranges,
-    bound,
-    polar,
-    decay,
-    relative,
-    scaling,
-    G,
-    groups,
-    K,
-    splits,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, key, value, out, top_lse, ranges, bound, polar, decay, relative, scaling, G, groups, K, splits,
+    D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: all query heads of one key head (a block of rows), and one split of the keys that they see.
 
     Writes float32 out (B, G, S, groups, V) and its log-sum-exp in base 2 (B, G, S, groups), MASKED if it saw nothing.
@@ -769,19 +674,9 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["groups", "splits"])
 def combine_kernel(
-    parts,
-    top_lse,
-    out,
-    constant,
-    initial_out,
-    initial_lse,
-    groups,
-    splits,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    parts, top_lse, out, constant, initial_out, initial_lse, groups, splits, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: one query head, all its splits in steps of BLOCK_N. BLOCK_M is not used."""
     member = tl.program_id(0).to(tl.int64)
     row = member // groups * splits * groups + member % groups
