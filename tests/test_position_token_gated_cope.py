@@ -86,7 +86,7 @@ def blocks(query, key, value, position_query, gates, table, mask, block_size=3):
 
 def kernel(query, key, value, position_query, gates, table, mask):
     layer, context = layer_of(query, value, position_query, gates, table)
-    return layer.kernel(query, key, value, context, ranges=mask, scaling=0.5)
+    return layer.kernel(query, key, value, context, ranges=mask, scaling=0.5, dropout=0.0)
 
 
 def tree(Q, K):
