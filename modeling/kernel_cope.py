@@ -36,14 +36,19 @@ P positions.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .kernel_flash import (
     apply_dropout,
+    check_decay,
     check_inputs,
+    check_relative,
+    decay_argument,
+    decay_bias,
+    decay_pairs,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
@@ -51,7 +56,13 @@ from .kernel_flash import (
     flash_decode,
     flash_forward,
     load,
+    load_pair,
     pointer,
+    relative_argument,
+    relative_bias,
+    relative_gradient,
+    relative_gradients,
+    row_chunk,
     row_limits,
     row_products,
     running_sums,
@@ -71,6 +82,8 @@ except ImportError:  # Transformers checks the imports of every file of a checkp
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# The distance of what is no row or no key from all others.
+FAR = tl.constexpr(1 << 29)
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
 # Query rows of a window program; `start` has one entry for so many rows.
@@ -166,21 +179,9 @@ def _interpolate(z, position, seen, BITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "first_row", "row_count"])
 def _position_values(
-    query,
-    table,
-    values,
-    scale,
-    H,
-    P,
-    first_row,
-    chunk_rows,
-    row_count,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, table, values, scale, H, P, first_row, chunk_rows, row_count, D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
 
     query: what is multiplied with the table. If it is not float32, the table is used as a sum of two numbers of the
@@ -213,33 +214,14 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query,
-    key,
-    gate_key,
-    value,
-    values,
-    ranges,
-    window,
-    dropout,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    P,
-    first_row,
-    chunk_rows,
-    row_count,
-    blocks,
-    SHARED: tl.constexpr,
-    BITS: tl.constexpr,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees."""
+    query, key, gate_key, value, values, ranges, decay, relative, window, dropout, scaling, H, groups, Q, K, P,
+    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
+
+    With SHARED each row is a head, with its own decay.
+    """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, row_count - first_row), BLOCK_M)
     row_block = tl.program_id(0) % row_blocks
     member = (tl.program_id(0) // row_blocks).to(tl.int64)
@@ -258,6 +240,14 @@ def _window_forward(
     v_rows = pointer(value, b, h // groups)
     z = values + (member * chunk_rows + local) * P
     last = (P - 1) << BITS
+    if decay is not None:
+        row_decay = decay.rows + b * decay.batch_rows + h * row_count * 2
+        row_high, row_rest = load_pair(row_decay, rows[:, None], inside[:, None], MASKED)
+        key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+        key_row = rows * 0
+        if SHARED:
+            key_decay += h * (row_count - 1) * K * 2
+            key_row = rows * K
 
     sees = high > low
     bottom = tl.min(tl.where(sees, low, K))
@@ -288,8 +278,14 @@ def _window_forward(
         position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
         _, fraction, below, step = _interpolate(z, position, seen, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
-        v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
+        if decay is not None:
+            known = inside[:, None] & (columns < K)
+            logits += decay_bias(row_high, row_rest, key_decay, key_row[:, None] + columns, known)
+        if relative is not None:
+            count_rows = tl.minimum(chunk_rows, row_count - first_row)
+            logits += _relative_tile(relative, member, b, local, inside, columns, K, count_rows) * LOG2_E
+        v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         acc, weight, top = softmax_step(
             acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
         )
@@ -314,11 +310,37 @@ def _window_forward(
 
 
 @triton.jit
+def _decay_tile(decay, b, h, rows, columns, Q, K):
+    """`Decay` of some rows and keys of a head, (rows, columns), to base e."""
+    row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
+    row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
+    key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+    return decay_bias(row_high, row_rest, key_decay, columns[None, :], columns[None, :] < K) * LN_2
+
+
+@triton.jit
+def _relative_parts(relative, member, b, local, inside, columns, K, count):
+    """Where the numbers of some rows of a chunk of `count` rows are, and the positions of rows and keys."""
+    offsets = (member * count + local)[:, None] * (relative.last + 1)
+    rows = tl.load(relative.rows + b * relative.batch_rows + local, mask=inside, other=FAR)[:, None]
+    return offsets, rows, tl.load(relative.keys + b * relative.batch_keys + columns, mask=columns < K, other=-FAR)
+
+
+@triton.jit
+def _relative_tile(relative, member, b, local, inside, columns, K, count):
+    """`Relative` of some rows of a chunk and some keys, (rows, columns)."""
+    offsets, rows, keys = _relative_parts(relative, member, b, local, inside, columns, K, count)
+    return relative_bias(relative.z + offsets, rows, keys, inside[:, None], relative.last)
+
+
+@triton.jit
 def _window_gradients(
-    q, k, gk, v, grad, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+    q, k, gk, v, grad, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
     dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
+
+    `added`: (BLOCK_M, BLOCK_N), added to the logits but not to the gates, or None.
 
     Returns the weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the
     keys right of each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
@@ -333,6 +355,8 @@ def _window_gradients(
     after = count[:, None] - _running_counts(counts, older_counts)
     position = tl.minimum(tl.maximum(after + counts, 0), last)
     level, fraction, below, step = _interpolate(z, position, seen, BITS)
+    if added is not None:
+        logits += added
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
     grad_weights = dot(grad, tl.trans(v), None, PRECISION)
     grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
@@ -346,36 +370,10 @@ def _window_gradients(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad,
-    query,
-    key,
-    gate_key,
-    value,
-    values,
-    ranges,
-    window,
-    delta,
-    dropout,
-    grad_query,
-    levels,
-    carried_count,
-    carried_slope,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    P,
-    first_row,
-    chunk_rows,
-    blocks,
-    BITS: tl.constexpr,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, gate_key, value, values, ranges, decay, relative, window, delta, dropout, grad_query, levels,
+    carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks, BITS: tl.constexpr,
+    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dq of the window of one block of rows, prefix sums of dL per level, carries per key block; all float32.
 
     grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), zero where nothing is written, pairs of
@@ -412,6 +410,8 @@ def _window_rows(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     older_counts = _triangle(tl.float16, BLOCK_N, False)
     older = _triangle(tl.float32 if q.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
+    if relative is not None:
+        grad_last = tl.zeros([BLOCK_M], tl.float32)
     this = member * blocks + first_row // BLOCK_M + row_block
     oldest = tl.load(window.start + this)
     for block in range(oldest // BLOCK_N, tl.cdiv(tl.load(window.end + this), BLOCK_N)):
@@ -425,11 +425,24 @@ def _window_rows(
         gk = None
         if gate_key is not None:
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        added = None
+        if decay is not None:
+            added = _decay_tile(decay, b, h, rows, columns, Q, K)
+        if relative is not None:
+            count_rows = tl.minimum(chunk_rows, Q - first_row)
+            added = _relative_tile(relative, member, b, local, inside, columns[None, :], K, count_rows)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
-            q, k, gk, v, do, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+            q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
             dropout, member, rows, columns, scaling, P, BITS, PRECISION,
         )  # fmt: skip
+        if relative is not None:
+            offsets, row_positions, key_positions = _relative_parts(
+                relative, member, b, local, inside, columns[None, :], K, count_rows
+            )
+            grad_last += relative_gradient(
+                relative.grad + offsets, row_positions, key_positions, dlogits, inside[:, None], relative.last
+            )
         if gate_key is not None:
             dq = dot(dgates.to(k.dtype), gk, dq, PRECISION)
             dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
@@ -445,6 +458,9 @@ def _window_rows(
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(dposition, 1)
         count -= tl.sum(counts, 1)
+    if relative is not None:
+        places = (member * tl.minimum(chunk_rows, Q - first_row) + local) * (relative.last + 1) + relative.last
+        tl.store(relative.grad + places, grad_last, mask=inside)
     # Every row ends in level 0.
     tl.store(levels + here * P, _pack(sum_before, fraction_before), mask=inside)
     store(
@@ -454,37 +470,11 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad,
-    query,
-    key,
-    gate_key,
-    value,
-    values,
-    ranges,
-    window,
-    delta,
-    dropout,
-    carried_count,
-    carried_slope,
-    grad_key,
-    grad_gate_key,
-    grad_value,
-    scaling,
-    G,
-    groups,
-    Q,
-    K,
-    P,
-    first_row,
-    chunk_rows,
-    blocks,
-    BITS: tl.constexpr,
-    D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    grad, query, key, gate_key, value, values, ranges, decay, relative, window, delta, dropout, carried_count,
+    carried_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
+    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the chunk's part of dk, dv (and of the gate keys) to float32 (B, G, K, D), for one block of keys."""
     # Keys that no row of the chunk sees are not visited.
     ahead = K
@@ -543,10 +533,16 @@ def _window_columns(
                 carry = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
                 count = tl.load(carried_count + carry, mask=inside, other=0)
                 slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
+                added = None
+                if decay is not None:
+                    added = _decay_tile(decay, b, h, rows, columns, Q, K)
+                if relative is not None:
+                    count_rows = tl.minimum(chunk_rows, Q - first_row)
+                    added = _relative_tile(relative, of_head, b, local, inside, columns[None, :], K, count_rows)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
-                    q, k, gk, v, do, z, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+                    q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
                     dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
@@ -580,10 +576,11 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
     return wide + narrow[:1], wide if head_dim <= 64 else narrow
 
 
-def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, columns: int) -> int:
+def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, columns: int, distances: int) -> int:
     """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
     B, H, Q, D = query.shape
-    per_row = B * H * (4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, columns))
+    per_row = 4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, columns)
+    per_row = B * H * (per_row + 8 * distances)
     budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
     fitting, all_blocks = max(1, budget // (per_row * WINDOW_ROWS)), triton.cdiv(Q, WINDOW_ROWS)
     return WINDOW_ROWS * min(all_blocks, fitting)
@@ -605,6 +602,8 @@ class _Pass:
         position_scale: float,
         seed: torch.Tensor | None = None,
         dropout: float = 0.0,
+        decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+        relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
@@ -612,14 +611,17 @@ class _Pass:
         self.own_position_query = position_query is not None
         self.table = table.contiguous()
         self.ranges = ranges.contiguous() if ranges is not None else None
+        self.decay_pairs, self.decay = decay, decay_argument(decay)
+        self.relative, self.seed = relative, seed
         self.scaling, self.position_scale = scaling, position_scale
-        self.dropout = dropout_arguments(seed, dropout)
+        self.probability, self.dropout = dropout, dropout_arguments(seed, dropout)
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
         self.P = table.shape[1]
         self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
         self.blocks = triton.cdiv(self.Q, WINDOW_ROWS)
-        self.chunk = _chunk_rows(query, self.K, self.P, self.backward_tiles[0].columns)
+        distances = 0 if relative is None else relative[0].shape[0]
+        self.chunk = _chunk_rows(query, self.K, self.P, self.backward_tiles[0].columns, distances)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
         self.constants: dict[str, Any] = {
@@ -629,7 +631,7 @@ class _Pass:
         }
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         self.bits = {"BITS": min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length())}
-        self.tune = (self.D, query.dtype, ranges is not None, gate_key is not None, seed is not None)
+        self.tune = (self.D, query.dtype, *(one is not None for one in (ranges, gate_key, decay, relative, seed)))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -637,6 +639,32 @@ class _Pass:
     def chunks(self) -> range:
         """The first rows of the chunks."""
         return range(0, self.Q, self.chunk)
+
+    def relative_rows(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
+        """The relative positions of some rows as an argument of a kernel, or None."""
+        if self.relative is None:
+            return None
+        table, row_positions, key_positions = self.relative
+        positions = row_positions[:, rows], key_positions[:, keys]
+        return relative_argument(self.query[:, :, rows], table, *positions, self.scaling, grad=grad)
+
+    def plain_parts(self, window: Window, *, grad: bool) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+        """Yields rows, keys and options of `kernel_flash` for the keys left of the windows.
+
+        One part, or with relative positions one for each chunk.
+        """
+        size = self.Q if self.relative is None else self.chunk
+        for first in range(0, self.Q, size):
+            rows = slice(first, min(first + size, self.Q))
+            keys, ranges = row_chunk(rows, self.Q, self.K, self.ranges)
+            decay = self.decay_pairs and (self.decay_pairs[0][:, :, rows], self.decay_pairs[1][:, :, keys])
+            blocks = slice(first // WINDOW_ROWS, triton.cdiv(rows.stop, WINDOW_ROWS))
+            relative = self.relative_rows(rows, keys, grad=grad)
+            options: dict[str, Any] = {"scaling": self.scaling, "ranges": ranges, "decay": decay, "relative": relative}
+            options["bound"] = (window.start[:, :, blocks], WINDOW_ROWS)
+            # Each part counts its rows from 0.
+            seed = self.seed + first if self.seed is not None and first else self.seed
+            yield rows, keys, {**options, "dropout": dropout_arguments(seed, self.probability)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
@@ -679,13 +707,14 @@ class _Pass:
         seen_from = 1 if shared_rows else Q
         for first in range(0, Q, chunk):
             self.position_values(first, values)
+            relative = self.relative_rows(slice(first, min(first + chunk, Q)))
             launch(
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 [Tiles(rows, 32)] if shared_rows else self.forward_tiles,
                 (*self.tune, rows, shared_rows),
                 (
-                    *(*self.matrices, values, self.ranges, window, self.dropout, self.scaling),
+                    *(*self.matrices, values, self.ranges, self.decay, relative, window, self.dropout, self.scaling),
                     *(H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, **self.bits, "SHARED": shared_rows},
@@ -709,13 +738,11 @@ class _Pass:
         grad[..., -1] += left
         return grad.mul_(self.position_scale)
 
-    def window_backward(
-        self, grad: torch.Tensor, delta: torch.Tensor, window: Window
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def window_backward(self, grad: torch.Tensor, delta: torch.Tensor, window: Window) -> tuple[Any, ...]:
         """Gradients of the windows.
 
-        Of query (B, H, Q, D), table (D, P) float32, key, value and gate keys float32, and of the query of the table
-        (B, H, Q, D) if it is one of its own.
+        Of query (B, H, Q, D), table (D, P) float32, key, value and gate keys float32, of the query of the table
+        (B, H, Q, D) if it is one of its own, and of the table of relative positions, float32: None if there is none.
 
         Args:
             grad: (B, H, Q, D). delta: float32 (B, H, Q), the sum of grad * out.
@@ -737,12 +764,15 @@ class _Pass:
         shape = (B, self.G, K, D)
         grad_key, grad_value = (torch.zeros(shape, dtype=torch.float32, device=self.query.device) for _ in range(2))
         grad_gate_key = torch.zeros_like(grad_key) if self.gate_key is not None else None
-        inputs = (heads(grad), *self.matrices, values, self.ranges, window, delta, self.dropout)
+        grad_relative = None if self.relative is None else torch.zeros_like(self.relative[0], dtype=torch.float32)
         for first in range(0, Q, chunk):
             self.position_values(first, values)
             levels.zero_()
             place = (first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
+            relative = self.relative_rows(rows, grad=True)
+            terms = (self.ranges, self.decay, relative)
+            inputs = (heads(grad), *self.matrices, values, *terms, window, delta, self.dropout)
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, WINDOW_ROWS) * members,),
@@ -753,11 +783,16 @@ class _Pass:
                     *(self.scaling, H, groups, Q, K, P, *place),
                 ),
                 {**self.constants, **self.bits},
+                repeatable=relative is None,
             )
             grad_z = self.grad_values(levels, window, rows).to(self.query.dtype)
             queries = self.position_query[:, :, rows].transpose(2, 3)
             grad_table += torch.matmul(queries, grad_z).sum((0, 1), dtype=torch.float32)
             part, from_table = window_query.view(B, H, chunk, D)[:, :, : rows.stop - first], grad_z @ transposed
+            if self.relative is not None and grad_relative is not None:
+                from_relative = relative_gradients(relative, self.query[:, :, rows], self.relative[0], self.scaling)
+                part = part + from_relative[0]
+                grad_relative += from_relative[1]
             if grad_position_query is None:
                 grad_query[:, :, rows] = part + from_table
             else:
@@ -775,7 +810,7 @@ class _Pass:
                 {**self.constants, **self.bits},
                 repeatable=False,
             )
-        return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query
+        return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cope_forward", mutates_args=())
@@ -786,31 +821,47 @@ def _forward(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
+    relative_table: torch.Tensor | None,
+    query_positions: torch.Tensor | None,
+    key_positions: torch.Tensor | None,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
     seed: torch.Tensor | None,
     scaling: float,
     position_scale: float,
     dropout: float,
 ) -> list[torch.Tensor]:
+    decay = decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout)
+    relative = _relative(relative_table, query_positions, key_positions)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative)
     window = attention.window_forward()
-    out, lse = flash_forward(
-        attention.query,
-        attention.key,
-        attention.value,
-        scaling=scaling,
-        ranges=ranges,
-        dropout=attention.dropout,
-        bound=(window.start, WINDOW_ROWS),
-        constant=window.constant,
-        initial=(window.out, window.lse),
-    )
+    parts = [
+        flash_forward(
+            query[:, :, rows],
+            key[:, :, keys],
+            value[:, :, keys],
+            **options,
+            constant=window.constant[:, :, rows],
+            initial=(window.out[:, :, rows], window.lse[:, :, rows]),
+        )
+        for rows, keys, options in attention.plain_parts(window, grad=False)
+    ]
+    out, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
     return [out, lse, *window[2:]]
 
 
+def _relative(
+    table: torch.Tensor | None, query_positions: torch.Tensor | None, key_positions: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    if table is None or query_positions is None or key_positions is None:
+        return None
+    return table, query_positions, key_positions
+
+
 @_forward.register_fake
-def _(query, key, value, table, gate_key, position_query, ranges, seed, scaling, position_scale, dropout):
+def _(query, *arguments):
     B, H, Q, D = query.shape
     per_row, per_block = query.new_empty((B, H, Q), dtype=torch.float32), (B, H, -(-Q // WINDOW_ROWS))
     return [
@@ -833,6 +884,11 @@ def _backward(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
+    relative_table: torch.Tensor | None,
+    query_positions: torch.Tensor | None,
+    key_positions: torch.Tensor | None,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
     seed: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
@@ -840,29 +896,38 @@ def _backward(
     position_scale: float,
     dropout: float,
 ) -> list[torch.Tensor]:
+    decay = decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout)
+    relative = _relative(relative_table, query_positions, key_positions)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative)
     window = Window(*saved)
     delta = row_products(grad, window.out)
-    grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query = attention.window_backward(
-        grad, delta, window
-    )
+    grad_query, grad_table, grad_key, grad_value, *others = attention.window_backward(grad, delta, window)
+    grad_gate_key, grad_position_query, grad_relative = others
     # A constant added to the logits of a row shifts their log-sum-exp.
-    plain = (grad, attention.query, attention.key, attention.value, window.lse - window.constant, delta)
-    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "dropout": attention.dropout}
-    options["bound"] = (window.start, WINDOW_ROWS)
-    grad_query = flash_backward_rows(*plain, **options, initial=grad_query)
-    *columns, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
-    results = [grad_query, *columns, grad_table.to(table.dtype)]
-    if grad_gate_key is not None:
-        results.append(grad_gate_key.to(key.dtype))
-    return results if grad_position_query is None else [*results, grad_position_query]
+    lse = window.lse - window.constant
+    for rows, keys, options in attention.plain_parts(window, grad=True):
+        tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
+        plain = (grad[:, :, rows], *tensors, lse[:, :, rows], delta[:, :, rows])
+        part = flash_backward_rows(*plain, **options, initial=grad_query[:, :, rows])
+        initial = (grad_key, grad_value) if relative is None else None
+        *columns, _ = flash_backward_columns(*plain, **options, initial=initial)
+        if relative is None:
+            grad_query, grad_key, grad_value = part, *columns
+        else:
+            from_relative = relative_gradients(options["relative"], tensors[0], relative[0], scaling)
+            grad_query[:, :, rows] = part + from_relative[0]
+            grad_relative += from_relative[1]
+            grad_key[:, :, keys] += columns[0]
+            grad_value[:, :, keys] += columns[1]
+    results = (grad_query, grad_key, grad_value, grad_table, grad_gate_key, grad_position_query, grad_relative)
+    wanted = (query, key, value, table, gate_key, position_query, relative_table)
+    return [grad.to(one.dtype) for grad, one in zip(results, wanted) if one is not None]
 
 
 @_backward.register_fake
-def _(grad, query, key, value, table, gate_key, position_query, ranges, seed, saved, *settings):
-    inputs = (query, key, value, table, gate_key, position_query)
-    return [tensor.new_empty(tensor.shape) for tensor in inputs if tensor is not None]
+def _(grad, *arguments):
+    return [tensor.new_empty(tensor.shape) for tensor in arguments[:7] if tensor is not None]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cope_decode", mutates_args=())
@@ -873,6 +938,11 @@ def _decode(
     table: torch.Tensor,
     gate_key: torch.Tensor | None,
     position_query: torch.Tensor | None,
+    relative_table: torch.Tensor | None,
+    query_positions: torch.Tensor | None,
+    key_positions: torch.Tensor | None,
+    row_decay: torch.Tensor | None,
+    key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
     scaling: float,
     position_scale: float,
@@ -883,7 +953,11 @@ def _decode(
     rows = query.reshape(B, G, H // G, D)
     if position_query is not None:
         position_query = position_query.reshape(B, G, H // G, D)
-    attention = _Pass(rows, key, value, table, gate_key, position_query, ranges, scaling, position_scale)
+    decay = decay_pairs(row_decay, key_decay)
+    inputs = (rows, key, value, table, gate_key, position_query, ranges)
+    relative = _relative(relative_table, query_positions, key_positions)
+    shared = relative and (relative[0], relative[1].expand(-1, H // G), relative[2])
+    attention = _Pass(*inputs, scaling, position_scale, decay=decay, relative=shared)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
         query,
@@ -891,6 +965,8 @@ def _decode(
         value,
         scaling=scaling,
         ranges=ranges,
+        decay=decay,
+        relative=relative and relative_argument(query, *relative, scaling),
         bound=(window.start, max(16, triton.next_power_of_2(H // G))),
         constant=window.constant.view(B, H, 1),
         initial=(window.out.view(B, H, 1, D), window.lse.view(B, H, 1)),
@@ -898,7 +974,7 @@ def _decode(
 
 
 @_decode.register_fake
-def _(query, key, value, table, gate_key, position_query, ranges, scaling, position_scale):
+def _(query, *arguments):
     return query.new_empty(query.shape)
 
 
@@ -911,11 +987,10 @@ def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
     # Read once: activation checkpointing allows no second time.
     saved = list(ctx.saved_tensors)
-    inputs = saved[:6]
     if grads[0] is None:
-        return (None,) * 11
-    results = iter(_backward(grads[0], *saved[:8], saved[8:], ctx.scaling, ctx.position_scale, ctx.dropout))
-    return (*(None if tensor is None else next(results) for tensor in inputs), *(None,) * 5)
+        return (None,) * 16
+    results = iter(_backward(grads[0], *saved[:13], saved[13:], ctx.scaling, ctx.position_scale, ctx.dropout))
+    return (*(None if tensor is None else next(results) for tensor in saved[:7]), *(None,) * 9)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -936,6 +1011,8 @@ def cope_attention(
     *,
     gate_key: torch.Tensor | None = None,
     position_query: torch.Tensor | None = None,
+    relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     scaling: float,
     position_scale: float,
@@ -953,6 +1030,12 @@ def cope_attention(
         gate_key: (B, G, K, D), what opens the gates: None for the keys themselves, the values, or keys of their own.
         position_query: (B, H, Q, D), r, what is multiplied with the table, in the type of the query; None for the query
             itself. (With RoPE: the query before rotation.)
+        relative: relative positions: embeddings e' (N, D) of the distances of positions, and the positions of rows and
+            keys, integers (1 or B, Q) and (1 or B, K); scaling * q_i.e'[distance] is added to the logits, which the
+            gates do not see. Negative distances have the first embedding, larger ones the last. Not with a decay.
+        decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32, without
+            gradients; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j (ALiBi). Gates do
+            not see it.
         ranges: what each row sees, int32 (B, 1, Q + K, 2), see `kernel_flash`; None: causal, row i sees the keys
             up to K - Q + i. Keys that are not seen are not counted.
         scaling: the factor on q.k, in content and gates.
@@ -963,7 +1046,8 @@ def cope_attention(
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
 
     Raises:
-        ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
+        ValueError: shapes or types do not fit, scaling is not positive, the decay requires a gradient, or dropout is
+            not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
     if value.shape != key.shape:
@@ -982,8 +1066,17 @@ def cope_attention(
             f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
             f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
         )
-    inputs = (query, key, value, table, gate_key, position_query)
+    check_decay(decay, query, key)
+    if any(numbers.requires_grad for numbers in decay or ()):
+        raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
+    if relative is not None:
+        check_relative(*relative, query, key)
+        if decay is not None:
+            raise ValueError("relative positions with a decay are not valid: give one of them.")
+    embeddings, *positions = relative or (None, None, None)
+    inputs = (query, key, value, table, gate_key, position_query, embeddings)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    arguments = (*inputs, *positions, *(decay or (None, None)), ranges)
     if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(*inputs, ranges, scaling, position_scale)
-    return _forward(*inputs, ranges, dropout_seed(query, dropout), scaling, position_scale, dropout)[0]
+        return _decode(*arguments, scaling, position_scale)
+    return _forward(*arguments, dropout_seed(query, dropout), scaling, position_scale, dropout)[0]

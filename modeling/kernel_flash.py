@@ -44,6 +44,26 @@ class Decay(NamedTuple):
     batch_keys: Any
 
 
+class Relative(NamedTuple):
+    """Numbers z[i, n], added to the logit of row i and key j for the distance n of their positions: see `relative`.
+
+    Attributes:
+        z: float32 (B, H, Q, P); negative distances have the first number, larger ones the last.
+        grad: zeros, to which the gradient of z is added, or None.
+        rows, keys: int32 (1 or B, Q) and (1 or B, K), the positions.
+        batch_rows, batch_keys: the strides of the batch.
+        last: P - 1.
+    """
+
+    z: Any
+    grad: Any
+    rows: Any
+    keys: Any
+    batch_rows: Any
+    batch_keys: Any
+    last: Any
+
+
 class Polar(NamedTuple):
     """The phases of PoPE in decoding: two magnitudes q, k have the score q k cos(phase_q - shift - phase_k).
 
@@ -81,6 +101,8 @@ class Dropout(NamedTuple):
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# The distance of what is no row or no key from all others.
+FAR = tl.constexpr(1 << 29)
 # Rows, or blocks of rows, that a program examines in one step to find those that see its keys.
 SCAN = tl.constexpr(512)
 
@@ -219,6 +241,32 @@ def decay_bias(row_high, row_rest, keys, index, mask):
 
 
 @triton.jit
+def relative_bias(z, rows, keys, known, last):
+    """z at the distances of the positions of rows and keys; `z` points to the numbers of each row, read where known."""
+    # Far from the rows there is nothing to gather.
+    if tl.min(rows) - tl.max(keys) >= last:
+        bias = tl.load(z + last, mask=known, other=0.0) + (rows - keys).to(tl.float32) * 0.0
+    else:
+        distance = tl.minimum(tl.maximum(rows - keys, 0), last)
+        bias = tl.load(z + distance, mask=known & (distance >= 0), other=0.0)
+    return bias
+
+
+@triton.jit
+def relative_gradient(z, rows, keys, grad, known, last):
+    """Adds the gradients of logits to those of z, but for the last number of each row: returns its sum, (rows,)."""
+    if tl.min(rows) - tl.max(keys) >= last:
+        beyond = tl.sum(grad, 1)
+    else:
+        distance = tl.maximum(rows - keys, 0)
+        near = distance < last
+        # Sums, since positions may repeat; what is not seen has the gradient 0.
+        tl.atomic_add(z + distance, grad, mask=known & near & (grad != 0.0), sem="relaxed")
+        beyond = tl.sum(tl.where(near, 0.0, grad), 1)
+    return beyond
+
+
+@triton.jit
 def subtract_phase(cos, sin, shift):
     """Cosines and sines of phase - shift."""
     shift_cos, shift_sin = tl.cos(shift), tl.sin(shift)
@@ -300,33 +348,10 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def forward_kernel(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    ranges,
-    bound,
-    decay,
-    dropout,
-    constant,
-    initial_out,
-    initial_lse,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    bound_blocks,
-    bound_rows,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, key, value, out, lse, ranges, bound, decay, relative, dropout, constant, initial_out, initial_lse, scaling,
+    H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_M rows of one head, all keys that they see."""
     blocks = tl.cdiv(Q, BLOCK_M)
     # The rows that see most begin first.
@@ -350,6 +375,10 @@ def forward_kernel(
         row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
         row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
         key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+    if relative is not None:
+        z = relative.z + (member * Q + rows)[:, None] * (relative.last + 1)
+        row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=inside, other=FAR)[:, None]
+        key_places = relative.keys + b * relative.batch_keys
 
     # The constant of a row only shifts its log-sum-exp.
     offset = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -377,6 +406,9 @@ def forward_kernel(
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             if decay is not None:
                 logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
+            if relative is not None:
+                key_positions = tl.load(key_places + columns, mask=columns < K, other=-FAR)
+                logits += relative_bias(z, row_positions, key_positions, inside[:, None], relative.last) * LOG2_E
             seen = seen_keys(ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
                 acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -406,33 +438,10 @@ def row_products_kernel(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_rows_kernel(
-    grad,
-    query,
-    key,
-    value,
-    lse,
-    delta,
-    grad_query,
-    ranges,
-    bound,
-    decay,
-    dropout,
-    initial,
-    scaling,
-    H,
-    groups,
-    Q,
-    K,
-    bound_blocks,
-    bound_rows,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, value, lse, delta, grad_query, ranges, bound, decay, relative, dropout, initial, scaling, H,
+    groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: the gradient of BLOCK_M query rows of one head."""
     blocks = tl.cdiv(Q, BLOCK_M)
     start_m = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
@@ -457,6 +466,13 @@ def backward_rows_kernel(
         row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
         row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
         key_decay = decay.keys + b * decay.batch_keys + h * K * 2
+    if relative is not None:
+        inside = (rows < Q)[:, None]
+        of_rows = (member * Q + rows)[:, None] * (relative.last + 1)
+        z = relative.z + of_rows
+        row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)[:, None]
+        key_places = relative.keys + b * relative.batch_keys
+        grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     scale = scaling * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -469,14 +485,23 @@ def backward_rows_kernel(
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             if decay is not None:
                 logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
+            if relative is not None:
+                key_positions = tl.load(key_places + columns, mask=columns < K, other=-FAR)
+                logits += relative_bias(z, row_positions, key_positions, inside, relative.last) * LOG2_E
             weights = tl.exp2(logits - row_lse[:, None])
             if masked:
                 weights = tl.where(seen_keys(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
             grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
-            grad_logits = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
-            acc = dot(grad_logits, k, acc, PRECISION)
+            grad_logits = weights * (grad_weights - row_delta[:, None])
+            if relative is not None:
+                grad_last += relative_gradient(
+                    relative.grad + of_rows, row_positions, key_positions, grad_logits, inside, relative.last
+                )
+            acc = dot(grad_logits.to(k.dtype), k, acc, PRECISION)
 
+    if relative is not None:
+        tl.store(relative.grad + of_rows + relative.last, grad_last[:, None], mask=inside)
     acc *= scaling
     if initial is not None:
         acc += load(initial + member * Q * D, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
@@ -485,37 +510,11 @@ def backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_columns_kernel(
-    grad,
-    query,
-    key,
-    value,
-    lse,
-    delta,
-    grad_key,
-    grad_value,
-    grad_decay,
-    ranges,
-    bound,
-    decay,
-    dropout,
-    initial_key,
-    initial_value,
-    scaling,
-    G,
-    Q,
-    K,
-    bound_blocks,
-    bound_rows,
-    GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, ranges, bound, decay, relative, dropout,
+    initial_key, initial_value, scaling, G, Q, K, bound_blocks, bound_rows, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: the gradients of BLOCK_N keys and values of one key head, from all rows of GROUPS query heads."""
     blocks = tl.cdiv(K, BLOCK_N)
     # The oldest keys are seen most, and begin first.
@@ -534,6 +533,8 @@ def backward_columns_kernel(
         valid = tl.load(ranges + (Q + keys) * 2, mask=valid, other=0) != 0
     if bound is not None:
         bound += member * GROUPS * bound_blocks
+    if relative is not None:
+        key_positions = tl.load(relative.keys + b * relative.batch_keys + keys, mask=keys < K, other=-FAR)[:, None]
     first, full, last = _row_blocks(ranges, bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_M, BLOCK_N)
     k = load(pointer(key, b, g), key.row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     v = load(pointer(value, b, g), value.row, start_n, K, 0.0, V, BLOCK_N, BLOCK_V, False)
@@ -563,6 +564,11 @@ def backward_columns_kernel(
                 row_high, row_rest = load_pair(row_decay, rows[None, :], rows[None, :] < Q, MASKED)
                 key_decay = decay.keys + b * decay.batch_keys + (g * GROUPS + h) * K * 2
                 logits += decay_bias(row_high, row_rest, key_decay, keys[:, None], keys[:, None] < K)
+            if relative is not None:
+                z = relative.z + ((member * GROUPS + h) * Q + rows)[None, :] * (relative.last + 1)
+                inside = (rows < Q)[None, :]
+                row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)
+                logits += relative_bias(z, row_positions[None, :], key_positions, inside, relative.last) * LOG2_E
             weights = tl.exp2(logits - row_lse[None, :])
             if not whole:
                 head_bound = bound
@@ -597,29 +603,10 @@ def backward_columns_kernel(
 
 @triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
 def decode_kernel(
-    query,
-    key,
-    value,
-    out,
-    top_lse,
-    ranges,
-    bound,
-    polar,
-    decay,
-    scaling,
-    G,
-    groups,
-    K,
-    splits,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, key, value, out, top_lse, ranges, bound, polar, decay, relative, scaling, G, groups, K, splits,
+    D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: all query heads of one key head (a block of rows), and one split of the keys that they see.
 
     Writes float32 out (B, G, S, groups, V) and its log-sum-exp in base 2 (B, G, S, groups), MASKED if it saw nothing.
@@ -661,6 +648,11 @@ def decode_kernel(
         heads = g * groups + rows
         row_decay = decay.rows + b * decay.batch_rows
         row_high, row_rest = load_pair(row_decay, heads[:, None], (rows < groups)[:, None], 0.0)
+    if relative is not None:
+        z = relative.z + (member * groups + rows)[:, None] * (relative.last + 1)
+        # The same for all heads.
+        row_position = tl.load(relative.rows + b * relative.batch_rows + rows * 0)[:, None]
+        key_places = relative.keys + b * relative.batch_keys
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
@@ -679,6 +671,11 @@ def decode_kernel(
             inside = (rows < groups)[:, None] & (columns < K)
             key_decay = decay.keys + b * decay.batch_keys
             logits += decay_bias(row_high, row_rest, key_decay, heads[:, None] * K + columns, inside)
+        if relative is not None:
+            key_positions = begin + tl.arange(0, BLOCK_N)[None, :]
+            key_positions = tl.load(key_places + key_positions, mask=key_positions < K, other=-FAR)
+            known = (rows < groups)[:, None]
+            logits += relative_bias(z, row_position, key_positions, known, relative.last) * LOG2_E
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
         seen = seen_keys(ranges, low, high, begin, 1, K, BLOCK_N)
         acc, total, top = softmax_step(acc, total, top, logits, seen, v, None, None, None, None, PRECISION)
@@ -691,19 +688,9 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["groups", "splits"])
 def combine_kernel(
-    parts,
-    top_lse,
-    out,
-    constant,
-    initial_out,
-    initial_lse,
-    groups,
-    splits,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    parts, top_lse, out, constant, initial_out, initial_lse, groups, splits, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One program: one query head, all its splits in steps of BLOCK_N. BLOCK_M is not used."""
     member = tl.program_id(0).to(tl.int64)
     row = member // groups * splits * groups + member % groups
@@ -827,7 +814,25 @@ def _bound_arguments(bound: tuple[torch.Tensor, int] | None) -> tuple[torch.Tens
     return start.contiguous(), start.shape[-1], rows
 
 
-def _decay(decay: tuple[torch.Tensor, torch.Tensor] | None) -> Decay | None:
+def check_decay(decay: tuple[torch.Tensor, torch.Tensor] | None, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raises ValueError if the numbers of rows (1 or B, H, Q) or of keys (1 or B, H, K) have another shape."""
+    B, H = query.shape[:2]
+    for numbers, length in zip(decay or (), (query.shape[2], key.shape[2])):
+        if numbers.shape[0] not in (1, B) or numbers.shape[1:] != (H, length):
+            raise ValueError(f"decay={tuple(numbers.shape)!r} is not valid: it must be (1 or {B}, {H}, {length}).")
+
+
+def decay_pairs(rows: torch.Tensor | None, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the numbers of rows and keys, float64 or float32, each as the sum of two float32, on a last axis."""
+    if rows is None or keys is None:
+        return None
+    high = [one.float() for one in (rows, keys)]
+    pairs = [torch.stack((one, (exact - one).float()), dim=-1) for one, exact in zip(high, (rows, keys))]
+    return pairs[0], pairs[1]
+
+
+def decay_argument(decay: tuple[torch.Tensor, torch.Tensor] | None) -> Decay | None:
+    """Returns what `decay_pairs` returned as an argument of a kernel."""
     if decay is None:
         return None
     rows, keys = (one.contiguous() for one in decay)
@@ -853,6 +858,63 @@ def dropout_seed(query: torch.Tensor, probability: float) -> torch.Tensor | None
     if probability == 0:
         return None
     return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=query.device)
+
+
+def relative_argument(
+    query: torch.Tensor,
+    table: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    scaling: float,
+    *,
+    grad: bool = False,
+) -> Relative:
+    """Returns `Relative` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
+
+    Args:
+        query: (B, H, Q, D). table: (P, D), e.
+        query_positions, key_positions: integers (1 or B, Q) and (1 or B, K).
+    """
+    # In an operator autocast still holds.
+    with torch.autocast(query.device.type, enabled=False):
+        z = torch.matmul(query.float(), table.float().T).mul_(scaling)
+    positions = [one.to(torch.int32).contiguous() for one in (query_positions, key_positions)]
+    row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
+    grad_z = torch.zeros_like(z) if grad else None
+    return Relative(z, grad_z, positions[0], positions[1], row_stride, key_stride, table.shape[0] - 1)
+
+
+def check_relative(
+    table: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> None:
+    """Raises ValueError if the shapes of the table (P, D) or of the positions (1 or B, Q or K) do not fit."""
+    if table.dim() != 2 or table.shape[1] != query.shape[3] or table.shape[0] < 1:
+        raise ValueError(f"table={tuple(table.shape)!r} is not valid: it must be (P, {query.shape[3]}).")
+    for positions, length in ((query_positions, query.shape[2]), (key_positions, key.shape[2])):
+        if positions.shape not in ((1, length), (query.shape[0], length)):
+            raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
+
+
+def relative_gradients(
+    relative: Relative, query: torch.Tensor, table: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query (B, H, Q, D) and table (P, D), float32, from that of z, which is changed."""
+    with torch.autocast(query.device.type, enabled=False):
+        grad = relative.grad.mul_(scaling)
+        return grad @ table.float(), grad.flatten(0, 2).T @ query.float().flatten(0, 2)
+
+
+def row_chunk(
+    rows: slice, query_length: int, key_length: int, ranges: torch.Tensor | None
+) -> tuple[slice, torch.Tensor | None]:
+    """Returns the keys that some rows may see, such that they are the last ones, and the ranges of these rows."""
+    if ranges is None:
+        return slice(0, key_length - query_length + rows.stop), None
+    return slice(0, key_length), torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), dim=2)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -905,6 +967,7 @@ def flash_forward(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
@@ -919,6 +982,7 @@ def flash_forward(
         scaling: the factor on q.k, positive.
         ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
         decay: rows and keys of `Decay`, or None.
+        relative: of `relative_argument`, or None.
         dropout: of `dropout_arguments`.
         bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
             start[b, h, i // rows].
@@ -944,7 +1008,7 @@ def flash_forward(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_FORWARD, query, value),
-        _key(query, value, ranges, decay, dropout, start, constant, initial_out),
+        _key(query, value, ranges, decay, relative, dropout, start, constant, initial_out),
         (
             *(
                 heads(query),
@@ -954,7 +1018,8 @@ def flash_forward(
                 lse,
                 ranges,
                 start,
-                _decay(decay),
+                decay_argument(decay),
+                relative,
                 dropout,
                 constant,
                 initial_out,
@@ -978,6 +1043,7 @@ def flash_backward_rows(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: torch.Tensor | None = None,
@@ -1004,25 +1070,14 @@ def flash_backward_rows(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_ROWS, query, value),
-        _key(query, value, ranges, decay, dropout, start, initial),
+        _key(query, value, ranges, decay, relative, dropout, start, initial),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous(), grad_query),
-            *(
-                ranges,
-                start,
-                _decay(decay),
-                dropout,
-                initial,
-                float(scaling),
-                H,
-                H // G,
-                Q,
-                K,
-                bound_blocks,
-                bound_rows,
-            ),
+            *(ranges, start, decay_argument(decay), relative, dropout, initial),
+            *(float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
         ),
         _constants(query, value),
+        repeatable=relative is None,
     )
     return grad_query
 
@@ -1038,6 +1093,7 @@ def flash_backward_columns(
     scaling: float,
     ranges: torch.Tensor | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -1063,10 +1119,11 @@ def flash_backward_columns(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
         _candidates(_COLUMNS, query, value),
-        (*_key(query, value, ranges, decay, dropout, grad_decay, start, initial_key), H // G),
+        (*_key(query, value, ranges, decay, relative, dropout, grad_decay, start, initial_key), H // G),
         (
             *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
-            *(grad_key, grad_value, grad_decay, ranges, start, _decay(decay), dropout, initial_key, initial_value),
+            *(grad_key, grad_value, grad_decay, ranges, start, decay_argument(decay), relative, dropout),
+            *(initial_key, initial_value),
             *(float(scaling), G, Q, K, bound_blocks, bound_rows),
         ),
         {**_constants(query, value), "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
@@ -1085,12 +1142,14 @@ def flash_backward(
     scaling: float,
     ranges: torch.Tensor | None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     dropout: Dropout | None = None,
     decay_gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The gradients of query, key, value and c of the keys: `out` and `lse` as `flash_forward` returned them."""
     tensors = (grad, query, key, value, lse, row_products(grad, out))
-    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay, "dropout": dropout}
+    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay, "relative": relative}
+    options["dropout"] = dropout
     grad_query = flash_backward_rows(*tensors, **options)
     return grad_query, *flash_backward_columns(*tensors, **options, decay_gradient=decay_gradient)
 
@@ -1112,6 +1171,7 @@ def flash_decode(
     ranges: torch.Tensor | None = None,
     polar: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: Relative | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     constant: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -1150,9 +1210,10 @@ def flash_decode(
         decode_kernel,
         lambda tiles: (splits * B * G,),
         [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
-        (*_key(query, value, ranges, decay, start), R, polar is not None and polar[-1] is not None, rows),
+        (*_key(query, value, ranges, decay, relative, start), R, polar is not None and polar[-1] is not None, rows),
         (
-            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables, _decay(decay)),
+            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables),
+            *(decay_argument(decay), relative),
             *(float(scaling), G, H // G, K, splits),
         ),
         {**_constants(query, value), "R": R},

@@ -4,7 +4,8 @@ The kernels are those of `kernel_flash`; these are their operators.
 
 For what is supported see `kernel_flash`; gradients of gradients are not supported.
 
-Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim.
+Axes: B batch, H query heads, G key heads, Q query length, K key length, D channels of queries and keys, V channels of
+values.
 """
 
 import hashlib
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 
 from .kernel_flash import (
+    check_decay,
     check_inputs,
+    decay_pairs,
     dropout_arguments,
     dropout_seed,
     flash_backward,
@@ -23,15 +26,6 @@ from .kernel_flash import (
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
-
-
-def _decay(rows: torch.Tensor | None, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The two tensors as `kernel_flash` takes them: each number c as the sum of two float32."""
-    if rows is None or keys is None:
-        return None
-    high = [one.float() for one in (rows, keys)]
-    pairs = [torch.stack((one, (exact - one).float()), dim=-1) for one, exact in zip(high, (rows, keys))]
-    return pairs[0], pairs[1]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_forward", mutates_args=())
@@ -46,13 +40,13 @@ def _forward(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options: dict[str, Any] = {"ranges": ranges, "decay": _decay(row_decay, key_decay)}
+    options: dict[str, Any] = {"ranges": ranges, "decay": decay_pairs(row_decay, key_decay)}
     return flash_forward(query, key, value, scaling=scaling, **options, dropout=dropout_arguments(seed, dropout))
 
 
 @_forward.register_fake
 def _(query, key, value, row_decay, key_decay, ranges, seed, scaling, dropout):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_backward", mutates_args=())
@@ -71,7 +65,7 @@ def _backward(
     dropout: float,
     decay_gradient: bool,
 ) -> list[torch.Tensor]:
-    options: dict[str, Any] = {"ranges": ranges, "decay": _decay(row_decay, key_decay)}
+    options: dict[str, Any] = {"ranges": ranges, "decay": decay_pairs(row_decay, key_decay)}
     options["dropout"] = dropout_arguments(seed, dropout)
     results = flash_backward(
         grad, query, key, value, out, lse, scaling=scaling, **options, decay_gradient=decay_gradient
@@ -95,12 +89,12 @@ def _decode(
     ranges: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, decay=_decay(row_decay, key_decay))
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, decay=decay_pairs(row_decay, key_decay))
 
 
 @_decode.register_fake
 def _(query, key, value, row_decay, key_decay, ranges, scaling):
-    return query.new_empty(query.shape)
+    return query.new_empty(*query.shape[:3], value.shape[3])
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -144,7 +138,7 @@ def plain_attention(
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
-        key, value: (B, G, K, D), the same type, H a multiple of G, K at least Q.
+        key, value: (B, G, K, D) and (B, G, K, V), the same type, H a multiple of G, K at least Q, V <= D <= 2 V.
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32; c_i - c_j, or 0
             if that is positive, is added to the logit of row i and key j. Keys' numbers that require a gradient have
             the batch size B.
@@ -154,19 +148,15 @@ def plain_attention(
         dropout: the probability that a weight is dropped.
 
     Returns:
-        (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
+        (B, H, Q, V) in the type of the query; 0 in rows that see nothing.
 
     Raises:
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
-    B, H, Q, _ = query.shape
-    row_decay, key_decay = decay or (None, None)
-    for numbers, length in ((row_decay, Q), (key_decay, key.shape[2])):
-        if numbers is not None and (numbers.shape[0] not in (1, B) or numbers.shape[1:] != (H, length)):
-            raise ValueError(f"decay={tuple(numbers.shape)!r} is not valid: it must be (1 or {B}, {H}, {length}).")
-    inputs = (query, key, value, row_decay, key_decay)
+    check_decay(decay, query, key)
+    inputs = (query, key, value, *(decay or (None, None)))
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
-    if Q == 1 and not wanted and not dropout:
+    if query.shape[2] == 1 and not wanted and not dropout:
         return _decode(*inputs, ranges, scaling)
     return _forward(*inputs, ranges, dropout_seed(query, dropout), scaling, dropout)[0]

@@ -105,20 +105,8 @@ class ALiBi(PositionEncoding):
         positions = context.query_positions, context.key_positions
         return (torch.tensor(slopes, device=positions[0].device), *positions), ()
 
-    def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        dropout: float,
-    ) -> torch.Tensor:
-        from .kernel_plain import plain_attention
-
-        (slopes, *positions), _ = self.term_inputs(context, scaling)
+    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
+        (slopes, *positions), _ = self.term_inputs(context, 1.0)
         slopes = -slopes[: query.shape[1], None].double()
         rows, keys = (slopes * one[:, None] for one in positions)
-        return plain_attention(query, key, value, decay=(rows, keys), ranges=ranges, scaling=scaling, dropout=dropout)
+        return {"decay": (rows, keys)}

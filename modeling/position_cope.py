@@ -386,6 +386,7 @@ class CoPE(PositionEncoding):
         ranges: torch.Tensor | None,
         scaling: float,
         dropout: float,
+        **terms: Any,
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
 
@@ -402,4 +403,5 @@ class CoPE(PositionEncoding):
             scaling=scaling,
             position_scale=scale,
             dropout=dropout,
+            **terms,
         )

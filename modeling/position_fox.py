@@ -153,21 +153,9 @@ class FoX(PositionEncoding):
         log_forget = join_digits(context.states[self.name]).transpose(2, 3)
         return (log_forget.flatten(1, 2),), ()
 
-    def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        dropout: float,
-    ) -> torch.Tensor:
-        from .kernel_plain import plain_attention
-
-        (log_forget,), _ = self.term_inputs(context, scaling)
-        Q, K = query.shape[2], key.shape[2]
+    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
+        (log_forget,), _ = self.term_inputs(context, 1.0)
+        Q, K = query.shape[2], log_forget.shape[2]
         slots = torch.arange(K - Q, K, device=query.device)[None]
         if ranges is not None:
             log_forget = log_forget * (ranges[:, :, Q:, 0] != 0)
@@ -175,5 +163,4 @@ class FoX(PositionEncoding):
         # In float64: differences of sums over thousands of tokens keep their digits.
         sums = log_forget.double().cumsum(-1)
         rows = slots.clamp(min=0)[:, None].expand(sums.shape[0], sums.shape[1], -1)
-        decay = sums.detach().gather(2, rows), sums
-        return plain_attention(query, key, value, decay=decay, ranges=ranges, scaling=scaling, dropout=dropout)
+        return {"decay": (sums.detach().gather(2, rows), sums)}

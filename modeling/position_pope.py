@@ -315,6 +315,7 @@ class PoPE(PositionEncoding):
         ranges: torch.Tensor | None,
         scaling: float,
         dropout: float,
+        **terms: Any,
     ) -> torch.Tensor:
         from .kernel_pope import pope_attention
 
@@ -325,7 +326,8 @@ class PoPE(PositionEncoding):
             # The kernel reads halves beside features that are no finer.
             tables = context.once("pope, half", lambda: [table.half() for table in context.shared[self.name]])
         phases = [table.squeeze(1) for table in tables]
-        return pope_attention(query, key, value, (*phases, shift), ranges=ranges, scaling=scaling, dropout=dropout)
+        options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
+        return pope_attention(query, key, value, (*phases, shift), **options, **terms)
 
 
 def decode_on_cpu(

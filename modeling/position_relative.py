@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
@@ -185,3 +186,27 @@ class RelativePosition(PositionEncoding):
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         tensors = context.shared[self.name], context.query_positions, context.key_positions
         return tensors, (scaling, self.parameters_.beyond == "last")
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        ranges: torch.Tensor | None,
+        scaling: float,
+        dropout: float,
+        **terms: Any,
+    ) -> torch.Tensor:
+        from .kernel_relative import relative_attention
+
+        relative = self.kernel_terms(query, context, ranges)["relative"]
+        return relative_attention(query, key, value, *relative, ranges=ranges, scaling=scaling, dropout=dropout)
+
+    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
+        table = context.shared[self.name]
+        if self.parameters_.beyond == "none":
+            # In the kernels, larger distances have the last entry.
+            table = F.pad(table, (0, 0, 0, 1))
+        return {"relative": (table, context.query_positions, context.key_positions)}

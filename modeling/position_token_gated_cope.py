@@ -14,6 +14,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .attention_blockwise import compute_dtype, join_digits, split_digits
+from .attention_mask import is_ranges
 from .position_base import Parameters, PositionContext, PositionEncoding
 
 # Below every content logit, above those that a mask hides: -1e4, the lowest number of any type, -inf.
@@ -125,10 +126,13 @@ class TokenGatedCoPE(PositionEncoding):
         gates = torch.sigmoid(logits.to(compute_dtype(logits.dtype)))
         return split_digits(gates.view(B, Q, G, -1).transpose(1, 2), key.dtype)
 
+    def _gates(self, context: PositionContext) -> torch.Tensor:
+        """Returns the gates of all tokens, float32 or float64 (B, H, K)."""
+        return join_digits(context.states[self.name]).transpose(2, 3).flatten(1, 2)
+
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
         dtype = compute_dtype(query.dtype)
-        # (B, G, K, 2 n) to (B, H, 1, K).
-        gates = join_digits(context.states[self.name]).transpose(2, 3).flatten(1, 2)[:, :, None].to(dtype)
+        gates = self._gates(context)[:, :, None].to(dtype)
         table = self.table().to(dtype)
         P = table.shape[0]
         positions = (gates * (logits > HIDDEN)).cumsum(-1).clamp(0, P - 1.001)
@@ -138,3 +142,74 @@ class TokenGatedCoPE(PositionEncoding):
         # NaN is no index; it stays in the fraction.
         floor = positions.detach().long().clamp_(0, P - 1)
         return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        ranges: torch.Tensor | None,
+        scaling: float,
+        dropout: float,
+        **terms: Any,
+    ) -> torch.Tensor:
+        """See `PositionEncoding.kernel`.
+
+        A token has one position for all rows that see it, so logits are products of wider vectors: [q, W_p q] and
+        [k, e[P]].
+
+        Raises:
+            ValueError: the mask is the user's own, and rows that see a token begin at different ones.
+        """
+        from .kernel_plain import plain_attention
+
+        gates, table = self._gates(context), self.table().float()
+        if ranges is None:
+            positions = gates.double().cumsum(-1)
+        else:
+            Q = query.shape[2]
+            starts = context.once(
+                "token_starts", lambda: token_starts(ranges, Q, check=is_ranges(context.attention_mask))
+            )
+            # In float64: differences of sums over thousands of tokens keep their digits.
+            sums = gates.masked_fill(ranges[:, :, Q:, 0] == 0, 0.0).double().cumsum(-1)
+            positions = sums - F.pad(sums, (1, 0)).gather(-1, starts[:, None].expand(sums.shape))
+        P = table.shape[0]
+        positions = positions.to(gates.dtype).clamp(0, P - 1.001)
+        # As in `bias`.
+        floor = positions.detach().long().clamp_(0, P - 1)
+        below, above = (F.embedding(level, table) for level in (floor, (floor + 1).clamp(max=P - 1)))
+        embeddings = torch.lerp(below, above, (positions - floor)[..., None])
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        own = self.position_query(context.query, torch.float32)
+        query, key = torch.cat((query, own.to(query.dtype)), -1), torch.cat((key, embeddings.to(key.dtype)), -1)
+        return plain_attention(query, key, value, ranges=ranges, scaling=scaling, dropout=dropout, **terms)
+
+
+def token_starts(ranges: torch.Tensor, query_length: int, *, check: bool) -> torch.Tensor:
+    """Returns the first token of each token's document, int64 (B, K), any slot for tokens that no row sees.
+
+    Args:
+        ranges: the mask, int32 (B, 1, Q + K, 2), see `attention_mask`.
+        check: False for ranges made by `attention_mask`; else they are read, which waits for the device.
+
+    Raises:
+        ValueError: rows that see a token begin at different ones.
+    """
+    key_length = ranges.shape[2] - query_length
+    low, high = ranges[:, 0, :query_length].long().clamp(0, key_length).unbind(-1)
+    sees = low < high
+    begins = torch.where(sees, low, 0)
+    # Documents are contiguous: a token's one begins at the last slot, up to its own, at which a row begins.
+    starts = low.new_zeros(ranges.shape[0], key_length).scatter_(1, begins, begins).cummax(-1).values
+    if check and not torch.compiler.is_compiling():
+        last = starts.gather(1, (high - 1).clamp(min=0))
+        if bool((sees & (last != low)).any()):
+            raise ValueError(
+                "attn_implementation='triton' does not support this attention_mask with 'token_gated_cope': rows that "
+                "see a token begin at different ones. Allowed: 'blockwise', 'sdpa', 'eager'."
+            )
+    return starts

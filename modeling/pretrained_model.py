@@ -135,14 +135,15 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             return
         used = [cls for cls, _ in parse(self.config).values()]
         dropped = {cls.__name__ for cls in POSITION_ENCODINGS.values() if cls not in used}
-        kernels = {any(cls.overrides("kernel") for cls, _ in parts) for parts in layer_plan(self.config)}
+        own = {any(cls.overrides("kernel") for cls, _ in parts) for parts in layer_plan(self.config)}
+        kernels = True in own or any(cls.overrides("kernel_terms") for cls in used)
         needed = {
             "attention_autograd": any(cls.overrides("bias") and cls.term is None for cls in used),
             "attention_blockwise": any(cls.overrides("bias") or not cls.softmax for cls in used),
-            "attention_triton": True in kernels,
+            "attention_triton": kernels,
             "attention_options": self.config.has_attention_options,
             "checkpoint_conversion": False,
-            "kernel_plain": kernels == {True, False},
+            "kernel_plain": kernels and False in own,
         }
         lines = []
         for line in registry.read_text(encoding="utf-8").splitlines():

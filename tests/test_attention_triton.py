@@ -34,7 +34,21 @@ ENCODINGS = {
     "pope": ("pope", {}),
     "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),
 }
-WITH_KERNELS = ("alibi", "cope", "cope+rope", "cope_alibi", "fox", "fox+rope", "pope", "stick_breaking")
+WITH_KERNELS = (
+    "alibi",
+    "cope",
+    "cope+alibi",
+    "cope+relative",
+    "cope+rope",
+    "cope_alibi",
+    "fox",
+    "fox+rope",
+    "pope",
+    "relative",
+    "stick_breaking",
+    "token_gated_cope",
+    "token_gated_cope+rope",
+)
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 # CoPE with other gates, and not in every layer.
 GATES = {
@@ -44,16 +58,36 @@ GATES = {
     "rotated": ("cope+rope", {"cope": {"num_positions": 6, "gates": "separate_key", "every_n_layers": 2}}),
     "plan": (["cope", "pope"], {"cope": {"num_positions": 6, "gates": "separate_key"}}),
 }
+SMALL = {
+    "cope+alibi": ("cope+alibi", {"cope": {"num_positions": 6}}),
+    "cope+relative": (
+        "cope+relative",
+        {"cope": {"num_positions": 6}, "relative": {"num_positions": 8, "beyond": "none"}},
+    ),
+    "cope+relative:every2": (
+        "cope+relative",
+        {
+            "cope": {"num_positions": 6, "every_n_layers": 2, "gates": "separate_key"},
+            "relative": {"num_positions": 8, "beyond": "last"},
+        },
+    ),
+    "relative": ("relative", {"num_positions": 6, "beyond": "none"}),
+    "relative:last": ("relative", {"num_positions": 6, "beyond": "last"}),
+    "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
+    "token_gated_cope+rope": ("token_gated_cope+rope", {"token_gated_cope": {"num_positions": 6}}),
+}
 
 
 def build(encoding, implementation="triton", family="llama", **fields):
     """A model of one layer with two heads that share a key head: the interpreter takes a while for each program."""
-    name, parameters = {**ENCODINGS, **GATES}.get(encoding, (encoding, {}))
+    name, parameters = {**ENCODINGS, **GATES, **SMALL}.get(encoding, (encoding, {}))
     own = {
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "num_hidden_layers": 2 if encoding in ("cope:shared", "every2", "rotated", "plan") else 1,
+        "num_hidden_layers": 2
+        if encoding in ("cope:shared", "every2", "rotated", "plan", "cope+relative:every2")
+        else 1,
         "position_encoding_parameters": parameters,
     }
     return tiny_model(family, name, implementation, **{**own, **fields})
@@ -447,7 +481,13 @@ def test_equals_eager(encoding, kind):
 @pytest.mark.parametrize(
     ("encoding", "family", "kind"),
     slow_but(
-        [("value", "llama", "packed"), ("rotated", "llama", "packed"), ("plan", "gpt2", "padding")],
+        [
+            ("token_gated_cope+rope", "llama", "packed"),
+            ("cope+relative:every2", "llama", "padding"),
+            ("value", "llama", "packed"),
+            ("rotated", "llama", "packed"),
+            ("plan", "gpt2", "padding"),
+        ],
         [
             ("separate", "gpt2", "padding"),
             ("value", "llama", "packed"),
@@ -455,10 +495,11 @@ def test_equals_eager(encoding, kind):
             ("every2", "llama", "causal"),
             ("rotated", "llama", "packed"),
             ("plan", "gpt2", "padding"),
+            *itertools.product(SMALL, ("llama",), KINDS),
         ],
     ),
 )
-def test_other_gates_equal_eager(encoding, family, kind):
+def test_others_equal_eager(encoding, family, kind):
     masks = {"padding": padding("left", "right"), "hole": padding("hole")}
     inputs = {"mask": masks.get(kind), "input_ids": tokens(2, 21)}
     if kind == "packed":
@@ -569,7 +610,9 @@ def test_plain_attention_refuses():
 
 @pytest.mark.parametrize(
     ("encoding", "family"),
-    slow_but([("pope", "llama")], [("cope", "llama"), ("cope+rope", "gpt2"), ("pope", "llama"), ("plan", "llama")]),
+    slow_but(
+        [("pope", "llama")], [(name, "llama") for name in ("cope", "pope", "plan", *SMALL)] + [("cope+rope", "gpt2")]
+    ),
 )
 def test_cached_decoding(encoding, family):
     model = build(encoding, family=family)

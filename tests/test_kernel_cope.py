@@ -44,7 +44,18 @@ def dense_mask(ranges, rows, keys):
 
 
 def reference(
-    query, key, value, table, gate_key=None, position_query=None, ranges=None, scaling=0.25, position_scale=0.25
+    query,
+    key,
+    value,
+    table,
+    gate_key=None,
+    position_query=None,
+    embeddings=None,
+    decay=None,
+    places=None,
+    ranges=None,
+    scaling=0.25,
+    position_scale=0.25,
 ):
     H, Q = query.shape[1:3]
     K, groups = key.shape[2], H // key.shape[1]
@@ -62,6 +73,12 @@ def reference(
     floor = positions.detach().long().clamp(0, last)
     below, above = z.gather(-1, floor), z.gather(-1, (floor + 1).clamp(max=last))
     logits = content + below + (positions - floor) * (above - below)
+    if embeddings is not None:
+        distance = (places[0][:, :, None] - places[1][:, None]).clamp(0, len(embeddings) - 1)[:, None]
+        bias = (query @ embeddings.T * scaling).gather(-1, distance.expand(query.shape[0], H, Q, K))
+        logits = logits + bias
+    if decay is not None:
+        logits = logits + (decay[0][..., None] - decay[1][:, :, None]).clamp(max=0)
     weights = torch.softmax(logits.masked_fill(~mask, -1e30), -1) * mask
     return weights @ value
 
@@ -80,21 +97,33 @@ def inputs(batch, heads, groups, rows, keys, channels, positions=16, openness=0.
     return [None if one is None else one.to(dtype).requires_grad_() for one in tensors]
 
 
-def compare(tensors, ranges=None, tolerance=2e-5, scaling=0.25, position_scale=0.25, position_query=None):
+def compare(
+    tensors,
+    ranges=None,
+    tolerance=2e-5,
+    scaling=0.25,
+    position_scale=0.25,
+    position_query=None,
+    decay=None,
+    embeddings=None,
+    positions=None,
+):
     """Compares the output and every gradient with the float64 reference."""
-    options = {"ranges": ranges, "scaling": scaling, "position_scale": position_scale}
-    tensors = [*tensors, position_query]
-    *main, gate_key, _ = tensors
-    out = cope_attention(*main, gate_key=gate_key, position_query=position_query, **options)
+    options = {"ranges": ranges, "scaling": scaling, "position_scale": position_scale, "decay": decay}
+    tensors = [*tensors, position_query, embeddings]
+    *main, gate_key, _, _ = tensors
+    relative = None if embeddings is None else (embeddings, *positions)
+    out = cope_attention(*main, gate_key=gate_key, position_query=position_query, relative=relative, **options)
     # One tensor may have two roles.
     exact = {id(one): one.detach().double().requires_grad_() for one in tensors if one is not None}
     roles = [None if one is None else exact[id(one)] for one in tensors]
-    expected = reference(*roles, **options)
+    expected = reference(*roles, **options, places=positions)
     grad = torch.randn(out.shape)
     present = list({id(one): one for one in tensors if one is not None}.values())
     found = [out, *torch.autograd.grad(out, present, grad.to(out.dtype))]
     wanted = [expected, *torch.autograd.grad(expected, list(exact.values()), grad.double())]
     names = ["out", "dq", "dk", "dv", "dtable", *(["dgate_key"] if gate_key is not None else []), "dposition_query"]
+    names[-1:] = names[-1:] * (position_query is not None) + ["dembeddings"]
     for name, ours, truth in zip(names, found, wanted):
         error = (ours.double() - truth).norm() / torch.maximum(truth.norm(), 0.1 * grad.norm())
         assert error <= tolerance, f"{name}: {error:.2g}"
@@ -192,6 +221,87 @@ def test_a_query_of_its_own_for_the_table(openness, separate):
     compare([*same, None], position_query=same[0])
 
 
+def decay_of(batch, heads, rows, keys):
+    """Slopes times positions far from 0: the differences need more digits than float32 has."""
+    numbers = -torch.rand(1, heads, 1).double() * (torch.arange(keys).repeat(batch, 1, 1) + 10**7)
+    return numbers[..., keys - rows :], numbers
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "openness", "separate", "dtype"),
+    slow_but(
+        [(33, 70, 0.0, False, torch.float32)],
+        [
+            *(
+                (rows, keys, openness, False, torch.float32)
+                for rows, keys in [(1, 1), (5, 5), (33, 70), (70, 70)]
+                for openness in (-12.0, 0.0, 12.0)
+            ),
+            (70, 70, 0.0, True, torch.float32),
+            (33, 70, 0.0, False, torch.bfloat16),
+        ],
+    ),
+)
+def test_decay(rows, keys, openness, separate, dtype):
+    """Added to the logits, not to the gates; in the windows and left of them."""
+    tensors = inputs(3, 4, 2, rows, keys, 16, openness=openness, separate=separate, dtype=dtype)
+    decay = decay_of(3, 4, rows, keys)
+    ranges = None
+    if keys == 70:
+        low = torch.arange(keys - rows, keys) // 30 * 30
+        valid = torch.ones(3, keys, dtype=torch.bool)
+        valid[0, 30:33] = valid[0, 65:] = valid[1, 58:] = False
+        ranges = causal_limits(3, rows, keys, low.repeat(3, 1), valid)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    compare(tensors, ranges, decay=decay, tolerance=tolerance)
+    compare(
+        [one if one is None else one[:1].detach().requires_grad_() for one in tensors[:3]] + tensors[3:4] + [None],
+        decay=[one[:1] for one in decay],
+        tolerance=tolerance,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "openness", "separate", "dtype", "chunks"),
+    slow_but(
+        [(33, 70, 0.0, False, torch.float32, False)],
+        [
+            *(
+                (rows, keys, openness, False, torch.float32, False)
+                for rows, keys in [(1, 1), (5, 5), (33, 70), (70, 70)]
+                for openness in (-12.0, 0.0, 12.0)
+            ),
+            *((70, 100, openness, True, torch.float32, True) for openness in (0.0, 12.0)),
+            (33, 70, 0.0, False, torch.bfloat16, False),
+        ],
+    ),
+)
+def test_relative_positions(rows, keys, openness, separate, dtype, chunks, monkeypatch):
+    """Added to the logits, not to the gates; in the windows and left of them; in chunks of rows; decoding."""
+    if chunks:
+        monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
+        monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
+    tensors = inputs(3, 4, 2, rows, keys, 16, openness=openness, separate=separate, dtype=dtype)
+    embeddings = torch.randn(20, 16).to(dtype).requires_grad_()
+    low = torch.arange(keys - rows, keys) // 30 * 30
+    valid = torch.ones(3, keys, dtype=torch.bool)
+    valid[0, 30:33] = valid[0, 65:] = valid[1, 58:] = False
+    ranges = causal_limits(3, rows, keys, low.repeat(3, 1), valid)
+    places = torch.arange(keys) % 30 + torch.arange(3)[:, None]
+    options = {"embeddings": embeddings, "tolerance": 2e-5 if dtype == torch.float32 else 2e-2}
+    compare(tensors, ranges, positions=(places[:, keys - rows :], places), **options)
+    places = torch.arange(keys)[None] + 5
+    compare(tensors, positions=(places[:, keys - rows :], places), **options)
+    with torch.no_grad():
+        tensors = [tensors[0][:, :, -1:], *tensors[1:]]
+        relative = embeddings, places[:, -1:], places
+        settings = {"scaling": 0.25, "position_scale": 0.25}
+        row = cope_attention(*tensors[:4], gate_key=tensors[4], relative=relative, **settings)
+        exact = [None if one is None else one.double() for one in (*tensors, None, embeddings)]
+        expected = reference(*exact, places=relative[1:])
+        assert (row - expected).norm() / expected.norm() < options["tolerance"]
+
+
 def test_scale_of_positions_is_its_own():
     compare(inputs(1, 1, 1, 40, 40, 16), scaling=0.2, position_scale=1.0)
 
@@ -258,12 +368,12 @@ def test_decoding(openness, separate, rotated):
     with torch.no_grad():
         tensors = inputs(3, 4, 2, 1, 257, 16, openness=openness, separate=separate)
         tensors.append(torch.randn(3, 4, 1, 16) if rotated else None)
-        ranges = padded_and_packed(1, 257)
+        ranges, decay = padded_and_packed(1, 257), decay_of(3, 4, 1, 257) if rotated else None
         for bounds in (None, ranges):
-            options = {"ranges": bounds, "scaling": 0.25, "position_scale": 0.25}
+            options = {"ranges": bounds, "scaling": 0.25, "position_scale": 0.25, "decay": decay}
             out = cope_attention(*tensors[:4], gate_key=tensors[4], position_query=tensors[5], **options)
             exact = [None if one is None else one.double() for one in tensors]
-            expected = reference(*exact, ranges=bounds)
+            expected = reference(*exact, decay=decay, ranges=bounds)
             assert (out - expected).norm() / expected.norm() < 2e-5
 
 
@@ -356,7 +466,7 @@ def test_grids_of_many_heads():
         window = attention.window_forward()
         attention.window_backward(query, meta(*heads, 64), window)
         row = meta(*heads, 1, 16)
-        kernel_cope._decode._init_fn(row, query, query, table, None, None, None, 0.25, 0.25)
+        kernel_cope._decode._init_fn(row, query, query, table, *(None,) * 8, 0.25, 0.25)
         flash_forward(query, query, query, scaling=1.0)
         flash_backward_rows(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         flash_backward_columns(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
@@ -390,13 +500,18 @@ OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor"
 def test_operator(separate, rotated):
     query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=separate)
     position_query = torch.randn_like(query).requires_grad_() if rotated else None
-    arguments = (query, key, value, table, gate_key, position_query, None, None, 0.25, 0.25, 0.0)
+    decay = decay_of(1, 2, 20, 30) if rotated else (None, None)
+    arguments = (query, key, value, table, gate_key, position_query, None, None, None, *decay, None, None)
+    arguments = (*arguments, 0.25, 0.25, 0.0)
+    torch.library.opcheck(kernel_cope._forward, arguments, test_utils=OPERATOR_TESTS)
+    relative = torch.randn(5, 16, requires_grad=True), torch.arange(10, 30)[None], torch.arange(30)[None]
+    arguments = (*arguments[:6], *relative, None, None, *arguments[11:])
     torch.library.opcheck(kernel_cope._forward, arguments, test_utils=OPERATOR_TESTS)
 
 
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
-    row = (query[:, :, :1], *others, None, None, None, 0.25, 0.25)
+    row = (query[:, :, :1], *others, *(None,) * 8, 0.25, 0.25)
     torch.library.opcheck(kernel_cope._decode, row, test_utils=OPERATOR_TESTS)
 
 
@@ -420,6 +535,10 @@ def test_second_derivative_is_refused():
             r"position_query=\(1, 1, 9, 16\).*as the query, \(1, 1, 10, 16\)",
         ),
         ({"position_query": torch.zeros(1, 1, 10, 16).half()}, r"position_query=.*float16.*must be as the query"),
+        ({"decay": (torch.zeros(1, 1, 9), torch.zeros(1, 1, 10))}, r"decay=\(1, 1, 9\)"),
+        ({"decay": (torch.zeros(1, 1, 10), torch.zeros(1, 1, 10, requires_grad=True))}, "no gradient"),
+        ({"relative": (torch.zeros(4, 8), torch.zeros(1, 10), torch.zeros(1, 10))}, r"table=\(4, 8\)"),
+        ({"relative": (torch.zeros(4, 16), torch.zeros(1, 9), torch.zeros(1, 10))}, r"positions=\(1, 9\)"),
         ({"ranges": torch.zeros(1, 1, 20, 2)}, "ranges="),
         ({"scaling": 0.0}, "scaling=0.0"),
     ],

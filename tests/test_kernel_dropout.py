@@ -9,10 +9,11 @@ import torch
 pytest.importorskip("triton")
 
 from tiny import slow_but
-from whatwhere import kernel_launch, kernel_pope
+from whatwhere import kernel_cope, kernel_launch, kernel_pope, kernel_relative
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
+from whatwhere.kernel_relative import relative_attention
 from whatwhere.scripts.benchmark.references import cope_reference, plain_reference, pope_reference, undecided_rows
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
@@ -76,13 +77,46 @@ def cope_separate():
     return cope_kernel, cope_reference, [small_table(), random(B, G, T, T)], {}
 
 
-KINDS = {kind.__name__: kind for kind in (plain, decayed, pope, cope, cope_separate)}
+def with_distances(query, key, embeddings):
+    """Queries and keys, further channels of which have q.e[distance] as their product."""
+    distance = (ROWS[:, None] - ROWS).clamp(0, len(embeddings) - 1)
+    products = (query @ embeddings.T).gather(-1, distance.expand(B, H, T, T))
+    return torch.cat((query, products), -1), torch.cat((key, torch.eye(T).to(key).expand(B, G, T, T)), -1)
+
+
+def relative():
+    def kernel(query, key, value, embeddings, **options):
+        return relative_attention(query, key, value, embeddings, ROWS[None], ROWS[None], **options)
+
+    def reference(query, key, value, embeddings, *, rows, scaling):
+        return plain_reference(*with_distances(query, key, embeddings), value, rows=rows, scaling=scaling)
+
+    return kernel, reference, [random(20, T)], {}
+
+
+def cope_relative():
+    def kernel(query, key, value, table, gate_key, embeddings, **options):
+        return cope_kernel(query, key, value, table, gate_key, relative=(embeddings, ROWS[None], ROWS[None]), **options)
+
+    def reference(query, key, value, table, gate_key, embeddings, **options):
+        pair = with_distances(query, key, embeddings)
+        gate_key, table = torch.cat((gate_key, 0 * gate_key), -1), torch.cat((table, 0 * table))
+        return cope_reference(*pair, value, table, gate_key, **options)
+
+    return kernel, reference, [small_table(), random(B, G, T, T), random(20, T)], {}
+
+
+KINDS = {kind.__name__: kind for kind in (plain, decayed, pope, cope, cope_separate, relative, cope_relative)}
 
 
 @pytest.mark.parametrize("name", slow_but(["decayed", "pope", "cope"], KINDS))
 def test_gradients_are_those_of_the_dropped_weights(name, monkeypatch):
     """Forward and backward pass, windows and plain part, and all parts of PoPE drop the same weights."""
-    monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
+    for module in (kernel_pope, kernel_cope, kernel_relative):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
+    for module in (kernel_cope, kernel_relative):
+        monkeypatch.setattr(module, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_relative, "CHUNK_ROWS", 32)
     torch.manual_seed(3)
     kernel, formula, own, fixed = KINDS[name]()
     query, key, value = random(B, H, T, T), random(B, G, T, T), random(B, G, T, T)
@@ -103,7 +137,7 @@ def test_gradients_are_those_of_the_dropped_weights(name, monkeypatch):
     expected = (expected_weights * kept) @ exact[2].repeat_interleave(H // G, 1)
     grad = torch.randn(B, H, T, T)
     if name.startswith("cope"):
-        gates = [one.detach() for one in exact[4:]]
+        gates = [one.detach() for one in exact[4:5]]
         near = undecided_rows(exact[0].detach(), exact[1].detach(), *gates, rows=ROWS, scaling=SCALING, num_positions=8)
         grad[near] = 0
     found = run(value, 0.3)

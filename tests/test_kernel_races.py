@@ -13,11 +13,12 @@ import triton.language as tl
 
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import ranges_of, slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope, kernel_scan
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope, kernel_relative, kernel_scan
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
+from whatwhere.kernel_relative import relative_attention
 from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
 from whatwhere.scripts.compile_kernels import variants
 
@@ -98,7 +99,10 @@ def search_plain(shape, mask, decay, dtype=torch.float32):
         pair = {"none": None, "one": (of_rows, numbers), "each": (of_rows, of_keys)}[decay]
         return plain_attention(query, key, value, decay=pair, ranges=ranges, scaling=0.3)
 
-    tensors = (*inputs(shape, dtype), numbers if decay == "each" else None)
+    query, key, value = inputs(shape, dtype)
+    # With the decay of each entry, keys are wider than values.
+    value = value[..., 3:] if decay == "each" else value
+    tensors = (query, key, value, numbers if decay == "each" else None)
     search(attend, tensors, DECODING if Q == 1 else FLASH)
 
 
@@ -131,6 +135,23 @@ def test_plain_attention_in_half_precision(dtype, mask, monkeypatch):
 def test_plain_attention_with_other_tiles(tiles, mask, monkeypatch):
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [tiles])
     search_plain(SHAPES["wide"], mask, "each")
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask"), slow_but([("grouped", "padding"), ("one-row", "packed")], [("small", "causal"), *PAIRS])
+)
+def test_relative_positions(shape, mask, monkeypatch):
+    """Positions that are distinct; tiles near and far; chunks of rows."""
+    monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
+    for name, value in {"SCRATCH_BYTES": 1, "SCRATCH_FACTOR": 0, "CHUNK_ROWS": 32}.items():
+        monkeypatch.setattr(kernel_relative, name, value)
+    _, _, _, Q, K, D = shape = SHAPES[shape]
+    ranges, positions = mask_of(mask, shape), torch.arange(K)[None]
+
+    def attend(*tensors):
+        return relative_attention(*tensors, positions[:, K - Q :], positions, ranges=ranges, scaling=0.3)
+
+    search(attend, (*inputs(shape), torch.randn(20, D)), DECODING if Q == 1 else FLASH)
 
 
 # PoPE.
@@ -174,8 +195,13 @@ def test_pope(shape, mask, rotated, chunks, monkeypatch):
 
 
 def search_cope(shape, mask, gates, openness, dtype=torch.float32):
-    """gates: "keys", "values", or "own" for keys of their own and, with them, a query of its own for the table."""
-    D = shape[-1]
+    """gates: "keys", "values", or "own": keys of their own, a query of its own for the table, and a decay.
+
+    With values there are also relative positions.
+    """
+    B, H, _, Q, K, D = shape
+    numbers = -torch.rand(B, H, K).cumsum(-1).double()
+    decay = (numbers[..., K - Q :], numbers) if gates == "own" else None
     query, key, value = inputs(shape, dtype)
     own = [torch.randn_like(key), torch.randn_like(query)] if gates == "own" else [None, None]
     # One channel that all share opens and closes the gates.
@@ -184,12 +210,18 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
         gating[..., 0] = openness
     ranges = mask_of(mask, shape)
 
-    def attend(query, key, value, table, gate_key, position_query):
+    positions = torch.arange(K)[None]
+
+    def attend(query, key, value, table, gate_key, position_query, embeddings):
         options = {"gate_key": value if gates == "values" else gate_key, "position_query": position_query}
+        options["decay"] = decay
+        if embeddings is not None:
+            options["relative"] = embeddings, positions[:, K - Q :], positions
         return cope_attention(query, key, value, table, **options, ranges=ranges, scaling=0.25, position_scale=0.25)
 
     kernels = DECODING | {"_position_values", "_window_forward"} if shape[3] == 1 else COPE
-    search(attend, (query, key, value, torch.randn(D, 37), *own), kernels)
+    embeddings = torch.randn(20, D) if gates == "values" else None
+    search(attend, (query, key, value, torch.randn(D, 37), *own, embeddings), kernels)
 
 
 @pytest.fixture
@@ -215,6 +247,7 @@ def little_scratch(monkeypatch):
             *((shape, "packed", "keys", openness) for shape in ("small", "one-row") for openness in (-12.0, 0.0, 12.0)),
             *(("small", "causal", "keys", openness) for openness in (-12.0, 12.0)),
             *((shape, "any", "values", 0.0) for shape in ("grouped", "one-row")),
+            *((shape, "packed", "values", openness) for shape in ("grouped", "one-row") for openness in (0.0, 12.0)),
         ],
     ),
 )
@@ -229,6 +262,7 @@ def test_cope(shape, mask, gates, openness, narrow):
         [("small", "padding", "own", 0.0)],
         [
             *(("small", mask, "own", 0.0) for mask in MASKS),
+            *(("small", mask, "values", 12.0) for mask in MASKS),
             *(("square", mask, "keys", openness) for mask in ("causal", "packed") for openness in (-12.0, 12.0)),
         ],
     ),

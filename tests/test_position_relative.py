@@ -105,5 +105,5 @@ def test_refuses_empty_tables():
 
 def test_claims():
     assert supported_implementations(tiny_config("llama", "relative")) == [
-        *("blockwise", "sdpa", "flex_attention", "eager")
+        *("auto", "triton", "sdpa", "flex_attention", "blockwise", "eager")
     ]

@@ -1,5 +1,6 @@
 """Token-gated CoPE: the bias, at once and in blocks, against the note's formulas; gates, table, hybrid."""
 
+import itertools
 import types
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import oracles
 from test_attention_blockwise import LargestTensor
-from tiny import position_context, ranges_of, tiny_config, tiny_model, tokens
+from tiny import position_context, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_autograd import blockwise_attention_by_autograd
 from whatwhere.attention_blockwise import MASKED, join_digits, split_digits
 from whatwhere.position_registry import supported_implementations
@@ -83,6 +84,11 @@ def blocks(query, key, value, position_query, gates, table, mask, block_size=3):
     return blockwise_attention_by_autograd(query, key, value, mask=mask, **settings)
 
 
+def kernel(query, key, value, position_query, gates, table, mask):
+    layer, context = layer_of(query, value, position_query, gates, table)
+    return layer.kernel(query, key, value, context, ranges=mask, scaling=0.5, dropout=0.0)
+
+
 def tree(Q, K):
     """Rows that see what no other row sees: branches, and one row that sees nothing."""
     visible = torch.rand(Q, K) < 0.6
@@ -114,6 +120,84 @@ def test_equals_the_note(num_positions, mask):
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
         for one, other in zip(torch.autograd.grad(out, states, grad), truth):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def segments_of(kind, K):
+    """Documents (2, K), -1 for padding: padding on both sides or packed documents; None for causal."""
+    slots = torch.arange(K)
+    if kind == "padded":
+        shown = (slots >= K // 3, (slots < K - K // 4) & (slots >= K // 5))
+    elif kind == "packed":
+        shown = (slots >= 0, slots != K // 2)
+    else:
+        return None
+    documents = slots * 3 // K if kind == "packed" else slots * 0
+    return torch.where(torch.stack(shown), documents, -1)
+
+
+# What a row of the kernels sees, with lengths of one and of several tiles; the other pairs are slow.
+@pytest.mark.parametrize(
+    ("Q", "K", "kind", "dtype"),
+    slow_but(
+        [(5, 9, "padded", torch.float32), (5, 9, "packed", torch.bfloat16)],
+        [
+            *itertools.product((1, 5), (9,), ("causal", "padded", "packed"), (torch.float32, torch.bfloat16)),
+            *((T, T, kind, torch.float32) for T in (1, 5, 33, 70) for kind in ("causal", "padded", "packed")),
+        ],
+    ),
+)
+def test_kernel_equals_the_note(Q, K, kind, dtype):
+    """Outputs and every gradient; keys that no row sees do not count; twice the same; decoding."""
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    states = [one.detach().to(dtype) for one in inputs(Q, K, 6)]
+    # As wide as the keys; gates have more digits than bfloat16.
+    states[2] = torch.randn(2, 2, K, 4).to(dtype)
+    states[4] = torch.rand(2, 4, K)
+    states = [torch.nn.Parameter(one) for one in states]
+    segments = segments_of(kind, K)
+    ranges = ranges_of(segments, Q)
+    exact = [one.detach().double().requires_grad_() for one in states]
+    if segments is None:
+        expected = oracle(*exact, oracles.visible_oracle(Q, K))
+    else:
+        visible = [oracles.visible_oracle(Q, K, row.tolist()) for row in segments]
+        rows = ([*(one[b : b + 1] for one in exact[:5]), exact[5], visible[b]] for b in range(2))
+        expected = torch.cat([oracle(*one) for one in rows])
+    grad = torch.randn(expected.shape).to(dtype)
+    truth = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+    runs = []
+    for _ in range(2):
+        out = kernel(*states, ranges)
+        runs.append([out, *torch.autograd.grad(out, states, grad)])
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    for one, other, right in zip(*runs, truth):
+        assert torch.equal(one, other)
+        assert (one.double() - right).norm() <= tolerance * max(right.norm(), 0.1 * grad.double().norm())
+    last = [states[0][:, :, -1:], *states[1:3], states[3][:, :, -1:], *states[4:]]
+    with torch.no_grad():
+        step = kernel(*last, None if ranges is None else ranges[:, :, Q - 1 :])
+    assert (step - expected[:, :, -1:]).norm() <= tolerance * max(expected[:, :, -1:].norm(), 0.1)
+
+
+def test_kernel_counts_in_documents():
+    """Thousands of tokens before a document take no digits from its counts."""
+    K = 6000
+    states = [one.detach().float() for one in inputs(1, K, 48)]
+    states[2], states[5] = torch.randn(2, 2, K, 4), torch.nn.Parameter(states[5])
+    ranges = ranges_of([0] * (K - 20) + [1] * 20, 1).expand(2, -1, -1, -1)
+    own = [*states[:1], *(one[:, :, -20:] for one in states[1:3]), states[3], states[4][:, :, -20:], states[5]]
+    with torch.no_grad():
+        torch.testing.assert_close(kernel(*states, ranges), kernel(*own, None), rtol=1e-5, atol=1e-5)
+
+
+def test_kernel_refuses_windows():
+    """Rows that see the same token from different ones on: its position is not one number."""
+    model = tiny_model("llama", "token_gated_cope", "triton", num_hidden_layers=1)
+    ids, ranges = tokens(1, 6), ranges_of([0] * 6, 6)
+    model(ids, attention_mask=ranges)
+    ranges[0, 0, 5, 0] = 3
+    with pytest.raises(ValueError, match=r"'token_gated_cope'.*different ones.*'blockwise'"):
+        model(ids, attention_mask=ranges)
 
 
 def test_many_blocks_equal_one():
@@ -300,5 +384,7 @@ def test_memory_is_linear_in_length():
 
 def test_claims():
     for encoding in ("token_gated_cope", "token_gated_cope+rope"):
-        assert supported_implementations(tiny_config("llama", encoding)) == ["blockwise", "sdpa", "eager"]
+        assert supported_implementations(tiny_config("llama", encoding)) == [
+            *("auto", "triton", "sdpa", "blockwise", "eager")
+        ]
     assert "2405.18719" not in TokenGatedCoPE.paper

@@ -206,10 +206,19 @@ NEEDED = {
     "absolute": {"position_absolute"},
     "alibi": {"attention_blockwise", "position_alibi", "kernel_plain", *KERNELS},
     "cope": {"attention_blockwise", "position_cope", "kernel_cope", *KERNELS},
+    "cope+relative": {
+        *("attention_blockwise", "position_cope", "position_relative", "kernel_cope", "kernel_relative"),
+        *KERNELS,
+    },
+    "cope+alibi": {"attention_blockwise", "position_cope", "position_alibi", "kernel_cope", *KERNELS},
     "pope": {"position_pope", "kernel_pope", *KERNELS},
     "stick_breaking": {"attention_blockwise", "position_stick_breaking", "kernel_scan", *KERNELS},
     "fox+rope": {"attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *KERNELS},
-    "token_gated_cope": {"attention_autograd", "attention_blockwise", "position_token_gated_cope"},
+    "token_gated_cope": {
+        *("attention_autograd", "attention_blockwise", "position_token_gated_cope", "kernel_plain"),
+        *KERNELS,
+    },
+    "relative": {"attention_blockwise", "position_relative", "kernel_relative", *KERNELS},
     "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_plain", *KERNELS},
     "rope,none": {"position_rope", "position_none"},
     "pope,alibi": {
