@@ -909,7 +909,7 @@ def _backward(
     for rows, keys, options in attention.plain_parts(window, grad=True):
         tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
         plain = (grad[:, :, rows], *tensors, lse[:, :, rows], delta[:, :, rows])
-        part = flash_backward_rows(*plain, **options, initial=grad_query[:, :, rows])
+        part, _ = flash_backward_rows(*plain, **options, initial=grad_query[:, :, rows])
         initial = (grad_key, grad_value) if relative is None else None
         *columns, _ = flash_backward_columns(*plain, **options, initial=initial)
         if relative is None:

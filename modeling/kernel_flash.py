@@ -438,8 +438,8 @@ def row_products_kernel(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_rows_kernel(
-    grad, query, key, value, lse, delta, grad_query, ranges, bound, decay, relative, dropout, initial, scaling, H,
-    groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    grad, query, key, value, lse, delta, grad_query, grad_decay, ranges, bound, decay, relative, dropout, initial,
+    scaling, H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of BLOCK_M query rows of one head."""
@@ -476,6 +476,7 @@ def backward_rows_kernel(
 
     scale = scaling * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     # First the keys that all rows see, then those that need a mask.
     for masked in tl.static_range(0 if ranges is None else 1, 2):
         for start in range(full if masked else first, last if masked else full, BLOCK_N):
@@ -498,8 +499,12 @@ def backward_rows_kernel(
                 grad_last += relative_gradient(
                     relative.grad + of_rows, row_positions, key_positions, grad_logits, inside, relative.last
                 )
+            if grad_decay is not None:
+                sums += tl.sum(grad_logits, 1)
             acc = dot(grad_logits.to(k.dtype), k, acc, PRECISION)
 
+    if grad_decay is not None:
+        tl.store(grad_decay + member * Q + rows, sums, mask=rows < Q)
     if relative is not None:
         tl.store(relative.grad + of_rows + relative.last, grad_last[:, None], mask=inside)
     acc *= scaling
@@ -1047,8 +1052,11 @@ def flash_backward_rows(
     dropout: Dropout | None = None,
     bound: tuple[torch.Tensor, int] | None = None,
     initial: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The gradient of the query; arguments and errors are those of `flash_forward` where nothing else is said.
+    decay_gradient: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of the query, and of c of the rows (see `Decay`).
+
+    Arguments and errors are those of `flash_forward` where nothing else is said.
 
     The weights are exp(scaling * q.k - lse): if the logits have a constant, it is subtracted from lse by the caller.
 
@@ -1057,29 +1065,32 @@ def flash_backward_rows(
         lse: float32 (B, H, Q), of all keys that the softmax ran over; +1e30 in rows that see nothing.
         delta: float32 (B, H, Q), `row_products(grad, out)`.
         initial: (B, H, Q, D), added to the result, or None.
+        decay_gradient: whether the last gradient is computed. It is the rounding error of the sum of a row's weights,
+            which the sums over keys would add up.
 
     Returns:
-        (B, H, Q, D) in the type of the query.
+        (B, H, Q, D) in the type of the query, and float32 (B, H, Q) or None.
     """
     check_inputs(query, key, value, scaling, ranges)
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     start, bound_blocks, bound_rows = _bound_arguments(bound)
     ranges, initial = _contiguous(ranges), _contiguous(initial)
     grad_query = torch.empty(B, H, Q, D, dtype=query.dtype, device=query.device)
+    grad_decay = torch.empty(B, H, Q, dtype=torch.float32, device=query.device) if decay_gradient else None
     launch(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_ROWS, query, value),
-        _key(query, value, ranges, decay, relative, dropout, start, initial),
+        _key(query, value, ranges, decay, relative, dropout, grad_decay, start, initial),
         (
-            *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous(), grad_query),
-            *(ranges, start, decay_argument(decay), relative, dropout, initial),
+            *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
+            *(grad_query, grad_decay, ranges, start, decay_argument(decay), relative, dropout, initial),
             *(float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
         ),
         _constants(query, value),
         repeatable=relative is None,
     )
-    return grad_query
+    return grad_query, grad_decay
 
 
 def flash_backward_columns(
@@ -1103,7 +1114,7 @@ def flash_backward_columns(
 
     Args:
         initial: (grad_key, grad_value), float32 (B, G, K, D) and (B, G, K, V), added to the results, or None.
-        decay_gradient: whether the last gradient is computed. (That of c of the rows is 0.)
+        decay_gradient: whether the last gradient is computed.
 
     Returns:
         (B, G, K, D) and (B, G, K, V), in the type of the key, and float32 (B, H, K) or None.
@@ -1145,13 +1156,14 @@ def flash_backward(
     relative: Relative | None = None,
     dropout: Dropout | None = None,
     decay_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The gradients of query, key, value and c of the keys: `out` and `lse` as `flash_forward` returned them."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """The gradients of query, key, value, and c of rows and keys: `out` and `lse` as `flash_forward` returned them."""
     tensors = (grad, query, key, value, lse, row_products(grad, out))
     options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay, "relative": relative}
-    options["dropout"] = dropout
-    grad_query = flash_backward_rows(*tensors, **options)
-    return grad_query, *flash_backward_columns(*tensors, **options, decay_gradient=decay_gradient)
+    options |= {"dropout": dropout, "decay_gradient": decay_gradient}
+    grad_query, of_rows = flash_backward_rows(*tensors, **options)
+    grad_key, grad_value, of_keys = flash_backward_columns(*tensors, **options)
+    return grad_query, grad_key, grad_value, None if of_rows is None or of_keys is None else (of_rows, of_keys)
 
 
 def _decode_splits(query: torch.Tensor, key_heads: int, K: int) -> int:

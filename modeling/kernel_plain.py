@@ -67,16 +67,16 @@ def _backward(
 ) -> list[torch.Tensor]:
     options: dict[str, Any] = {"ranges": ranges, "decay": decay_pairs(row_decay, key_decay)}
     options["dropout"] = dropout_arguments(seed, dropout)
-    results = flash_backward(
-        grad, query, key, value, out, lse, scaling=scaling, **options, decay_gradient=decay_gradient
-    )
-    return [one for one in results if one is not None]
+    options["decay_gradient"] = decay_gradient
+    *results, of_decay = flash_backward(grad, query, key, value, out, lse, scaling=scaling, **options)
+    return [*results, *(of_decay or ())]
 
 
 @_backward.register_fake
 def _(grad, query, key, value, row_decay, key_decay, ranges, seed, out, lse, scaling, dropout, decay_gradient):
     results = [one.new_empty(one.shape) for one in (query, key, value)]
-    return [*results, query.new_empty(key_decay.shape, dtype=torch.float32)] if decay_gradient else results
+    both = (row_decay, key_decay) if decay_gradient else ()
+    return [*results, *(query.new_empty(query.shape[:2] + one.shape[2:], dtype=torch.float32) for one in both)]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_decode", mutates_args=())
@@ -108,10 +108,10 @@ def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.T
     if grad is None:
         return (None,) * 9
     tensors = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[4]
+    wanted = any(ctx.needs_input_grad[3:5])
     results = _backward(grad, *tensors, ctx.scaling, ctx.dropout, wanted)
-    # Softmax does not see the c of a row.
-    return (*results[:3], None, results[3].to(tensors[4].dtype) if wanted else None, *(None,) * 4)
+    of_decay = [one.to(numbers.dtype) for one, numbers in zip(results[3:], tensors[3:5])] or (None, None)
+    return (*results[:3], *of_decay, *(None,) * 4)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -134,14 +134,14 @@ def plain_attention(
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal softmax attention, differentiable in query, key, value and the decay of the keys.
+    """Causal softmax attention, differentiable in query, key, value and the decay.
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
         key, value: (B, G, K, D) and (B, G, K, V), the same type, H a multiple of G, K at least Q, V <= D <= 2 V.
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32; c_i - c_j, or 0
-            if that is positive, is added to the logit of row i and key j. Keys' numbers that require a gradient have
-            the batch size B.
+            if that is positive, is added to the logit of row i and key j. Numbers that require a gradient have the
+            batch size B.
         ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
         scaling: the factor on q.k, positive.

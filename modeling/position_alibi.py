@@ -105,7 +105,16 @@ class ALiBi(PositionEncoding):
         positions = context.query_positions, context.key_positions
         return (torch.tensor(slopes, device=positions[0].device), *positions), ()
 
-    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        ranges: torch.Tensor | None,
+        **options: Any,
+    ) -> dict[str, Any]:
         (slopes, *positions), _ = self.term_inputs(context, 1.0)
         slopes = -slopes[: query.shape[1], None].double()
         rows, keys = (slopes * one[:, None] for one in positions)

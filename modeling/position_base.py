@@ -327,23 +327,22 @@ class PositionEncoding(nn.Module):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
-        dropout: float,
-        **terms: Any,
-    ) -> torch.Tensor:
+        **options: Any,
+    ) -> torch.Tensor | dict[str, Any]:
         """Returns the output (B, H, Q, D) of the encoding's Triton kernel, which also does what `after_cache` does.
+
+        Or the bias as arguments of another kernel: of the first encoding of a sum, or of `plain_attention`.
 
         Import the kernel in the method: it is called only where Triton is installed.
 
         Args:
             query: (B, H, Q, D). key, value: (B, G, K, D), keys as cached. context: the context of this layer.
             ranges: the mask, see `attention_mask`, or None for causal.
-            scaling, dropout: the factor on q.k; the probability that a weight is dropped, 0 outside training.
+            scaling: the factor on q.k.
+            options: dropout, the probability that a weight is dropped, 0 outside training; and arguments from other
+                encodings of a sum.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel")
-
-    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
-        """Returns the bias as `terms` of a kernel: of plain attention, or of another encoding in a sum."""
-        raise NotImplementedError(f"{type(self).__name__} has no terms")
 
 
 def head_dim(config: Any) -> int:

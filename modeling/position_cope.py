@@ -383,10 +383,8 @@ class CoPE(PositionEncoding):
         value: torch.Tensor,
         context: PositionContext,
         *,
-        ranges: torch.Tensor | None,
         scaling: float,
-        dropout: float,
-        **terms: Any,
+        **options: Any,
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
 
@@ -399,9 +397,7 @@ class CoPE(PositionEncoding):
             self._table(context),
             gate_key=None if gate_key is None else gate_key.to(key.dtype),
             position_query=context.query.to(query.dtype) if self.rotated else None,
-            ranges=ranges,
             scaling=scaling,
             position_scale=scale,
-            dropout=dropout,
-            **terms,
+            **options,
         )

@@ -142,12 +142,9 @@ class CoPEALiBi(PositionEncoding):
         key: torch.Tensor,
         value: torch.Tensor,
         context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        dropout: float,
+        **options: Any,
     ) -> torch.Tensor:
         from .kernel_scan import cope_alibi_attention
 
         slopes = self._slopes(context)[: query.shape[1]]
-        return cope_alibi_attention(query, key, value, slopes, ranges=ranges, scaling=scaling, dropout=dropout)
+        return cope_alibi_attention(query, key, value, slopes, **options)

@@ -153,14 +153,24 @@ class FoX(PositionEncoding):
         log_forget = join_digits(context.states[self.name]).transpose(2, 3)
         return (log_forget.flatten(1, 2),), ()
 
-    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: PositionContext,
+        *,
+        ranges: torch.Tensor | None,
+        **options: Any,
+    ) -> dict[str, Any]:
         (log_forget,), _ = self.term_inputs(context, 1.0)
         Q, K = query.shape[2], log_forget.shape[2]
         slots = torch.arange(K - Q, K, device=query.device)[None]
         if ranges is not None:
             log_forget = log_forget * (ranges[:, :, Q:, 0] != 0)
             slots = ranges[:, 0, :Q, 1].long() - 1
-        # In float64: differences of sums over thousands of tokens keep their digits.
+        # In float64: differences of sums over thousands of tokens keep their digits. The gradients of the rows' numbers
+        # are 0 but for rounding errors, which would otherwise add up over the keys.
         sums = log_forget.double().cumsum(-1)
         rows = slots.clamp(min=0)[:, None].expand(sums.shape[0], sums.shape[1], -1)
-        return {"decay": (sums.detach().gather(2, rows), sums)}
+        return {"decay": (sums.gather(2, rows), sums)}

@@ -311,11 +311,7 @@ class PoPE(PositionEncoding):
         key: torch.Tensor,
         value: torch.Tensor,
         context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        dropout: float,
-        **terms: Any,
+        **options: Any,
     ) -> torch.Tensor:
         from .kernel_pope import pope_attention
 
@@ -326,8 +322,7 @@ class PoPE(PositionEncoding):
             # The kernel reads halves beside features that are no finer.
             tables = context.once("pope, half", lambda: [table.half() for table in context.shared[self.name]])
         phases = [table.squeeze(1) for table in tables]
-        options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
-        return pope_attention(query, key, value, (*phases, shift), **options, **terms)
+        return pope_attention(query, key, value, (*phases, shift), **options)
 
 
 def decode_on_cpu(

@@ -155,12 +155,10 @@ def layer_plan(config: Any) -> list[list[Part]]:
 
 
 def layer_kernel(parts: list[Part]) -> str | None:
-    """Returns the encoding whose kernel or terms compute a layer; "" for plain attention; None if no kernel can."""
-    found, terms = ([cls.name for cls, _ in parts if cls.overrides(hook)] for hook in ("kernel", "kernel_terms"))
+    """Returns the first encoding with a kernel that computes a layer; "" for plain attention; None if no kernel can."""
+    found = [cls.name for cls, _ in parts if cls.overrides("kernel")]
     others = [cls for cls, _ in parts if cls.overrides("bias") or cls.overrides("after_cache") or not cls.softmax]
-    if any(cls.name not in found + terms for cls in others) or len({*found} - {*terms}) > 1:
-        return None
-    return next(iter(found + terms), "")
+    return None if any(cls.name not in found for cls in others) else next(iter(found), "")
 
 
 def layer_default(parts: list[Part]) -> str:
@@ -233,7 +231,7 @@ class PositionEncodings(nn.ModuleDict):
         modules: list[Any] = [*self.values()]
         self.hooks = {
             hook: [part for part in modules if part.uses(hook)]
-            for hook in ("before_cache", "cached_state", "after_cache", "bias", "attend", "kernel", "kernel_terms")
+            for hook in ("before_cache", "cached_state", "after_cache", "bias", "attend", "kernel")
         }
         self.bias_reads_mask = any(part.bias_reads == "mask" for part in self.hooks["bias"])
 
@@ -273,11 +271,12 @@ class PositionEncodings(nn.ModuleDict):
 
     def kernel(self, *arguments: Any, **settings: Any) -> torch.Tensor:
         """See `PositionEncoding.kernel`; plain attention in a layer whose encodings have none."""
-        own, *_ = *self.hooks["kernel"], None
-        for part in self.hooks["kernel_terms"]:
-            settings |= {} if part is own else part.kernel_terms(arguments[0], arguments[3], settings["ranges"])
-        if own is not None:
-            return own.kernel(*arguments, **settings)
+        # The first encoding of a sum gets what the others add.
+        for part in reversed(self.hooks["kernel"]):
+            found = part.kernel(*arguments, **settings)
+            if isinstance(found, torch.Tensor):
+                return found
+            settings |= found
         from .kernel_plain import plain_attention
 
         return plain_attention(*arguments[:3], **settings)

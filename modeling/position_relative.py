@@ -193,20 +193,15 @@ class RelativePosition(PositionEncoding):
         key: torch.Tensor,
         value: torch.Tensor,
         context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        dropout: float,
-        **terms: Any,
-    ) -> torch.Tensor:
-        from .kernel_relative import relative_attention
-
-        relative = self.kernel_terms(query, context, ranges)["relative"]
-        return relative_attention(query, key, value, *relative, ranges=ranges, scaling=scaling, dropout=dropout)
-
-    def kernel_terms(self, query: torch.Tensor, context: PositionContext, ranges: Any) -> dict[str, Any]:
+        **options: Any,
+    ) -> torch.Tensor | dict[str, Any]:
         table = context.shared[self.name]
         if self.parameters_.beyond == "none":
             # In the kernels, larger distances have the last entry.
             table = F.pad(table, (0, 0, 0, 1))
-        return {"relative": (table, context.query_positions, context.key_positions)}
+        relative = table, context.query_positions, context.key_positions
+        if self.config.layer_encodings(self.layer_idx) != [self.name]:
+            return {"relative": relative}
+        from .kernel_relative import relative_attention
+
+        return relative_attention(query, key, value, *relative, **options)

@@ -438,14 +438,10 @@ class StickBreaking(PositionEncoding):
         key: torch.Tensor,
         value: torch.Tensor,
         context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        dropout: float,
+        **options: Any,
     ) -> torch.Tensor:
         from .kernel_scan import stick_attention
 
-        options: dict[str, Any] = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
         output, remainder = stick_attention(query, key, value, inclusive=self.parameters_.inclusive, **options)
         return self._add_remainder(output, remainder, context)
 

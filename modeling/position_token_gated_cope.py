@@ -152,8 +152,7 @@ class TokenGatedCoPE(PositionEncoding):
         *,
         ranges: torch.Tensor | None,
         scaling: float,
-        dropout: float,
-        **terms: Any,
+        **options: Any,
     ) -> torch.Tensor:
         """See `PositionEncoding.kernel`.
 
@@ -186,7 +185,7 @@ class TokenGatedCoPE(PositionEncoding):
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         own = self.position_query(context.query, torch.float32)
         query, key = torch.cat((query, own.to(query.dtype)), -1), torch.cat((key, embeddings.to(key.dtype)), -1)
-        return plain_attention(query, key, value, ranges=ranges, scaling=scaling, dropout=dropout, **terms)
+        return plain_attention(query, key, value, ranges=ranges, scaling=scaling, **options)
 
 
 def token_starts(ranges: torch.Tensor, query_length: int, *, check: bool) -> torch.Tensor:

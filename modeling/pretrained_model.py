@@ -3,6 +3,7 @@
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
 
+import inspect
 import os
 import pathlib
 import re
@@ -135,15 +136,16 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             return
         used = [cls for cls, _ in parse(self.config).values()]
         dropped = {cls.__name__ for cls in POSITION_ENCODINGS.values() if cls not in used}
-        own = {any(cls.overrides("kernel") for cls, _ in parts) for parts in layer_plan(self.config)}
-        kernels = True in own or any(cls.overrides("kernel_terms") for cls in used)
+        kernels = [[cls.kernel for cls, _ in parts if cls.overrides("kernel")] for parts in layer_plan(self.config)]
+        # Others give arguments of plain attention.
+        own = [any("from .kernel_" in inspect.getsource(kernel) for kernel in layer) for layer in kernels]
         needed = {
             "attention_autograd": any(cls.overrides("bias") and cls.term is None for cls in used),
             "attention_blockwise": any(cls.overrides("bias") or not cls.softmax for cls in used),
-            "attention_triton": kernels,
+            "attention_triton": any(kernels),
             "attention_options": self.config.has_attention_options,
             "checkpoint_conversion": False,
-            "kernel_plain": kernels and False in own,
+            "kernel_plain": any(kernels) and not all(own),
         }
         lines = []
         for line in registry.read_text(encoding="utf-8").splitlines():

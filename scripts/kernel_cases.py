@@ -236,7 +236,7 @@ def _plain(case: Case, device: torch.device, decay: str = "") -> Call:
             return None
         (gates,) = log_forget
         sums = (gates if ranges is None else gates * (ranges[:, :, Q:, 0] != 0)).double().cumsum(-1)
-        return sums.detach().gather(2, slots.clamp(min=0)[:, None].expand(*sums.shape[:2], Q)), sums
+        return sums.gather(2, slots.clamp(min=0)[:, None].expand(*sums.shape[:2], Q)), sums
 
     def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"decay": decays(*more), "ranges": ranges, "scaling": given.scaling}
