@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from whatwhere.position_alibi import alibi_slopes
 from whatwhere.position_pope import pope_frequencies
 
-from .benchmark.references import cope_reference, plain_reference, pope_reference, undecided_rows
+from .benchmark.references import cope_reference, plain_reference, pope_reference, scan_reference, undecided_rows
 
+# Entries of the table of relative positions.
+DISTANCES = 200
 MASKS = ("padding", "holes", "packed")
 
 
@@ -133,6 +135,12 @@ class _Inputs:
     def states(self) -> list[torch.Tensor]:
         return [one.to(self.dtype) for one in (self.query, self.key, self.value)]
 
+    def alibi(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ALiBi's numbers of rows and keys."""
+        slopes = torch.tensor(alibi_slopes(self.query.shape[1]), device=self.device).double()
+        keys = -slopes[:, None] * self.positions[:, None]
+        return keys[..., keys.shape[-1] - self.query.shape[2] :], keys
+
     def seeded(self) -> float:
         """Returns the probability that a weight is dropped; which are, is the same after each call."""
         if self.dropout > 0:
@@ -152,7 +160,10 @@ class _Inputs:
 
 
 def _cope(case: Case, device: torch.device) -> Call:
-    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query; dropout."""
+    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query; dropout; add.
+
+    `add` is another encoding of a sum, "alibi" or "relative".
+    """
     from whatwhere.kernel_cope import cope_attention
 
     given = _Inputs(case, device)
@@ -168,12 +179,20 @@ def _cope(case: Case, device: torch.device) -> Call:
         more["dgate_key"] = gate_key
     if case.option("own_query", False):
         more["dposition_query"] = given.random(*given.query.shape)
+    add = case.option("add", "")
+    if add == "relative":
+        more["drelative"] = given.random(DISTANCES, case.head_dim)
     options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
 
     def other(inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         found = dict(zip(more, inputs[3:]))
         gate_of = {"key": None, "separate": found.get("dgate_key"), "value": inputs[2]}[gate]
-        return {"gate_key": gate_of, "position_query": found.get("dposition_query"), "position_scale": given.scaling}
+        result = {"gate_key": gate_of, "position_query": found.get("dposition_query"), "position_scale": given.scaling}
+        if add == "alibi":
+            result["decay"] = given.alibi()
+        if add == "relative":
+            result["relative"] = (found["drelative"], given.positions[:, -case.queries :], given.positions)
+        return result
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
         query, key, value, table, *_ = inputs
@@ -230,8 +249,7 @@ def _plain(case: Case, device: torch.device, decay: str = "") -> Call:
 
     def decays(*log_forget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if decay == "alibi":
-            keys = -torch.tensor(alibi_slopes(case.heads), device=device).double()[:, None] * given.positions[:, None]
-            return keys[..., K - Q :], keys
+            return given.alibi()
         if decay != "fox":
             return None
         (gates,) = log_forget
@@ -247,6 +265,48 @@ def _plain(case: Case, device: torch.device, decay: str = "") -> Call:
         return plain_reference(*inputs[:3], rows=rows, kept=given.kept(rows), **options)
 
     return Call(("dq", "dk", "dv", "dlog_forget"), inputs, kernel, reference)
+
+
+def _relative(case: Case, device: torch.device) -> Call:
+    from whatwhere.kernel_relative import relative_attention
+
+    given = _Inputs(case, device)
+    positions = given.positions[:, -case.queries :], given.positions
+    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
+
+    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        return relative_attention(*inputs, *positions, **options, dropout=given.seeded())
+
+    def reference(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, *, rows: Any
+    ) -> Any:
+        kept = given.kept(rows)
+        return plain_reference(query, key, value, relative=(table, *positions), rows=rows, kept=kept, **options)
+
+    table = given.random(DISTANCES, case.head_dim).to(given.dtype)
+    return Call(("dq", "dk", "dv", "drelative"), [*given.states(), table], kernel, reference)
+
+
+def _scan(case: Case, device: torch.device, slopes: bool) -> Call:
+    """CoPE_ALiBi with slopes, else stick-breaking attention."""
+    from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
+
+    given = _Inputs(case, device)
+    inputs = given.states()
+    if slopes:
+        inputs.append(-(0.5 ** torch.arange(case.heads, device=device)))
+    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
+
+    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        dropout = given.seeded()
+        if slopes:
+            return cope_alibi_attention(*inputs, **options, dropout=dropout)
+        return stick_attention(*inputs, **options, dropout=dropout)[0]
+
+    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return scan_reference(*inputs, rows=rows, kept=given.kept(rows), **options)
+
+    return Call(("dq", "dk", "dv", "dslopes"), inputs, kernel, reference)
 
 
 class Kernel(NamedTuple):
@@ -267,11 +327,17 @@ _VARIANTS: tuple[dict[str, Any], ...] = ({}, {"mask": "packed"}, {"groups": 2}, 
 KERNELS = {
     "cope": Kernel(
         _cope,
-        (*_VARIANTS, {"mask": "padding", "gate": "separate"}, {"gate": "value"}, {"own_query": True}),
+        (
+            *(*_VARIANTS, {"mask": "padding", "gate": "separate"}, {"gate": "value"}, {"own_query": True}),
+            *({"add": "alibi"}, {"add": "relative"}),
+        ),
         ({"gates": "open"}, {"gates": "closed"}, {"positions": 2}, {"positions": 33}, {"positions": 300}),
     ),
     "pope": Kernel(_pope, (*_VARIANTS, {"partial": True, "shift": False})),
     "plain": Kernel(_plain, _VARIANTS),
     "fox": Kernel(functools.partial(_plain, decay="fox"), _VARIANTS),
     "alibi": Kernel(functools.partial(_plain, decay="alibi"), _VARIANTS),
+    "relative": Kernel(_relative, _VARIANTS),
+    "cope_alibi": Kernel(functools.partial(_scan, slopes=True), _VARIANTS),
+    "stick_breaking": Kernel(functools.partial(_scan, slopes=False), _VARIANTS),
 }

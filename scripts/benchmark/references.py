@@ -10,6 +10,7 @@ R rotated channels, P positions in CoPE's table, N chosen rows.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from whatwhere.attention_blockwise import MASKED, compute_dtype
 
@@ -71,6 +72,25 @@ def rope_reference(
     return _attend(_logits(turn(query)[:, :, rows], turn(key), scaling), value, seen)
 
 
+def _bias(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    scaling: float,
+    decay: tuple[torch.Tensor, torch.Tensor] | None,
+    relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor | float:
+    """Returns what decay and relative positions add to the logits of the rows; query (B, H, N, D)."""
+    dtype, bias = compute_dtype(query.dtype), 0.0
+    if decay is not None:
+        bias = (decay[0][:, :, rows, None] - decay[1][:, :, None]).clamp(max=0).to(dtype)
+    if relative is not None:
+        table, query_positions, key_positions = relative
+        distance = (query_positions[:, rows, None] - key_positions[:, None]).clamp(0, len(table) - 1)[:, None]
+        z = query.to(dtype) @ table.T.to(dtype) * scaling
+        bias = bias + z.gather(-1, distance.expand(*z.shape[:3], -1))
+    return bias
+
+
 def plain_reference(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -79,16 +99,18 @@ def plain_reference(
     rows: torch.Tensor,
     scaling: float,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention without positions, or with a decay: numbers c, float64 (1 or B, H, Q) and (1 or B, H, K).
+    """Attention without positions, or with a decay or relative positions.
 
-    c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j: FoX, ALiBi.
+    Args:
+        decay: numbers c, float64 (1 or B, H, Q) and (1 or B, H, K); c_i - c_j, or 0 if that is positive, is added to
+            the logit of row i and key j: FoX, ALiBi.
+        relative: the table (P, D), and positions (1 or B, Q) and (1 or B, K): `kernel_relative.relative_attention`.
     """
-    logits = _logits(query[:, :, rows], key, scaling)
-    if decay is not None:
-        logits = logits + (decay[0][:, :, rows, None] - decay[1][:, :, None]).clamp(max=0).to(logits.dtype)
+    logits = _logits(query[:, :, rows], key, scaling) + _bias(query[:, :, rows], rows, scaling, decay, relative)
     return _attend(logits, value, visible(query.shape[2], key.shape[2], rows, ranges=ranges), kept)
 
 
@@ -191,13 +213,15 @@ def cope_reference(
     rows: torch.Tensor,
     scaling: float,
     position_scale: float = 1.0,
+    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """CoPE (Eq. 3 to 9 of 2405.18719), as in Listing 1: every step on all keys of a row; table (D, P).
 
     With `gate_key` (B, G, K, D) the gates come from its products with the queries; with `position_query` (B, H, Q, D)
-    that is multiplied with the table.
+    that is multiplied with the table. For decay and relative see `plain_reference`.
     """
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     query = query[:, :, rows]
@@ -209,7 +233,35 @@ def cope_reference(
     z = z @ table.to(logits.dtype) * position_scale
     fraction = positions - floor
     logits = logits + z.gather(-1, ceil) * fraction + z.gather(-1, floor) * (1 - fraction)
+    logits = logits + _bias(query, rows, scaling, decay, relative)
     return _attend(logits, value, seen, kept)
+
+
+def scan_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slopes: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor,
+    scaling: float,
+    ranges: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """CoPE_ALiBi with slopes (H,), else stick-breaking attention; see the functions of `kernel_scan`."""
+    Q, K = query.shape[2], key.shape[2]
+    seen = visible(Q, K, rows, ranges=ranges)
+    logits = _logits(query[:, :, rows], key, scaling)
+    if slopes is not None:
+        positions = (torch.sigmoid(logits) * seen).flip(-1).cumsum(-1).flip(-1)
+        return _attend(logits + slopes.to(logits.dtype)[:, None, None] * positions, value, seen, kept)
+    # Rows do not see their own key.
+    own = rows[None, None] + (K - Q) if ranges is None else ranges[:, :, rows, 1].long() - 1
+    seen = seen & (torch.arange(K, device=rows.device) != own[..., None])
+    spent = (F.softplus(logits) * seen).flip(-1).cumsum(-1).flip(-1)
+    weights = torch.exp(logits - spent) * seen
+    weights = weights if kept is None else weights * kept
+    return weights.to(value.dtype) @ _heads(value, query.shape[1])
 
 
 def pope_reference(
