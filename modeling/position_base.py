@@ -227,6 +227,8 @@ class PositionEncoding(nn.Module):
         self.config = config
         self.parameters_ = parameters
         self.layer_idx = layer_idx
+        # Whether the layer has other encodings too.
+        self.in_sum = False
         self.head_dim = head_dim(config)
 
     @classmethod

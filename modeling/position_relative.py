@@ -200,7 +200,7 @@ class RelativePosition(PositionEncoding):
             # In the kernels, larger distances have the last entry.
             table = F.pad(table, (0, 0, 0, 1))
         relative = table, context.query_positions, context.key_positions
-        if self.config.layer_encodings(self.layer_idx) != [self.name]:
+        if self.in_sum:
             return {"relative": relative}
         from .kernel_relative import relative_attention
 

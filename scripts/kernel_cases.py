@@ -275,13 +275,13 @@ def _relative(case: Case, device: torch.device) -> Call:
     options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
-        return relative_attention(*inputs, *positions, **options, dropout=given.seeded())
+        query, key, value, table = inputs
+        return relative_attention(query, key, value, table, *positions, **options, dropout=given.seeded())
 
-    def reference(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, *, rows: Any
-    ) -> Any:
-        kept = given.kept(rows)
-        return plain_reference(query, key, value, relative=(table, *positions), rows=rows, kept=kept, **options)
+    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        query, key, value, table = inputs
+        relative = (table, *positions)
+        return plain_reference(query, key, value, relative=relative, rows=rows, kept=given.kept(rows), **options)
 
     table = given.random(DISTANCES, case.head_dim).to(given.dtype)
     return Call(("dq", "dk", "dv", "drelative"), [*given.states(), table], kernel, reference)

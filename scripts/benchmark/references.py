@@ -8,6 +8,7 @@ R rotated channels, P positions in CoPE's table, N chosen rows.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,8 @@ def _bias(
     relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor | float:
     """Returns what decay and relative positions add to the logits of the rows; query (B, H, N, D)."""
-    dtype, bias = compute_dtype(query.dtype), 0.0
+    dtype = compute_dtype(query.dtype)
+    bias: Any = 0.0
     if decay is not None:
         bias = (decay[0][:, :, rows, None] - decay[1][:, :, None]).clamp(max=0).to(dtype)
     if relative is not None:
