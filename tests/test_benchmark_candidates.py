@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -12,6 +13,7 @@ from whatwhere import kernel_launch
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_decode
 from whatwhere.scripts.benchmark import candidates
+from whatwhere.scripts.benchmark.attention import Workload
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 
@@ -49,3 +51,26 @@ def test_decoding_by_one_launch(polar):
             found = candidates.decode_once(query, key, value, scaling=0.3, polar=tables, ranges=limits)
             expected = flash_decode(query, key, value, scaling=0.3, polar=tables, ranges=limits)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention")
+@pytest.mark.parametrize("rows", [1, 70])
+def test_causal_flex_attention(rows):
+    """With keys wider than values."""
+    query, key, value = torch.randn(1, 4, rows, 32), torch.randn(1, 2, 90, 32), torch.randn(1, 2, 90, 16)
+    found = candidates.causal_flex(query, key, value, scaling=0.2)
+    mask = torch.ones(rows, 90, dtype=torch.bool).tril(90 - rows)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pope-once", "cope-flex-half"])
+def test_candidates_are_providers(name, monkeypatch):
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    shape = {"batch": 1, "heads": 2, "length": 70, "head_dim": 16, "num_positions": 8}
+    workload = Workload(**shape, dtype=torch.float32, device=torch.device("cpu"))
+    provider = workload.provider(name)
+    workload.check(provider)
+    if provider.decode is not None:
+        with torch.no_grad():
+            workload.check_decoding(provider, provider.decode())

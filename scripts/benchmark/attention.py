@@ -54,7 +54,7 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
+    *("pope-once", "pope-flex", "cope-flex-half", "cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 PROVIDERS = (
@@ -63,7 +63,7 @@ PROVIDERS = (
     *(f"cope-{gates}" for gates in ("half", "open", "closed")),
     *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
     *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
-    "pope-triton",
+    *("pope-triton", "pope-once", "pope-flex", "cope-flex-half"),
     "pope-pytorch",
     *("fox", "fox-triton", "alibi", "alibi-triton"),
 )
@@ -346,6 +346,11 @@ class Workload:
 
             return Provider("cope-half", listing)
         kind = f"cope-{name.rpartition('-')[2]}"
+        if "flex" in name:
+            self._kernel("kernel_cope")
+            from .candidates import cope_flex
+
+            return Provider(kind, functools.partial(cope_flex, scaling=self.scaling, position_scale=1.0))
         if "triton" in name:
             attention = self._kernel("kernel_cope").cope_attention
 
@@ -369,7 +374,10 @@ class Workload:
     def _pope(self, name: str) -> Provider:
         if name == "pope-pytorch":
             return self._pope_pytorch()
-        attend = self._pope_kernel() if name == "pope-triton" else self._pope_rotated("unpadded" not in name)
+        if name in ("pope-triton", "pope-once"):
+            attend = self._pope_kernel(once=name == "pope-once")
+        else:
+            attend = self._pope_rotated("unpadded" not in name, flex=name == "pope-flex")
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
             return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar, True)
@@ -387,23 +395,32 @@ class Workload:
         context = self._backend(name) if name.startswith("pope-sdpa-") else contextlib.nullcontext
         return Provider("pope", function, decode, context)
 
-    def _pope_kernel(self) -> Callable[..., torch.Tensor]:
+    def _pope_kernel(self, *, once: bool) -> Callable[..., torch.Tensor]:
+        """Our kernel; with `once`, decoding by one launch."""
         attention = self._kernel("kernel_pope").pope_attention
+        from .candidates import decode_once
 
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
         ) -> torch.Tensor:
             tables = tuple(table[:, 0] for table in polar.shared["pope"])
+            if once and query.shape[2] == 1:
+                return decode_once(query, key, value, scaling=self.scaling, polar=(*tables, self.phase_shift()))
             return attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
 
         return attend
 
-    def _pope_rotated(self, padded: bool) -> Callable[..., torch.Tensor]:
+    def _pope_rotated(self, padded: bool, *, flex: bool) -> Callable[..., torch.Tensor]:
+        """PyTorch's attention on turned pairs: SDPA, with values as wide as keys or not, or FlexAttention."""
+        from .candidates import causal_flex
+
         def attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
         ) -> torch.Tensor:
             query, key = self.pope.after_cache(query, key, polar)
             width = value.shape[-1]
+            if flex:
+                return causal_flex(query, key, value, scaling=self.scaling)
             if padded:
                 value = F.pad(value, (0, key.shape[-1] - width))
             out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.scaling)
@@ -429,7 +446,7 @@ class Workload:
         """Returns the numbers of the rows and of the keys whose differences FoX, or without gates ALiBi, adds."""
         if log_forget:
             sums = log_forget[0].double().cumsum(-1)
-            return sums.detach(), sums
+            return sums, sums
         numbers = -self.slopes[:, None].double() * self._positions[:, None]
         return numbers, numbers
 

@@ -1,6 +1,6 @@
 """Other ways to compute attention that may be faster on a GPU; the benchmark compares them with the kernels.
 
-None of them is used by a model. PoPE by PyTorch's own attention on turned pairs is a provider of `attention.py`.
+None of them is used by a model.
 
 Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, P positions in CoPE's table.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from whatwhere.kernel_cope import WINDOW_ROWS, Window, _Pass
 from whatwhere.kernel_flash import MASKED, Polar, _decode_splits, decode_kernel, row_products
@@ -24,6 +24,28 @@ BLOCK = 128
 @functools.cache
 def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=False)
+
+
+def _attend(query: torch.Tensor) -> Any:
+    # Only on a GPU there is a compiled backward pass.
+    return _compiled() if query.is_cuda else flex_attention
+
+
+@functools.cache
+def _causal(Q: int, K: int, device: torch.device) -> BlockMask:
+    return create_block_mask(lambda b, h, q, k: k <= q + (K - Q), None, None, Q, K, device=device)
+
+
+def causal_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
+    """Returns causal attention by FlexAttention, rows aligned to the end of the keys.
+
+    Args:
+        query: (B, H, Q, D). key: (B, G, K, D). value: (B, G, K, V).
+        scaling: the factor on q.k.
+    """
+    mask = None if query.shape[2] == 1 else _causal(query.shape[2], key.shape[2], query.device)
+    result: torch.Tensor = _attend(query)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    return result
 
 
 def _left_of(start: torch.Tensor, Q: int, K: int) -> BlockMask:
@@ -65,9 +87,8 @@ class _CoPEFlex(torch.autograd.Function):
         attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
         window = attention.window_forward()
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        attend = _compiled() if query.is_cuda else flex_attention
         with torch.enable_grad():
-            plain, aux = attend(
+            plain, aux = _attend(query)(
                 *inputs,
                 block_mask=_left_of(window.start, query.shape[2], key.shape[2]),
                 scale=scaling,
@@ -91,7 +112,7 @@ class _CoPEFlex(torch.autograd.Function):
         attention, window, inputs, plain, plain_lse, share = ctx.parts
         delta = row_products(grad, out)
         merged = Window(out, lse, *window[2:])
-        grad_query, grad_table, grad_key, grad_value, _, _ = attention.window_backward(grad, delta, merged)
+        grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, merged)
         # out = share * plain + ..., and the share grows with the log-sum-exp of the plain part.
         of_share = (grad * plain.detach().nan_to_num()).sum(-1, dtype=torch.float32) - delta
         grads = torch.autograd.grad(
@@ -132,7 +153,7 @@ def decode_once_kernel(
 ):  # fmt: skip
     """`decode_kernel`; the last program of a key head joins its splits. done: int32 (B * G), 0 before and after."""
     decode_kernel(
-        query, key, value, parts, top_lse, ranges, None, polar, None, scaling, G, groups, K, splits,
+        query, key, value, parts, top_lse, ranges, None, polar, None, None, scaling, G, groups, K, splits,
         D, V, R, PRECISION, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     tl.debug_barrier()
