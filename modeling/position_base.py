@@ -227,8 +227,7 @@ class PositionEncoding(nn.Module):
         self.config = config
         self.parameters_ = parameters
         self.layer_idx = layer_idx
-        # Whether the layer has other encodings too.
-        self.in_sum = False
+        self.in_sum = False  # True if the layer has other encodings too.
         self.head_dim = head_dim(config)
 
     @classmethod
@@ -334,15 +333,12 @@ class PositionEncoding(nn.Module):
         """Returns the output (B, H, Q, D) of the encoding's Triton kernel, which also does what `after_cache` does.
 
         Or the bias as arguments of another kernel: of the first encoding of a sum, or of `plain_attention`.
-
         Import the kernel in the method: it is called only where Triton is installed.
 
         Args:
             query: (B, H, Q, D). key, value: (B, G, K, D), keys as cached. context: the context of this layer.
-            ranges: the mask, see `attention_mask`, or None for causal.
-            scaling: the factor on q.k.
-            options: dropout, the probability that a weight is dropped, 0 outside training; and arguments from other
-                encodings of a sum.
+            ranges: the mask, see `attention_mask`, or None for causal. scaling: the factor on q.k.
+            options: the probability of `dropout`, 0 outside training; arguments from other encodings of a sum.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel")
 

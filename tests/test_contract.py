@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, StaticCache
 
 import whatwhere
@@ -267,6 +268,12 @@ def test_left_padding_without_positions_changes_nothing(family, encoding):
         close(model(padded, attention_mask=mask).logits[:, 5:], model(ids).logits, 1e-4)
 
 
+def sdpa_hides_nan():
+    """On processors with AVX-512, PyTorch's attention without a mask gives 0 for a query that is NaN."""
+    key, value = torch.ones(2, 1, 1, 2, 8)
+    return not F.scaled_dot_product_attention(key * float("nan"), key, value).isnan().any()
+
+
 @pytest.mark.parametrize(
     ("encoding", "broken"),
     slow_but(
@@ -282,7 +289,9 @@ def test_what_is_not_finite_reaches_the_loss(encoding, broken):
     ids = tokens(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0
-    left_out = ("flash_attention", "flex_attention", "triton")
+    left_out = ["flash_attention", "flex_attention", "triton"]
+    if sdpa_hides_nan() and model.model.layers[0].self_attn.encodings.default == "sdpa":
+        left_out += ["sdpa", "auto"]
     for name in supported_implementations(model.config):
         if name in left_out:
             continue
