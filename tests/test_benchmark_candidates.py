@@ -22,14 +22,15 @@ SHAPES = {"grouped": (1, 2, 1, 150, 150, 16, 8), "longer-keys": (2, 2, 2, 200, 3
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
 @pytest.mark.parametrize("name", slow_but(["longer-keys"], SHAPES))
-def test_cope_with_flex_attention(name, monkeypatch):
+@pytest.mark.parametrize("candidate", [candidates.cope_flex, candidates.cope_on_chip])
+def test_cope(name, candidate, monkeypatch):
     # Gradients on a CPU are refused, but exist without compilation.
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     B, H, G, Q, K, D, P = SHAPES[name]
     inputs = [torch.randn(B, H, Q, D), torch.randn(B, G, K, D), torch.randn(B, G, K, D), torch.randn(D, P)]
     inputs = [tensor.requires_grad_() for tensor in inputs]
     options = {"scaling": 0.25, "position_scale": 0.25}
-    found, expected = candidates.cope_flex(*inputs, **options), cope_attention(*inputs, **options)
+    found, expected = candidate(*inputs, **options), cope_attention(*inputs, **options)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     grad = torch.randn_like(found)
     for one, other in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad)):
@@ -64,7 +65,7 @@ def test_causal_flex_attention(rows):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["pope-once", "cope-flex-half"])
+@pytest.mark.parametrize("name", ["pope-once", "cope-flex-half", "cope-chip-half"])
 def test_candidates_are_providers(name, monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     shape = {"batch": 1, "heads": 2, "length": 70, "head_dim": 16, "num_positions": 8}

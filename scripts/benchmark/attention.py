@@ -54,7 +54,17 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("pope-once", "pope-flex", "cope-flex-half", "cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
+    *(
+        "pope-once",
+        "pope-flex",
+        "cope-flex-half",
+        "cope-chip-half",
+        "cope-listing",
+        "cope-half",
+        "fox",
+        "alibi",
+        "rope-sdpa-math",
+    ),
 )
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 PROVIDERS = (
@@ -63,7 +73,7 @@ PROVIDERS = (
     *(f"cope-{gates}" for gates in ("half", "open", "closed")),
     *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
     *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
-    *("pope-triton", "pope-once", "pope-flex", "cope-flex-half"),
+    *("pope-triton", "pope-once", "pope-flex", "cope-flex-half", "cope-chip-half"),
     "pope-pytorch",
     *("fox", "fox-triton", "alibi", "alibi-triton"),
 )
@@ -346,11 +356,12 @@ class Workload:
 
             return Provider("cope-half", listing)
         kind = f"cope-{name.rpartition('-')[2]}"
-        if "flex" in name:
+        if "flex" in name or "chip" in name:
             self._kernel("kernel_cope")
-            from .candidates import cope_flex
+            from .candidates import cope_flex, cope_on_chip
 
-            return Provider(kind, functools.partial(cope_flex, scaling=self.scaling, position_scale=1.0))
+            attend = cope_flex if "flex" in name else cope_on_chip
+            return Provider(kind, functools.partial(attend, scaling=self.scaling, position_scale=1.0))
         if "triton" in name:
             attention = self._kernel("kernel_cope").cope_attention
 

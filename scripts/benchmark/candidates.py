@@ -13,9 +13,24 @@ import triton
 import triton.language as tl
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from whatwhere.kernel_cope import WINDOW_ROWS, Window, _Pass
-from whatwhere.kernel_flash import MASKED, Polar, _decode_splits, decode_kernel, row_products
-from whatwhere.kernel_launch import Tiles, block_width, heads, launch, precision
+from whatwhere.kernel_cope import WINDOW_ROWS, Window, _counts, _Pass, _running_counts, _triangle
+from whatwhere.kernel_flash import (
+    LN_2,
+    LOG2_E,
+    MASKED,
+    Polar,
+    _decode_splits,
+    decode_kernel,
+    flash_backward_columns,
+    flash_backward_rows,
+    flash_forward,
+    load,
+    pointer,
+    row_products,
+    softmax_step,
+    store,
+)
+from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, precision
 
 # Rows and keys of a block of FlexAttention's mask.
 BLOCK = 128
@@ -142,6 +157,171 @@ def cope_flex(
         position_scale: the factor on q.e.
     """
     result: torch.Tensor = _CoPEFlex.apply(query, key, value, table, scaling, position_scale)
+    return result
+
+
+@triton.jit
+def _window_step(
+    q, keys, key_row, values, value_row, z, block, high, count, stopped, acc, weight, top, newer, scaling, last, K, P,
+    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of `_window_forward`, causal and without options; z (BLOCK_M, positions) is on chip."""
+    begin = block * BLOCK_N
+    k = load(keys, key_row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+    logits = dot(q, tl.trans(k), None, PRECISION) * scaling
+    columns = begin + tl.arange(0, BLOCK_N)[None, :]
+    seen = columns < high[:, None]
+    counting = count < last
+    stopped = tl.where(counting & (high > 0), begin, stopped)
+    counts = _counts(tl.sigmoid(logits), seen & counting[:, None], BITS)
+    position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
+    floor = position >> BITS
+    fraction = (position & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS))
+    below = tl.gather(z, floor, 1)
+    logits += below + fraction * (tl.gather(z, tl.minimum(floor + 1, P - 1), 1) - below)
+    v = load(values, value_row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+    acc, weight, top = softmax_step(acc, weight, top, logits * LOG2_E, seen, v, None, None, None, None, PRECISION)
+    return count + tl.sum(counts, 1), stopped, acc, weight, top
+
+
+@triton.jit(do_not_specialize=["H", "groups", "Q", "K", "blocks"])
+def window_on_chip_kernel(
+    query, key, value, table, window, scaling, position_scale, H, groups, Q, K, P, blocks,
+    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`_window_forward`, causal and without options; z is never in global memory. table: (D, P)."""
+    row_block = tl.program_id(0) % blocks
+    member = (tl.program_id(0) // blocks).to(tl.int64)
+    b = member // H
+    h = member % H
+    first = row_block * BLOCK_M
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < Q
+    high = tl.where(inside, rows + (K - Q + 1), 0)
+    q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    keys = pointer(key, b, h // groups)
+    values = pointer(value, b, h // groups)
+    channels = tl.arange(0, BLOCK_D)[:, None]
+    positions = tl.arange(0, BLOCK_P)[None, :]
+    known = (channels < D) & (positions < P)
+    e = tl.load(table + channels * P + positions, mask=known, other=0.0).to(tl.float32)
+    z = dot(q, e.to(q.dtype), None, PRECISION)
+    if q.dtype != tl.float32:
+        z = dot(q, (e - e.to(q.dtype).to(tl.float32)).to(q.dtype), z, PRECISION)
+    z *= position_scale
+
+    last = (P - 1) << BITS
+    block = (tl.max(high) + BLOCK_N - 1) // BLOCK_N - 1
+    count = tl.zeros([BLOCK_M], tl.int32)
+    stopped = high
+    top = tl.full([BLOCK_M], MASKED, tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    newer = _triangle(tl.float16, BLOCK_N, True)
+    # A gate is at most 1: so many blocks are needed in any case, and the loads of this loop are made ahead.
+    sure = tl.minimum((P - 1) // BLOCK_N, block + 1)
+    for _ in range(0, sure):
+        count, stopped, acc, weight, top = _window_step(
+            q, keys, key.row, values, value.row, z, block, high, count, stopped, acc, weight, top, newer, scaling,
+            last, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        block -= 1
+    while (tl.max(((high > 0) & (count < last)).to(tl.int32)) > 0) & (block >= 0):
+        count, stopped, acc, weight, top = _window_step(
+            q, keys, key.row, values, value.row, z, block, high, count, stopped, acc, weight, top, newer, scaling,
+            last, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+        block -= 1
+    weight = tl.where(weight == 0, 1.0, weight)
+    flat = member * Q + rows
+    store(window.out + member * Q * D, D, first, Q, acc / weight[:, None], D, BLOCK_M, BLOCK_D)
+    tl.store(window.lse + flat, (top + tl.log2(weight)) * LN_2, mask=inside)
+    tl.store(window.total + flat, count, mask=inside)
+    tl.store(window.stop + flat, stopped, mask=inside)
+    tl.store(window.constant + flat, tl.sum(tl.where(positions == P - 1, z, 0.0), 1), mask=inside)
+    tl.store(window.start + member * blocks + row_block, (block + 1) * BLOCK_N)
+    tl.store(window.end + member * blocks + row_block, tl.max(high))
+
+
+class _OnChip(torch.autograd.Function):
+    """CoPE's windows with z on chip in the forward pass, then the kernels of `kernel_cope`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        table: torch.Tensor,
+        scaling: float,
+        position_scale: float,
+    ) -> torch.Tensor:
+        attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
+        B, H, Q, K, P, D = attention.B, attention.H, attention.Q, attention.K, attention.P, attention.D
+        per_row, per_block = (B, H, Q), (B, H, attention.blocks)
+        window = Window(
+            out=attention.empty(*per_row, D, dtype=query.dtype),
+            lse=attention.empty(*per_row),
+            start=attention.empty(*per_block, dtype=torch.int32),
+            end=attention.empty(*per_block, dtype=torch.int32),
+            stop=attention.empty(*per_row, dtype=torch.int32),
+            total=attention.empty(*per_row, dtype=torch.int32),
+            constant=attention.empty(*per_row),
+        )
+        launch(
+            window_on_chip_kernel,
+            (attention.blocks * B * H,),
+            [Tiles(WINDOW_ROWS, 32, 4, 2), Tiles(WINDOW_ROWS, 16, 8, 2), Tiles(WINDOW_ROWS, 16)],
+            attention.tune,
+            (
+                *(heads(query), heads(key), heads(value), attention.table, window, scaling, position_scale),
+                *(H, H // attention.G, Q, K, P, attention.blocks),
+            ),
+            {**attention.constants, **attention.bits, "BLOCK_P": block_width(P)},
+        )
+        out, lse = flash_forward(
+            query,
+            key,
+            value,
+            scaling=scaling,
+            bound=(window.start, WINDOW_ROWS),
+            constant=window.constant,
+            initial=(window.out, window.lse),
+        )
+        ctx.settings = scaling, position_scale
+        ctx.save_for_backward(query, key, value, table, out, lse, *window[2:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, table, out, lse, *rest = ctx.saved_tensors
+        attention = _Pass(query, key, value, table, None, None, None, *ctx.settings)
+        window, delta = Window(out, lse, *rest), row_products(grad, out)
+        grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, window)
+        plain = (grad, query, key, value, lse - window.constant, delta)
+        options: dict[str, Any] = {"scaling": ctx.settings[0], "bound": (window.start, WINDOW_ROWS)}
+        grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
+        grad_key, grad_value, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
+        return grad_query, grad_key, grad_value, grad_table.to(table.dtype), None, None
+
+
+def cope_on_chip(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    scaling: float,
+    position_scale: float,
+) -> torch.Tensor:
+    """Returns what `kernel_cope.cope_attention` does, causal and without options; arguments as in `cope_flex`.
+
+    The table has at most 64 positions: z of a row is in registers.
+    """
+    if table.shape[1] > 64:
+        raise ValueError(f"table={tuple(table.shape)!r} is not valid: at most 64 positions are supported.")
+    result: torch.Tensor = _OnChip.apply(query, key, value, table, scaling, position_scale)
     return result
 
 
