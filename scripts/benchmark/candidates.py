@@ -272,7 +272,7 @@ class _OnChip(torch.autograd.Function):
         launch(
             window_on_chip_kernel,
             (attention.blocks * B * H,),
-            [Tiles(WINDOW_ROWS, 32, 4, 2), Tiles(WINDOW_ROWS, 16, 8, 2), Tiles(WINDOW_ROWS, 16)],
+            [Tiles(WINDOW_ROWS, 32, 8, 2), Tiles(WINDOW_ROWS, 16, 8, 2)],
             attention.tune,
             (
                 *(heads(query), heads(key), heads(value), attention.table, window, scaling, position_scale),
