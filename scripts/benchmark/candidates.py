@@ -5,10 +5,10 @@ and a key, backward 5), bf16, 4 x 32 x 4096 x 64, with 780 TFLOP/s and 4.3 TB/s:
 
 | provider | against | expected |
 |---|---|---|
-| `pope-sdpa-*`, `pope-flex` | `pope-triton` | keys twice as wide: 11 / 7 = 1.6 with cuDNN's backward (one pass), 2.0 with two |
-| `cope-flex-half` | `cope-triton-half` | the same products; a backward of one pass would be 1.0 instead of 1.3 |
-| `cope-chip-half` | `cope-triton-half` | z is not written and read: 0.5 GB, 0.12 of 0.36 ms forward; 4 % at 16,384 tokens |
-| `pope-once` | `pope-triton` | decoding by one launch instead of two: about 40 us of the host; nothing in a CUDA graph |
+| `pope-sdpa-*`, `pope-flex` | `pope-triton` | keys twice as wide: 11 / 7 = 1.6 with cuDNN's backward, 2.0 with ours |
+| `cope-flex-half` | `cope-triton-half` | the same products; with a backward of one pass 1.0 instead of 1.3 |
+| `cope-chip-half` | `cope-triton-half` | 0.5 GB of z less: 0.12 of 0.36 ms forward; 9 % at 16,384 tokens |
+| `pope-once` | `pope-triton` | decoding by one launch: 40 us of the host less; nothing in a CUDA graph |
 
 Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, P positions in CoPE's table.
 """
