@@ -57,7 +57,12 @@ def test_every_direction_and_backend(tmp_path):
         assert [row["direction"] for row in rows if row["provider"] == name] == directions.split(",")
 
 
-@pytest.mark.parametrize("names", slow_but(["fox-triton"], ["fox-triton", "cope-triton-half,pope-triton,alibi-triton"]))
+OTHERS = ",".join(f"{name}-triton" for name in attention.OTHERS)
+
+
+@pytest.mark.parametrize(
+    "names", slow_but(["fox-triton"], ["fox-triton", "cope-triton-half,pope-triton,alibi-triton", OTHERS])
+)
 def test_kernels(tmp_path, names):
     """In the interpreter: the same check, and the rows that a GPU would give."""
     pytest.importorskip("triton", reason="the kernels are written in Triton")

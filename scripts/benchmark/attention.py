@@ -35,6 +35,7 @@ from .references import (
     pope_reference,
     results_of,
     rope_reference,
+    scan_reference,
     undecided_rows,
 )
 
@@ -54,18 +55,13 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *(
-        "pope-once",
-        "pope-flex",
-        "cope-flex-half",
-        "cope-chip-half",
-        "cope-listing",
-        "cope-half",
-        "fox",
-        "alibi",
-        "rope-sdpa-math",
-    ),
+    *("pope-once", "pope-flex", "cope-flex-half", "cope-chip-half"),
+    *("relative-triton", "stick_breaking-triton", "cope_alibi-triton", "cope+alibi-triton", "cope+relative-triton"),
+    *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
+# Further encodings, by their kernels only.
+OTHERS = ("relative", "cope+alibi", "cope+relative", "cope_alibi", "stick_breaking")
+DISTANCES = 256
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 PROVIDERS = (
     *BASELINES,
@@ -75,7 +71,7 @@ PROVIDERS = (
     *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
     *("pope-triton", "pope-once", "pope-flex", "cope-flex-half", "cope-chip-half"),
     "pope-pytorch",
-    *("fox", "fox-triton", "alibi", "alibi-triton"),
+    *("fox", "fox-triton", "alibi", "alibi-triton", *(f"{name}-triton" for name in OTHERS)),
 )
 # Third-party providers, whose errors are not our failures.
 FOREIGN = ("pope-pytorch",)
@@ -190,6 +186,7 @@ class Workload:
         self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
         self._positions = positions
         self.slopes = torch.tensor(alibi_slopes(heads), device=device)
+        self.distances = self._random(DISTANCES, head_dim).requires_grad_()
         self._inputs: dict[str, tuple[torch.Tensor, ...]] = {}
         self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._grads: dict[str, torch.Tensor] = {}
@@ -215,8 +212,13 @@ class Workload:
         return self._inputs[kind]
 
     def _make_inputs(self, kind: str) -> tuple[torch.Tensor, ...]:
-        if kind in ("rope", "alibi"):
+        if kind in ("rope", "alibi", "cope_alibi", "stick_breaking"):
             return (self.query, self.key, self.value)
+        if kind == "relative":
+            return (self.query, self.key, self.value, self.distances)
+        if kind.startswith("cope+"):
+            last = (self.distances,) if kind == "cope+relative" else ()
+            return (self.query, self.key, self.value, self.table, *last)
         if kind == "pope":
             return (self.query, self.key, self.value, self.delta)
         if kind == "cope-half":
@@ -265,14 +267,22 @@ class Workload:
         if kind in ("fox", "alibi"):
             decay = tuple(part[:, -1:] for part in self._decay(*inputs[3:]))
             return plain_reference(*inputs[:3], decay=(decay[0], decay[1]), **options)
-        return cope_reference(*inputs, **options)
+        if kind in ("cope_alibi", "stick_breaking"):
+            return scan_reference(*inputs, -self.slopes[-1:] if kind == "cope_alibi" else None, **options)
+        if kind == "relative":
+            return plain_reference(*inputs[:3], relative=(inputs[3], self._positions, self._positions), **options)
+        if kind == "cope+relative":
+            options["relative"] = inputs[4], self._positions, self._positions
+        elif kind == "cope+alibi":
+            options["decay"] = tuple(part[:, -1:] for part in self._decay())
+        return cope_reference(*inputs[:4], **options)
 
     def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns output and gradients of one head, in the timed type and in float64."""
         if kind not in self._references:
             plain, exact = (self._one_head(self.inputs(kind), dtype) for dtype in (self.dtype, torch.float64))
             undecided = None
-            if kind.startswith("cope"):
+            if kind.startswith(("cope-", "cope+")):
                 options: dict[str, Any] = {"scaling": self.scaling, "num_positions": self.table.shape[1]}
 
                 def undecided(query: torch.Tensor, key: torch.Tensor, *_: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -299,7 +309,7 @@ class Workload:
         found = [self._part(out.detach())[:, :, self.rows], *(self._part(gradient) for gradient in gradients)]
         del out, gradients
         last = {"pope": "ddelta", "fox": "dlog_forget"}.get(provider.kind, "dtable")
-        names = ("output", "dq", "dk", "dv", last)
+        names = ("output", "dq", "dk", "dv", last, "ddistances")
         scale = 0.1 * only.norm(dtype=torch.float32).item()
         return relative_errors(found, plain, exact, names, factor=2, tolerance=provider.tolerance, scale=scale)
 
@@ -323,7 +333,7 @@ class Workload:
     def provider(self, name: str) -> Provider:
         """Returns a provider; raises Refused if it does not support this device or is not installed."""
         family = name.split("-")[0]
-        makers = {"rope": self._rope, "cope": self._cope, "pope": self._pope}
+        makers = {"rope": self._rope, "cope": self._cope, "pope": self._pope, **dict.fromkeys(OTHERS, self._other)}
         return makers.get(family, self._decayed)(name)
 
     def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
@@ -478,6 +488,33 @@ class Workload:
                 positions = self._positions[:, -query.shape[2] :], self._positions
                 bias = Bias(FoXTerm, inputs[2:]) if kind == "fox" else Bias(ALiBiTerm, (self.slopes, *positions))
                 return blockwise_attention(query, *inputs[:2], scaling=self.scaling, biases=[bias])
+
+        query, *others = self.inputs(kind)
+        newest = query[:, :, -1:].detach().contiguous()
+        return Provider(kind, function, lambda: function(newest, *others))
+
+    def _other(self, name: str) -> Provider:
+        kind = name.removesuffix("-triton")
+        modules = {"relative": "kernel_relative", "cope_alibi": "kernel_scan", "stick_breaking": "kernel_scan"}
+        kernel = self._kernel(modules.get(kind, "kernel_cope"))
+
+        def function(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *tables: torch.Tensor
+        ) -> torch.Tensor:
+            positions = self._positions[:, -query.shape[2] :], self._positions
+            if kind == "relative":
+                return kernel.relative_attention(query, key, value, *tables, *positions, scaling=self.scaling)
+            if kind == "cope_alibi":
+                return kernel.cope_alibi_attention(query, key, value, -self.slopes, scaling=self.scaling)
+            if kind == "stick_breaking":
+                return kernel.stick_attention(query, key, value, scaling=self.scaling)[0]
+            options: dict[str, Any] = {"scaling": self.scaling, "position_scale": 1.0}
+            if kind == "cope+relative":
+                options["relative"] = tables[1], *positions
+            else:
+                rows, keys = self._decay()
+                options["decay"] = rows[:, :, -query.shape[2] :], keys
+            return kernel.cope_attention(query, key, value, tables[0], **options)
 
         query, *others = self.inputs(kind)
         newest = query[:, :, -1:].detach().contiguous()
