@@ -268,7 +268,9 @@ class Workload:
             decay = tuple(part[:, -1:] for part in self._decay(*inputs[3:]))
             return plain_reference(*inputs[:3], decay=(decay[0], decay[1]), **options)
         if kind in ("cope_alibi", "stick_breaking"):
-            return scan_reference(*inputs, -self.slopes[-1:] if kind == "cope_alibi" else None, **options)
+            query, key, value = inputs
+            slopes = -self.slopes[-1:] if kind == "cope_alibi" else None
+            return scan_reference(query, key, value, slopes, **options)
         if kind == "relative":
             return plain_reference(*inputs[:3], relative=(inputs[3], self._positions, self._positions), **options)
         if kind == "cope+relative":
