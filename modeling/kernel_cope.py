@@ -46,12 +46,7 @@ import torch
 
 from .kernel_flash import (
     apply_dropout,
-    check_decay,
     check_inputs,
-    check_relative,
-    decay_argument,
-    decay_bias,
-    decay_pairs,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
@@ -59,12 +54,7 @@ from .kernel_flash import (
     flash_decode,
     flash_forward,
     load,
-    load_pair,
     pointer,
-    relative_argument,
-    relative_bias,
-    relative_gradient,
-    relative_gradients,
     row_chunk,
     row_limits,
     row_products,
@@ -74,6 +64,20 @@ from .kernel_flash import (
     store,
 )
 from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from .kernel_terms import (
+    check_decay,
+    check_relative,
+    decay_argument,
+    decay_bias,
+    decay_pairs,
+    decay_tile,
+    load_pair,
+    relative_argument,
+    relative_gradient,
+    relative_gradients,
+    relative_parts,
+    relative_tile,
+)
 
 try:
     import triton
@@ -85,8 +89,6 @@ except ImportError:  # Transformers checks the imports of every file of a checkp
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The distance of what is no row or no key from all others.
-FAR = tl.constexpr(1 << 29)
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
 # Query rows of a window program; `start` has one entry for so many rows.
@@ -324,7 +326,7 @@ def _window_forward(
             logits += decay_bias(row_high, row_rest, key_decay, key_row[:, None] + columns, known)
         if relative is not None:
             count_rows = tl.minimum(chunk_rows, row_count - first_row)
-            logits += _relative_tile(relative, member, b, local, inside, columns, K, count_rows) * LOG2_E
+            logits += relative_tile(relative, member, b, local, inside, columns, K, count_rows) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         acc, weight, top = softmax_step(
             acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -347,30 +349,6 @@ def _window_forward(
     this = member * blocks + first_row // BLOCK_M + row_block
     tl.store(window.start + this, (block + 1) * BLOCK_N)
     tl.store(window.end + this, tl.max(high))
-
-
-@triton.jit
-def _decay_tile(decay, b, h, rows, columns, Q, K):
-    """`Decay` of some rows and keys of a head, (rows, columns), to base e."""
-    row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
-    row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
-    key_decay = decay.keys + b * decay.batch_keys + h * K * 2
-    return decay_bias(row_high, row_rest, key_decay, columns[None, :], columns[None, :] < K) * LN_2
-
-
-@triton.jit
-def _relative_parts(relative, member, b, local, inside, columns, K, count):
-    """Where the numbers of some rows of a chunk of `count` rows are, and the positions of rows and keys."""
-    offsets = (member * count + local)[:, None] * (relative.last + 1)
-    rows = tl.load(relative.rows + b * relative.batch_rows + local, mask=inside, other=FAR)[:, None]
-    return offsets, rows, tl.load(relative.keys + b * relative.batch_keys + columns, mask=columns < K, other=-FAR)
-
-
-@triton.jit
-def _relative_tile(relative, member, b, local, inside, columns, K, count):
-    """`Relative` of some rows of a chunk and some keys, (rows, columns)."""
-    offsets, rows, keys = _relative_parts(relative, member, b, local, inside, columns, K, count)
-    return relative_bias(relative.z + offsets, rows, keys, inside[:, None], relative.last)
 
 
 @triton.jit
@@ -468,17 +446,17 @@ def _window_rows(
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         added = None
         if decay is not None:
-            added = _decay_tile(decay, b, h, rows, columns, Q, K)
+            added = decay_tile(decay, b, h, rows, columns, Q, K)
         if relative is not None:
             count_rows = tl.minimum(chunk_rows, Q - first_row)
-            added = _relative_tile(relative, member, b, local, inside, columns[None, :], K, count_rows)
+            added = relative_tile(relative, member, b, local, inside, columns[None, :], K, count_rows)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
             q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
             dropout, member, rows, columns, scaling, knots, P, BITS, PRECISION,
         )  # fmt: skip
         if relative is not None:
-            offsets, row_positions, key_positions = _relative_parts(
+            offsets, row_positions, key_positions = relative_parts(
                 relative, member, b, local, inside, columns[None, :], K, count_rows
             )
             grad_last += relative_gradient(
@@ -580,10 +558,10 @@ def _window_columns(
                 slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
                 added = None
                 if decay is not None:
-                    added = _decay_tile(decay, b, h, rows, columns, Q, K)
+                    added = decay_tile(decay, b, h, rows, columns, Q, K)
                 if relative is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
-                    added = _relative_tile(relative, of_head, b, local, inside, columns[None, :], K, count_rows)
+                    added = relative_tile(relative, of_head, b, local, inside, columns[None, :], K, count_rows)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
@@ -658,7 +636,7 @@ class _Pass:
         self.own_position_query = position_query is not None
         self.table = table.contiguous()
         self.ranges = ranges.contiguous() if ranges is not None else None
-        self.decay_pairs, self.decay = decay, decay_argument(decay)
+        self.decay_pairs, self.decay = decay, decay and decay_argument(decay)
         self.relative, self.seed = relative, seed
         self.scaling, self.position_scale = scaling, position_scale
         self.probability, self.dropout = dropout, dropout_arguments(seed, dropout)
@@ -903,7 +881,7 @@ def _forward(
     num_positions: int,
     dropout: float,
 ) -> list[torch.Tensor]:
-    decay = decay_pairs(row_decay, key_decay)
+    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
     relative = _relative(relative_table, query_positions, key_positions)
     attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative, knots, num_positions)
@@ -969,7 +947,7 @@ def _backward(
     num_positions: int,
     dropout: float,
 ) -> list[torch.Tensor]:
-    decay = decay_pairs(row_decay, key_decay)
+    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
     relative = _relative(relative_table, query_positions, key_positions)
     attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative, knots, num_positions)
@@ -1028,7 +1006,7 @@ def _decode(
     rows = query.reshape(B, G, H // G, D)
     if position_query is not None:
         position_query = position_query.reshape(B, G, H // G, D)
-    decay = decay_pairs(row_decay, key_decay)
+    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
     inputs = (rows, key, value, table, gate_key, position_query, ranges)
     relative = _relative(relative_table, query_positions, key_positions)
     shared = relative and (relative[0], relative[1].expand(-1, H // G), relative[2])
@@ -1157,7 +1135,8 @@ def cope_attention(
             f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
             f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
         )
-    check_decay(decay, query, key)
+    if decay is not None:
+        check_decay(decay, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     if relative is not None:
