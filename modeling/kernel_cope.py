@@ -31,6 +31,9 @@ All programs are along the first axis of a grid: the others have at most 65,535.
 
 Closed gates never reach P - 1: then the window is the whole row, correct and slower.
 
+With knots (CoPE_MLP) z_i is linear between these, not between integers, and P is the number of pieces: a binary search
+finds the piece of a position, z and its slope have a table each, and rows may skip pieces.
+
 Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
 P positions.
 """
@@ -43,12 +46,7 @@ import torch
 
 from .kernel_flash import (
     apply_dropout,
-    check_decay,
     check_inputs,
-    check_relative,
-    decay_argument,
-    decay_bias,
-    decay_pairs,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
@@ -56,12 +54,7 @@ from .kernel_flash import (
     flash_decode,
     flash_forward,
     load,
-    load_pair,
     pointer,
-    relative_argument,
-    relative_bias,
-    relative_gradient,
-    relative_gradients,
     row_chunk,
     row_limits,
     row_products,
@@ -71,6 +64,20 @@ from .kernel_flash import (
     store,
 )
 from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from .kernel_terms import (
+    check_decay,
+    check_relative,
+    decay_argument,
+    decay_bias,
+    decay_pairs,
+    decay_tile,
+    load_pair,
+    relative_argument,
+    relative_gradient,
+    relative_gradients,
+    relative_parts,
+    relative_tile,
+)
 
 try:
     import triton
@@ -82,14 +89,14 @@ except ImportError:  # Transformers checks the imports of every file of a checkp
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The distance of what is no row or no key from all others.
-FAR = tl.constexpr(1 << 29)
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
 # Query rows of a window program; `start` has one entry for so many rows.
 WINDOW_ROWS = 64
 # Row blocks that a program examines in one step to find those whose windows have its keys.
 SCAN = tl.constexpr(32)
+# The sums of a piece that a row skips; no pair has these bits.
+UNWRITTEN = -1
 # Columns of a window program, at most.
 MOST_COLUMNS = 64
 # Scratch memory of the backward pass, as a multiple of the query's, and at least so many bytes.
@@ -166,32 +173,65 @@ def _unpack(pair):
 
 
 @triton.jit
-def _interpolate(z, position, seen, BITS: tl.constexpr):
-    """Returns floor, fraction, z[floor] and z[floor + 1] - z[floor] at fixed-point positions 0 to P - 1.
+def _last(knots, P, BITS: tl.constexpr):
+    """The largest fixed-point position."""
+    if knots is not None:
+        last = tl.load(knots + P - 2) + 1
+    else:
+        last = (P - 1) << BITS
+    return last
 
-    At P - 1 the step is 0.
+
+@triton.jit
+def _piece(knots, position, P):
+    """The pieces of fixed-point positions: how many of the P - 1 knots are smaller."""
+    piece = position * 0
+    choices = P
+    while choices > 1:
+        half = choices // 2
+        piece += tl.where(tl.load(knots + piece + (half - 1)) < position, half, 0)
+        choices -= half
+    return piece
+
+
+@triton.jit
+def _left(knots, piece):
+    """The knots that fixed-point positions of pieces are larger than, -1 if there is none."""
+    return tl.load(knots + piece - 1, mask=piece > 0, other=-1)
+
+
+@triton.jit
+def _interpolate(z, position, seen, knots, P, BITS: tl.constexpr):
+    """Returns piece, the offset in it, its value and its slope at fixed-point positions.
+
+    Without knots: floor, fraction, z[floor], z[floor + 1] - z[floor]. At the largest position the slope is 0.
     """
-    floor = position >> BITS
-    fraction = (position & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS))
-    below, step = _unpack(tl.load(z[:, None] + floor, mask=seen, other=0))
-    return floor, fraction, below, step
+    if knots is not None:
+        piece = _piece(knots, position, P)
+        offset = position - tl.maximum(_left(knots, piece), 0)
+    else:
+        piece = position >> BITS
+        offset = position & ((1 << BITS) - 1)
+    below, step = _unpack(tl.load(z[:, None] + piece, mask=seen, other=0))
+    return piece, offset.to(tl.float32) * (1.0 / (1 << BITS)), below, step
 
 
 @triton.jit(do_not_specialize=["H", "first_row", "row_count"])
 def _position_values(
-    query, table, values, scale, H, P, first_row, chunk_rows, row_count, D: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, table, values, scale, H, P, first_row, chunk_rows, row_count, SLOPES: tl.constexpr, D: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
 
     query: what is multiplied with the table. If it is not float32, the table is used as a sum of two numbers of the
-    query's type.
+    query's type. With SLOPES the steps are of a second table, beside the first.
     """
     row_blocks = tl.cdiv(chunk_rows, BLOCK_M)
     member = (tl.program_id(0) // row_blocks).to(tl.int64)
     local = (tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    following = tl.minimum(columns + 1, P - 1)
+    width = P * 2 if SLOPES else P
+    following = columns + P if SLOPES else tl.minimum(columns + 1, P - 1)
     queries = pointer(query, member // H, member % H)
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     step = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -200,8 +240,10 @@ def _position_values(
         mask = (first_row + local < row_count)[:, None] & (channels < D)[None, :]
         q = tl.load(queries + (first_row + local)[:, None] * query.row + channels[None, :], mask=mask, other=0.0)
         mask = (channels < D)[:, None] & (columns < P)[None, :]
-        e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        rise = tl.load(table + channels[:, None] * P + following[None, :], mask=mask, other=0.0).to(tl.float32) - e
+        e = tl.load(table + channels[:, None] * width + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        rise = tl.load(table + channels[:, None] * width + following[None, :], mask=mask, other=0.0).to(tl.float32)
+        if not SLOPES:
+            rise -= e
         leading, leading_rise = e.to(q.dtype), rise.to(q.dtype)
         z = dot(q, leading, z, PRECISION)
         step = dot(q, leading_rise, step, PRECISION)
@@ -214,8 +256,8 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query, key, gate_key, value, values, ranges, decay, relative, window, dropout, scaling, H, groups, Q, K, P,
-    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    query, key, gate_key, value, values, knots, ranges, decay, relative, window, dropout, scaling, H, groups, Q, K,
+    P, first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
@@ -239,7 +281,7 @@ def _window_forward(
     keys = pointer(key, b, h // groups)
     v_rows = pointer(value, b, h // groups)
     z = values + (member * chunk_rows + local) * P
-    last = (P - 1) << BITS
+    last = _last(knots, P, BITS)
     if decay is not None:
         row_decay = decay.rows + b * decay.batch_rows + h * row_count * 2
         row_high, row_rest = load_pair(row_decay, rows[:, None], inside[:, None], MASKED)
@@ -276,7 +318,7 @@ def _window_forward(
         stopped = tl.where(counting & sees, begin, stopped)
         counts = _counts(gates, seen & counting[:, None], BITS)
         position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
-        _, fraction, below, step = _interpolate(z, position, seen, BITS)
+        _, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
         if decay is not None:
@@ -284,7 +326,7 @@ def _window_forward(
             logits += decay_bias(row_high, row_rest, key_decay, key_row[:, None] + columns, known)
         if relative is not None:
             count_rows = tl.minimum(chunk_rows, row_count - first_row)
-            logits += _relative_tile(relative, member, b, local, inside, columns, K, count_rows) * LOG2_E
+            logits += relative_tile(relative, member, b, local, inside, columns, K, count_rows) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         acc, weight, top = softmax_step(
             acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -310,33 +352,9 @@ def _window_forward(
 
 
 @triton.jit
-def _decay_tile(decay, b, h, rows, columns, Q, K):
-    """`Decay` of some rows and keys of a head, (rows, columns), to base e."""
-    row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
-    row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
-    key_decay = decay.keys + b * decay.batch_keys + h * K * 2
-    return decay_bias(row_high, row_rest, key_decay, columns[None, :], columns[None, :] < K) * LN_2
-
-
-@triton.jit
-def _relative_parts(relative, member, b, local, inside, columns, K, count):
-    """Where the numbers of some rows of a chunk of `count` rows are, and the positions of rows and keys."""
-    offsets = (member * count + local)[:, None] * (relative.last + 1)
-    rows = tl.load(relative.rows + b * relative.batch_rows + local, mask=inside, other=FAR)[:, None]
-    return offsets, rows, tl.load(relative.keys + b * relative.batch_keys + columns, mask=columns < K, other=-FAR)
-
-
-@triton.jit
-def _relative_tile(relative, member, b, local, inside, columns, K, count):
-    """`Relative` of some rows of a chunk and some keys, (rows, columns)."""
-    offsets, rows, keys = _relative_parts(relative, member, b, local, inside, columns, K, count)
-    return relative_bias(relative.z + offsets, rows, keys, inside[:, None], relative.last)
-
-
-@triton.jit
 def _window_gradients(
     q, k, gk, v, grad, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-    dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    dropout, member, rows, columns, scaling, knots, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
 
@@ -345,7 +363,7 @@ def _window_gradients(
     Returns the weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the
     keys right of each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
     """
-    last = (P - 1) << BITS
+    last = _last(knots, P, BITS)
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
     if gk is not None:
         gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
@@ -354,7 +372,7 @@ def _window_gradients(
     counts = _counts(gates, counted, BITS)
     after = count[:, None] - _running_counts(counts, older_counts)
     position = tl.minimum(tl.maximum(after + counts, 0), last)
-    level, fraction, below, step = _interpolate(z, position, seen, BITS)
+    level, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
     if added is not None:
         logits += added
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
@@ -370,13 +388,14 @@ def _window_gradients(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad, query, key, gate_key, value, values, ranges, decay, relative, window, delta, dropout, grad_query, levels,
-    carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks, BITS: tl.constexpr,
-    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    grad, query, key, gate_key, value, values, knots, ranges, decay, relative, window, delta, dropout, grad_query,
+    levels, carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
+    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of the window of one block of rows, prefix sums of dL per level, carries per key block; all float32.
 
-    grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), zero where nothing is written, pairs of
+    grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), as they were where nothing is written, pairs of
     the sums of dL and of dL * fraction; carries (B * H, key blocks, chunk_rows).
     """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
@@ -427,17 +446,17 @@ def _window_rows(
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         added = None
         if decay is not None:
-            added = _decay_tile(decay, b, h, rows, columns, Q, K)
+            added = decay_tile(decay, b, h, rows, columns, Q, K)
         if relative is not None:
             count_rows = tl.minimum(chunk_rows, Q - first_row)
-            added = _relative_tile(relative, member, b, local, inside, columns[None, :], K, count_rows)
+            added = relative_tile(relative, member, b, local, inside, columns[None, :], K, count_rows)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
             q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-            dropout, member, rows, columns, scaling, P, BITS, PRECISION,
+            dropout, member, rows, columns, scaling, knots, P, BITS, PRECISION,
         )  # fmt: skip
         if relative is not None:
-            offsets, row_positions, key_positions = _relative_parts(
+            offsets, row_positions, key_positions = relative_parts(
                 relative, member, b, local, inside, columns[None, :], K, count_rows
             )
             grad_last += relative_gradient(
@@ -449,7 +468,10 @@ def _window_rows(
         else:
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
-        leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
+        if knots is not None:
+            leaving = seen & (tl.maximum(after, 0) <= _left(knots, level))
+        else:
+            leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
         part = dlogits * fraction
         sums = sum_before[:, None] + running_sums(dlogits, older)
         fractions = fraction_before[:, None] + running_sums(part, older)
@@ -461,8 +483,9 @@ def _window_rows(
     if relative is not None:
         places = (member * tl.minimum(chunk_rows, Q - first_row) + local) * (relative.last + 1) + relative.last
         tl.store(relative.grad + places, grad_last, mask=inside)
-    # Every row ends in level 0.
-    tl.store(levels + here * P, _pack(sum_before, fraction_before), mask=inside)
+    # Every row ends at position 0.
+    bottom = _piece(knots, rows * 0, P) if knots is not None else 0
+    tl.store(levels + here * P + bottom, _pack(sum_before, fraction_before), mask=inside)
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
     )
@@ -470,7 +493,7 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad, query, key, gate_key, value, values, ranges, decay, relative, window, delta, dropout, carried_count,
+    grad, query, key, gate_key, value, values, knots, ranges, decay, relative, window, delta, dropout, carried_count,
     carried_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -535,15 +558,15 @@ def _window_columns(
                 slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
                 added = None
                 if decay is not None:
-                    added = _decay_tile(decay, b, h, rows, columns, Q, K)
+                    added = decay_tile(decay, b, h, rows, columns, Q, K)
                 if relative is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
-                    added = _relative_tile(relative, of_head, b, local, inside, columns[None, :], K, count_rows)
+                    added = relative_tile(relative, of_head, b, local, inside, columns[None, :], K, count_rows)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
                     q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-                    dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
+                    dropout, of_head, rows, columns, scaling, knots, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
                 if gate_key is not None:
@@ -604,6 +627,8 @@ class _Pass:
         dropout: float = 0.0,
         decay: tuple[torch.Tensor, torch.Tensor] | None = None,
         relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        knots: torch.Tensor | None = None,
+        num_positions: int | None = None,
     ) -> None:
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
@@ -611,17 +636,20 @@ class _Pass:
         self.own_position_query = position_query is not None
         self.table = table.contiguous()
         self.ranges = ranges.contiguous() if ranges is not None else None
-        self.decay_pairs, self.decay = decay, decay_argument(decay)
+        self.decay_pairs, self.decay = decay, decay and decay_argument(decay)
         self.relative, self.seed = relative, seed
         self.scaling, self.position_scale = scaling, position_scale
         self.probability, self.dropout = dropout, dropout_arguments(seed, dropout)
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
-        self.P = table.shape[1]
+        # Entries of the table: positions, or pieces between knots.
+        self.P = table.shape[1] if knots is None else knots.shape[0] + 1
         self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
         self.blocks = triton.cdiv(self.Q, WINDOW_ROWS)
         distances = 0 if relative is None else relative[0].shape[0]
-        self.chunk = _chunk_rows(query, self.K, self.P, self.backward_tiles[0].columns, distances)
+        # With knots `grad_values` needs more.
+        entries = self.P if knots is None else 3 * self.P
+        self.chunk = _chunk_rows(query, self.K, entries, self.backward_tiles[0].columns, distances)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
         self.constants: dict[str, Any] = {
@@ -630,8 +658,15 @@ class _Pass:
             "PRECISION": precision(query.dtype),
         }
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
-        self.bits = {"BITS": min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length())}
-        self.tune = (self.D, query.dtype, *(one is not None for one in (ranges, gate_key, decay, relative, seed)))
+        num_positions = num_positions or self.P
+        bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
+        self.bits, self.knots = {"BITS": bits}, None
+        if knots is not None:
+            # The last piece is the largest position; all of the first may be left of 0.
+            largest = ((num_positions - 1) << bits) - 1
+            self.knots = (knots.double() * (1 << bits)).floor().clamp(-1, largest).int()
+        optional = (ranges, gate_key, decay, relative, seed, knots)
+        self.tune = (self.D, query.dtype, *(one is not None for one in optional))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -679,6 +714,7 @@ class _Pass:
                 *(self.H, self.P, first, into.shape[1], self.Q),
             ),
             {
+                "SLOPES": self.knots is not None,
                 "D": self.D,
                 "PRECISION": self.constants["PRECISION"],
                 "BLOCK_K": min(self.constants["BLOCK_D"], 64 if half else 16),
@@ -714,8 +750,8 @@ class _Pass:
                 [Tiles(rows, 32)] if shared_rows else self.forward_tiles,
                 (*self.tune, rows, shared_rows),
                 (
-                    *(*self.matrices, values, self.ranges, self.decay, relative, window, self.dropout, self.scaling),
-                    *(H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
+                    *(*self.matrices, values, self.knots, self.ranges, self.decay, relative, window, self.dropout),
+                    *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, **self.bits, "SHARED": shared_rows},
             )
@@ -724,6 +760,8 @@ class _Pass:
     def grad_values(self, levels: torch.Tensor, window: Window, rows: slice) -> torch.Tensor:
         """Returns the gradient of q.e for a chunk of rows, float32 (B, H, rows, P), from its prefix sums per level.
 
+        With knots that of q multiplied with values and slopes, (B, H, rows, 2 P), which are the sums of the two.
+
         z enters by z[floor] (1 - fraction) + z[floor + 1] fraction, so with the sums s of dL and f of dL * fraction
         over the keys of level n, dz[n] = s[n] - f[n] + f[n - 1]. The keys left of the window belong to the last level;
         all dL of a row sum to 0.
@@ -731,8 +769,17 @@ class _Pass:
         sums = levels.view(torch.float32).view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
         low = 0 if self.ranges is None else self.ranges[:, :, rows, 0]
         plain = window.start.repeat_interleave(WINDOW_ROWS, dim=-1)[:, :, rows] > low
+        if self.knots is not None:
+            # A row may skip pieces: there the sums are those of the next one that it does not skip.
+            written = levels.view(self.B, self.H, self.chunk, self.P)[:, :, : rows.stop - rows.start] != UNWRITTEN
+            pieces = torch.where(written, torch.arange(self.P, device=levels.device), self.P)
+            pieces = pieces.flip(-1).cummin(-1).values.flip(-1)[..., None].expand(sums.shape)
+            sums = torch.nn.functional.pad(sums, (0, 0, 0, 1)).gather(-2, pieces)
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
         per_level = sums - torch.nn.functional.pad(sums[..., 1:, :], (0, 0, 0, 1))
+        if self.knots is not None:
+            per_level[..., -1, 0] += left
+            return per_level.transpose(-1, -2).flatten(-2).mul_(self.position_scale)
         grad = per_level[..., 0] - per_level[..., 1]
         grad[..., 1:] += per_level[..., :-1, 1]
         grad[..., -1] += left
@@ -760,19 +807,19 @@ class _Pass:
         slopes = self.empty(members, key_blocks, chunk)
         grad_query = self.empty(B, H, Q, D, dtype=self.query.dtype)
         grad_position_query = torch.empty_like(grad_query) if self.own_position_query else None
-        grad_table = torch.zeros(D, P, dtype=torch.float32, device=self.query.device)
+        grad_table = torch.zeros(self.table.shape, dtype=torch.float32, device=self.query.device)
         shape = (B, self.G, K, D)
         grad_key, grad_value = (torch.zeros(shape, dtype=torch.float32, device=self.query.device) for _ in range(2))
         grad_gate_key = torch.zeros_like(grad_key) if self.gate_key is not None else None
         grad_relative = None if self.relative is None else torch.zeros_like(self.relative[0], dtype=torch.float32)
         for first in range(0, Q, chunk):
             self.position_values(first, values)
-            levels.zero_()
+            levels.fill_(0 if self.knots is None else UNWRITTEN)
             place = (first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
             relative = self.relative_rows(rows, grad=True)
             terms = (self.ranges, self.decay, relative)
-            inputs = (heads(grad), *self.matrices, values, *terms, window, delta, self.dropout)
+            inputs = (heads(grad), *self.matrices, values, self.knots, *terms, window, delta, self.dropout)
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, WINDOW_ROWS) * members,),
@@ -827,15 +874,17 @@ def _forward(
     row_decay: torch.Tensor | None,
     key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    knots: torch.Tensor | None,
     seed: torch.Tensor | None,
     scaling: float,
     position_scale: float,
+    num_positions: int,
     dropout: float,
 ) -> list[torch.Tensor]:
-    decay = decay_pairs(row_decay, key_decay)
+    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
     relative = _relative(relative_table, query_positions, key_positions)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative, knots, num_positions)
     window = attention.window_forward()
     parts = [
         flash_forward(
@@ -890,16 +939,18 @@ def _backward(
     row_decay: torch.Tensor | None,
     key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    knots: torch.Tensor | None,
     seed: torch.Tensor | None,
     saved: Sequence[torch.Tensor],
     scaling: float,
     position_scale: float,
+    num_positions: int,
     dropout: float,
 ) -> list[torch.Tensor]:
-    decay = decay_pairs(row_decay, key_decay)
+    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
     inputs = (query, key, value, table, gate_key, position_query, ranges)
     relative = _relative(relative_table, query_positions, key_positions)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative)
+    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative, knots, num_positions)
     window = Window(*saved)
     delta = row_products(grad, window.out)
     grad_query, grad_table, grad_key, grad_value, *others = attention.window_backward(grad, delta, window)
@@ -944,8 +995,10 @@ def _decode(
     row_decay: torch.Tensor | None,
     key_decay: torch.Tensor | None,
     ranges: torch.Tensor | None,
+    knots: torch.Tensor | None,
     scaling: float,
     position_scale: float,
+    num_positions: int,
 ) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
     B, H, _, D = query.shape
@@ -953,11 +1006,12 @@ def _decode(
     rows = query.reshape(B, G, H // G, D)
     if position_query is not None:
         position_query = position_query.reshape(B, G, H // G, D)
-    decay = decay_pairs(row_decay, key_decay)
+    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
     inputs = (rows, key, value, table, gate_key, position_query, ranges)
     relative = _relative(relative_table, query_positions, key_positions)
     shared = relative and (relative[0], relative[1].expand(-1, H // G), relative[2])
-    attention = _Pass(*inputs, scaling, position_scale, decay=decay, relative=shared)
+    pieces: dict[str, Any] = {"knots": knots, "num_positions": num_positions}
+    attention = _Pass(*inputs, scaling, position_scale, decay=decay, relative=shared, **pieces)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
         query,
@@ -979,7 +1033,7 @@ def _(query, *arguments):
 
 
 def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.position_scale, ctx.dropout = inputs
+    *tensors, ctx.scaling, ctx.position_scale, ctx.num_positions, ctx.dropout = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
@@ -988,9 +1042,10 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
     # Read once: activation checkpointing allows no second time.
     saved = list(ctx.saved_tensors)
     if grads[0] is None:
-        return (None,) * 16
-    results = iter(_backward(grads[0], *saved[:13], saved[13:], ctx.scaling, ctx.position_scale, ctx.dropout))
-    return (*(None if tensor is None else next(results) for tensor in saved[:7]), *(None,) * 9)
+        return (None,) * 18
+    settings = (ctx.scaling, ctx.position_scale, ctx.num_positions, ctx.dropout)
+    results = iter(_backward(grads[0], *saved[:14], saved[14:], *settings))
+    return (*(None if tensor is None else next(results) for tensor in saved[:7]), *(None,) * 11)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -1014,6 +1069,8 @@ def cope_attention(
     relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
+    knots: torch.Tensor | None = None,
+    num_positions: int | None = None,
     scaling: float,
     position_scale: float,
     dropout: float = 0.0,
@@ -1038,6 +1095,11 @@ def cope_attention(
             not see it.
         ranges: what each row sees, int32 (B, 1, Q + K, 2), see `kernel_flash`; None: causal, row i sees the keys
             up to K - Q + i. Keys that are not seen are not counted.
+        knots: (P - 1,), floating, ascending, without gradients, the largest position last: where z_i bends, in place of
+            the integers. Piece n has the positions that are larger than n knots; at the largest position and in the
+            last piece z_i is constant. The table is then (D, 2 P): at the left end of each piece, or at 0 where that is
+            negative, what is multiplied for the value there; and what is for the slope, 0 in the last piece.
+        num_positions: with knots, the largest position + 1, at least 2.
         scaling: the factor on q.k, in content and gates.
         position_scale: the factor on r.e.
         dropout: the probability that a weight is dropped.
@@ -1052,6 +1114,13 @@ def cope_attention(
     check_inputs(query, key, value, scaling, ranges)
     if value.shape != key.shape:
         raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
+    if knots is not None and (knots.dim() != 1 or table.shape[1:] != (2 * len(knots) + 2,) or knots.requires_grad):
+        raise ValueError(
+            f"knots={tuple(knots.shape)!r} is not valid: for a table of {tuple(table.shape)!r} it must be (P - 1,), P "
+            "half the width of the table, and not require a gradient."
+        )
+    if knots is not None and (num_positions is None or num_positions < 2):
+        raise ValueError(f"num_positions={num_positions!r} is not valid: with knots it must be at least 2.")
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
@@ -1066,7 +1135,8 @@ def cope_attention(
             f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
             f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
         )
-    check_decay(decay, query, key)
+    if decay is not None:
+        check_decay(decay, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     if relative is not None:
@@ -1076,7 +1146,8 @@ def cope_attention(
     embeddings, *positions = relative or (None, None, None)
     inputs = (query, key, value, table, gate_key, position_query, embeddings)
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
-    arguments = (*inputs, *positions, *(decay or (None, None)), ranges)
+    arguments = (*inputs, *positions, *(decay or (None, None)), ranges, knots)
+    settings = (scaling, position_scale, table.shape[1] if num_positions is None else num_positions)
     if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(*arguments, scaling, position_scale)
-    return _forward(*arguments, dropout_seed(query, dropout), scaling, position_scale, dropout)[0]
+        return _decode(*arguments, *settings)
+    return _forward(*arguments, dropout_seed(query, dropout), *settings, dropout)[0]

@@ -13,16 +13,8 @@ from typing import Any
 
 import torch
 
-from .kernel_flash import (
-    check_decay,
-    check_inputs,
-    decay_pairs,
-    dropout_arguments,
-    dropout_seed,
-    flash_backward,
-    flash_decode,
-    flash_forward,
-)
+from .kernel_flash import check_inputs, dropout_arguments, dropout_seed, flash_backward, flash_decode, flash_forward
+from .kernel_terms import check_decay, decay_pairs
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]

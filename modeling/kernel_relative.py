@@ -17,16 +17,14 @@ import torch
 
 from .kernel_flash import (
     check_inputs,
-    check_relative,
     dropout_arguments,
     dropout_seed,
     flash_backward,
     flash_decode,
     flash_forward,
-    relative_argument,
-    relative_gradients,
     row_chunk,
 )
+from .kernel_terms import check_relative, relative_argument, relative_gradients
 
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 # Scratch memory for z and its gradient, as a multiple of the query's, and at least so many bytes.

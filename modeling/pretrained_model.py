@@ -136,26 +136,26 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             return
         used = [cls for cls, _ in parse(self.config).values()]
         dropped = {cls.__name__ for cls in POSITION_ENCODINGS.values() if cls not in used}
-        kernels = [[cls.kernel for cls, _ in parts if cls.overrides("kernel")] for parts in layer_plan(self.config)]
-        # Others give arguments of plain attention.
-        own = [any("from .kernel_" in inspect.getsource(kernel) for kernel in layer) for layer in kernels]
+        plan = layer_plan(self.config)
+        kernels = ["".join(inspect.getsource(cls.kernel) for cls, _ in p if cls.overrides("kernel")) for p in plan]
         needed = {
             "attention_autograd": any(cls.overrides("bias") and cls.term is None for cls in used),
             "attention_blockwise": any(cls.overrides("bias") or not cls.softmax for cls in used),
             "attention_triton": any(kernels),
             "attention_options": self.config.has_attention_options,
             "checkpoint_conversion": False,
-            "kernel_plain": any(kernels) and not all(own),
+            # Some only give arguments.
+            "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
+            "kernel_terms": any(re.search(r"^$|kernel_(plain|relative) import|return \{", layer) for layer in kernels),
         }
-        lines = []
-        for line in registry.read_text(encoding="utf-8").splitlines():
-            imported = re.match(r"( *)from \.(\w+) import (.+)$", line)
-            indent, module, names = imported.groups() if imported else ("", "", line.strip().rstrip(","))
-            if names in dropped:
-                continue
-            line = line if needed.get(module, True) else f"{indent}{names.replace(',', ' =')} = None"
-            lines.append("COMPLETE = False" if line == "COMPLETE = True" else line)
-        registry.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for path in (registry, *folder.glob("kernel_*.py")):
+            text = path.read_text(encoding="utf-8").replace("COMPLETE = True", "COMPLETE = False")
+            for module, names in re.findall(r"from \.(\w+) import (\([^)]*\)|.+)\n", text):
+                if not needed.get(module, True):
+                    nothing = " = ".join([*re.findall(r"\w+", names), "None"])
+                    text = text.replace(f"from .{module} import {names}\n", f"{nothing}\n")
+            lines = [line for line in text.splitlines() if line.rpartition("import ")[2].strip(" ,") not in dropped]
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         for unused in self._code_files(pathlib.Path(__file__).parent) - self._code_files(folder):
             (folder / unused).unlink(missing_ok=True)
 

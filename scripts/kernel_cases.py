@@ -160,9 +160,9 @@ class _Inputs:
 
 
 def _cope(case: Case, device: torch.device) -> Call:
-    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query; dropout; add.
+    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query; dropout.
 
-    `add` is another encoding of a sum, "alibi" or "relative".
+    And add: another encoding of a sum, "alibi" or "relative"; knots: how many, somewhere, in place of the integers.
     """
     from whatwhere.kernel_cope import cope_attention
 
@@ -174,7 +174,15 @@ def _cope(case: Case, device: torch.device) -> Call:
         given.query[..., 0] = 8.0
         opened = {"key": given.key, "separate": gate_key, "value": given.value}[gate]
         opened[..., 0] = (1.0 if gates == "open" else -1.0) * case.head_dim**0.5
-    more = {"dtable": given.random(case.head_dim, P)}
+    more, pieces = {"dtable": given.random(case.head_dim, P)}, {}
+    if case.option("knots", 0):
+        # Some are negative, some too large.
+        places = torch.rand(case.option("knots", 0), generator=given.generator, device=device) * 1.2 - 0.1
+        knots = F.pad((places * (P - 1)).clamp(max=P - 1).sort().values, (0, 1), value=P - 1)
+        slopes = given.random(case.head_dim, len(knots)) / 4
+        rises = slopes * knots.clamp(min=0).diff(prepend=knots.new_zeros(1))
+        more["dtable"] = torch.cat((F.pad(rises.cumsum(1), (1, 0)), F.pad(slopes, (0, 1))), 1)
+        pieces = {"knots": knots, "num_positions": P}
     if gate == "separate":
         more["dgate_key"] = gate_key
     if case.option("own_query", False):
@@ -188,6 +196,7 @@ def _cope(case: Case, device: torch.device) -> Call:
         found = dict(zip(more, inputs[3:]))
         gate_of = {"key": None, "separate": found.get("dgate_key"), "value": inputs[2]}[gate]
         result = {"gate_key": gate_of, "position_query": found.get("dposition_query"), "position_scale": given.scaling}
+        result |= pieces
         if add == "alibi":
             result["decay"] = given.alibi()
         if add == "relative":
@@ -203,7 +212,8 @@ def _cope(case: Case, device: torch.device) -> Call:
         return cope_reference(query, key, value, table, rows=rows, **other(inputs), **options, kept=given.kept(rows))
 
     def undecided(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return undecided_rows(inputs[0], inputs[1], other(inputs)["gate_key"], rows=rows, num_positions=P, **options)
+        given = {"rows": rows, "num_positions": P, "knots": pieces.get("knots"), **options}
+        return undecided_rows(inputs[0], inputs[1], other(inputs)["gate_key"], **given)
 
     inputs = given.states() + [one.to(given.dtype) for one in more.values()]
     return Call(("dq", "dk", "dv", *more), inputs, kernel, reference, undecided)
@@ -329,9 +339,12 @@ KERNELS = {
         _cope,
         (
             *(*_VARIANTS, {"mask": "padding", "gate": "separate"}, {"gate": "value"}, {"own_query": True}),
-            *({"add": "alibi"}, {"add": "relative"}),
+            *({"add": "alibi"}, {"add": "relative"}, {"knots": 64}),
         ),
-        ({"gates": "open"}, {"gates": "closed"}, {"positions": 2}, {"positions": 33}, {"positions": 300}),
+        (
+            *({"gates": "open"}, {"gates": "closed"}, {"positions": 2}, {"positions": 33}, {"positions": 300}),
+            {"knots": 5, "gates": "open"},
+        ),
     ),
     "pope": Kernel(_pope, (*_VARIANTS, {"partial": True, "shift": False})),
     "plain": Kernel(_plain, _VARIANTS),

@@ -2,17 +2,20 @@
 
 import itertools
 import math
+import types
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+import oracles
 from tiny import slow_but
 from whatwhere import kernel_cope
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
 from whatwhere.kernel_launch import Tiles
+from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
 from whatwhere.scripts.compile_kernels import recording
 
 SHIPPED_TILES = kernel_cope._window_tiles
@@ -331,6 +334,109 @@ def test_windows_end_where_positions_do():
     assert (window.start == 0).all()
 
 
+# Hidden units of CoPE_MLP, (weight, bias); the knots are -bias / weight, as a part of the largest position.
+UNITS = {
+    "both-directions": ([1.3, -0.7, 2.0, -1.1, 0.4], [-0.5, 0.3, -0.2, 0.9, -0.1]),
+    "outside": ([1.0, -1.0, 1.0, -1.0, 1.0], [0.5, -0.5, -1.5, 1.5, -0.33]),
+    "constant": ([0.0, 0.0, 1.0, 0.0, -1.0], [0.7, -0.7, -0.35, 0.0, 0.35]),
+    "together": ([1.0, 1.0, -1.0, 2.0, -2.0], [-0.35, -0.35, 0.35, -0.7, 0.71]),
+    # Open gates skip pieces.
+    "narrow": ([1.0, 1.0, -1.0, 1.0, 1.0], [-0.3, -0.301, 0.302, -0.303, -0.7]),
+}
+
+
+def network_of(units, positions):
+    """CoPE_MLP of a head with 16 channels."""
+    config = types.SimpleNamespace(
+        hidden_size=32, num_attention_heads=2, head_dim=16, layer_encodings=lambda layer: ["cope_mlp"]
+    )
+    encoding = CoPEMLP(config, CoPEMLPParameters(hidden_units=5, num_positions=positions), 0)
+    with torch.no_grad():
+        encoding.network.weight.copy_(torch.tensor(UNITS[units][0]))
+        encoding.network.bias.copy_(torch.tensor(UNITS[units][1]))
+        encoding.network.output.normal_()
+    return encoding
+
+
+def compare_network(tensors, encoding, seen, ranges=None, tolerance=2e-5):
+    """Compares the output and every gradient with the network as loops, in float64; `seen` is bool (B, Q, K)."""
+    query, key, value = tensors
+    inputs = [*tensors, *encoding.network()]
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    last, groups = encoding.parameters_.num_positions - 1, query.shape[1] // key.shape[1]
+    expected = torch.stack(
+        [
+            torch.stack(
+                [
+                    oracles.cope_mlp_oracle(
+                        exact[0][b, h],
+                        *(one[b, h // groups] for one in exact[1:3]),
+                        *exact[3:],
+                        seen[b],
+                        scaling=0.25,
+                        last=last,
+                    )
+                    for h in range(query.shape[1])
+                ]
+            )
+            for b in range(query.shape[0])
+        ]
+    )
+    out = encoding.kernel(query, key, value, None, ranges=ranges, scaling=0.25)
+    grad = torch.randn(out.shape)
+    found = [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+    wanted = [expected, *torch.autograd.grad(expected, exact, grad.double(), materialize_grads=True)]
+    for name, ours, truth in zip(("out", "dq", "dk", "dv", "dweight", "dbias", "doutput"), found, wanted):
+        error = (ours.double() - truth).norm() / torch.maximum(truth.norm(), 0.1 * grad.norm())
+        assert error <= tolerance, f"{name}: {error:.2g}"
+    return out
+
+
+@pytest.mark.parametrize(
+    ("units", "rows", "keys", "openness", "positions", "dtype"),
+    slow_but(
+        [("narrow", 33, 33, 12.0, 8, torch.float32), ("outside", 1, 1, 0.0, 4, torch.float32)],
+        [
+            *(
+                (units, rows, keys, openness, positions, torch.float32)
+                for units in UNITS
+                for rows, keys, openness, positions in [
+                    (1, 1, 0.0, 4),
+                    (33, 33, 12.0, 8),
+                    (33, 33, -12.0, 8),
+                    (33, 70, 12.0, 12),
+                    (70, 70, 0.0, 2),
+                    (70, 70, 0.0, 20),
+                ]
+            ),
+            ("both-directions", 70, 70, 0.0, 20, torch.bfloat16),
+        ],
+    ),
+)
+def test_pieces_between_knots(units, rows, keys, openness, positions, dtype):
+    """CoPE_MLP: knots anywhere, at one place, and none; and decoding."""
+    query, key, value, *_ = inputs(1, 2, 1, rows, keys, 16, openness=openness, dtype=dtype)
+    encoding = network_of(units, positions)
+    seen = torch.ones(1, rows, keys, dtype=torch.bool).tril(keys - rows)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    out = compare_network((query, key, value), encoding, seen, tolerance=tolerance)
+    with torch.no_grad():
+        row = encoding.kernel(query[:, :, -1:], key, value, None, ranges=None, scaling=0.25)
+    assert (row - out[:, :, -1:]).norm() / out[:, :, -1:].norm() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("units", "chunks"), slow_but([], [("outside", False), ("narrow", False), ("both-directions", True)])
+)
+def test_pieces_with_padding_and_documents(units, chunks, monkeypatch):
+    if chunks:
+        monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
+        monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
+    ranges = padded_and_packed(30, 110)
+    tensors = inputs(3, 2, 1, 30, 110, 16)[:3]
+    compare_network(tensors, network_of(units, 12), dense_mask(ranges, 30, 110)[:, 0], ranges)
+
+
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
 def test_low_precision(dtype):
     """The error is that of rounding, not of contextual positions in low precision."""
@@ -390,9 +496,9 @@ def visited(monkeypatch):
     """The fixed-point positions at which z was read, in units of the last place; each read adds a tensor."""
     found, interpolate = [], kernel_cope._interpolate
 
-    def recorded(values, position, seen, BITS):
+    def recorded(values, position, seen, *others):
         found.append(torch.from_numpy(position.handle.data[seen.handle.data]))
-        return interpolate(values, position, seen, BITS)
+        return interpolate(values, position, seen, *others)
 
     monkeypatch.setattr(kernel_cope, "_interpolate", recorded)
     return found
@@ -466,7 +572,7 @@ def test_grids_of_many_heads():
         window = attention.window_forward()
         attention.window_backward(query, meta(*heads, 64), window)
         row = meta(*heads, 1, 16)
-        kernel_cope._decode._init_fn(row, query, query, table, *(None,) * 8, 0.25, 0.25)
+        kernel_cope._decode._init_fn(row, query, query, table, *(None,) * 9, 0.25, 0.25, 8)
         flash_forward(query, query, query, scaling=1.0)
         flash_backward_rows(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         flash_backward_columns(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
@@ -501,8 +607,8 @@ def test_operator(separate, rotated):
     query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=separate)
     position_query = torch.randn_like(query).requires_grad_() if rotated else None
     decay = decay_of(1, 2, 20, 30) if rotated else (None, None)
-    arguments = (query, key, value, table, gate_key, position_query, None, None, None, *decay, None, None)
-    arguments = (*arguments, 0.25, 0.25, 0.0)
+    arguments = (query, key, value, table, gate_key, position_query, None, None, None, *decay, None, None, None)
+    arguments = (*arguments, 0.25, 0.25, 16, 0.0)
     torch.library.opcheck(kernel_cope._forward, arguments, test_utils=OPERATOR_TESTS)
     relative = torch.randn(5, 16, requires_grad=True), torch.arange(10, 30)[None], torch.arange(30)[None]
     arguments = (*arguments[:6], *relative, None, None, *arguments[11:])
@@ -511,7 +617,7 @@ def test_operator(separate, rotated):
 
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
-    row = (query[:, :, :1], *others, *(None,) * 8, 0.25, 0.25)
+    row = (query[:, :, :1], *others, *(None,) * 9, 0.25, 0.25, 16)
     torch.library.opcheck(kernel_cope._decode, row, test_utils=OPERATOR_TESTS)
 
 
@@ -541,6 +647,9 @@ def test_second_derivative_is_refused():
         ({"relative": (torch.zeros(4, 16), torch.zeros(1, 9), torch.zeros(1, 10))}, r"positions=\(1, 9\)"),
         ({"ranges": torch.zeros(1, 1, 20, 2)}, "ranges="),
         ({"scaling": 0.0}, "scaling=0.0"),
+        ({"knots": torch.ones(8), "num_positions": 2}, r"knots=\(8,\) is not valid"),
+        ({"knots": torch.ones(7, requires_grad=True), "num_positions": 2}, r"knots=\(7,\) is not valid"),
+        ({"knots": torch.ones(7)}, "num_positions=None"),
     ],
 )
 def test_bad_inputs(change, message):

@@ -197,7 +197,7 @@ def test_pope(shape, mask, rotated, chunks, monkeypatch):
 def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     """gates: "keys", "values", or "own": keys of their own, a query of its own for the table, and a decay.
 
-    With values there are also relative positions.
+    With values there are also relative positions; "knots": the keys', and pieces between knots.
     """
     B, H, _, Q, K, D = shape
     numbers = -torch.rand(B, H, K).cumsum(-1).double()
@@ -206,7 +206,7 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     own = [torch.randn_like(key), torch.randn_like(query)] if gates == "own" else [None, None]
     # One channel that all share opens and closes the gates.
     query[..., 0] = 4.0
-    for gating in {"keys": [key], "values": [value], "own": own[:1]}[gates]:
+    for gating in {"keys": [key], "values": [value], "own": own[:1], "knots": [key]}[gates]:
         gating[..., 0] = openness
     ranges = mask_of(mask, shape)
 
@@ -215,13 +215,15 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     def attend(query, key, value, table, gate_key, position_query, embeddings):
         options = {"gate_key": value if gates == "values" else gate_key, "position_query": position_query}
         options["decay"] = decay
+        if gates == "knots":
+            options |= {"knots": torch.tensor([-3.0, 0.2, 0.3, 0.4, 2.5, 2.5, 8.0, 36.0]), "num_positions": 37}
         if embeddings is not None:
             options["relative"] = embeddings, positions[:, K - Q :], positions
         return cope_attention(query, key, value, table, **options, ranges=ranges, scaling=0.25, position_scale=0.25)
 
     kernels = DECODING | {"_position_values", "_window_forward"} if shape[3] == 1 else COPE
     embeddings = torch.randn(20, D) if gates == "values" else None
-    search(attend, (query, key, value, torch.randn(D, 37), *own, embeddings), kernels)
+    search(attend, (query, key, value, torch.randn(D, 18 if gates == "knots" else 37), *own, embeddings), kernels)
 
 
 @pytest.fixture
@@ -243,6 +245,7 @@ def little_scratch(monkeypatch):
     slow_but(
         [("small", "causal", "keys", 12.0), ("one-row", "packed", "own", 0.0)],
         [
+            *((shape, "packed", "knots", openness) for shape in ("small", "one-row") for openness in (0.0, 12.0)),
             *((*pair, "own", 0.0) for pair in PAIRS),
             *((shape, "packed", "keys", openness) for shape in ("small", "one-row") for openness in (-12.0, 0.0, 12.0)),
             *(("small", "causal", "keys", openness) for openness in (-12.0, 12.0)),

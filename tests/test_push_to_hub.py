@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 import torch
@@ -99,8 +100,11 @@ def test_exactly_these_files(hub, model):
     assert hub.created == [REPOSITORY]
     (files,) = hub.commits
     assert set(files) == CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    # Without decays or relative positions.
+    imported, terms = (rb"from \.kernel_terms import .+", rb"FAR = .+ = None")
+    assert re.search(terms, files["kernel_flash.py"])
     for name in COPIED:
-        assert files[name] == (MODELING / name).read_bytes()
+        assert re.sub(terms, b"", files[name]) == re.sub(imported, b"", (MODELING / name).read_bytes())
     assert json.loads(files["config.json"])["auto_map"]["AutoModelForCausalLM"].startswith("modeling_whatwhere_llama.")
 
 

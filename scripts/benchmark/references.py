@@ -189,19 +189,22 @@ def undecided_rows(
     scaling: float,
     num_positions: int,
     ranges: torch.Tensor | None = None,
+    knots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the rows with a contextual position within `NEAR` of an integer: bool (B, H, N).
+    """Returns the rows with a contextual position within `NEAR` of an integer, or of one of the knots: bool (B, H, N).
 
-    The derivative of CoPE's bias is discontinuous at integers, so rounding can select either of two valid gradients.
+    There the derivative of CoPE's bias is discontinuous, so rounding can select either of two valid gradients.
     The incoming gradient of these rows should be set to 0. Inputs as for `cope_reference`, in float64.
     """
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     gates = torch.sigmoid(_logits(query[:, :, rows], key if gate_key is None else gate_key, scaling)) * seen
     positions = gates.flip(-1).cumsum(-1).flip(-1)
-    nearest = positions.round()
     # Positions are not negative, and the gradient is 0 beyond the last position.
-    kinks = seen & (nearest >= 1) & (nearest < num_positions)
-    return ((positions - nearest).abs() < NEAR).logical_and(kinks).any(-1)
+    kinks = torch.arange(1, num_positions, device=positions.device) if knots is None else knots
+    kinks = kinks.to(positions.dtype)
+    above = torch.bucketize(positions, kinks)
+    near = [(positions - kinks[one.clamp(0, len(kinks) - 1)]).abs() < NEAR for one in (above, above - 1)]
+    return ((near[0] | near[1]) & seen).any(-1)
 
 
 def cope_reference(
@@ -219,22 +222,30 @@ def cope_reference(
     relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
+    knots: torch.Tensor | None = None,
+    num_positions: int | None = None,
 ) -> torch.Tensor:
     """CoPE (Eq. 3 to 9 of 2405.18719), as in Listing 1: every step on all keys of a row; table (D, P).
 
     With `gate_key` (B, G, K, D) the gates come from its products with the queries; with `position_query` (B, H, Q, D)
-    that is multiplied with the table. For decay and relative see `plain_reference`.
+    that is multiplied with the table. For decay and relative see `plain_reference`, for knots `cope_attention`.
     """
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
     query = query[:, :, rows]
     logits = _logits(query, key, scaling)
     gates = torch.sigmoid(logits if gate_key is None else _logits(query, gate_key, scaling)) * seen
-    positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=table.shape[1] - 1)
-    ceil, floor = positions.ceil().long(), positions.floor().long()
+    counts = gates.flip(-1).cumsum(-1).flip(-1)
+    positions = counts.clamp(max=(num_positions or table.shape[1]) - 1)
     z = (query if position_query is None else position_query[:, :, rows]).to(logits.dtype)
     z = z @ table.to(logits.dtype) * position_scale
-    fraction = positions - floor
-    logits = logits + z.gather(-1, ceil) * fraction + z.gather(-1, floor) * (1 - fraction)
+    if knots is None:
+        ceil, floor = positions.ceil().long(), positions.floor().long()
+        fraction = positions - floor
+        logits = logits + z.gather(-1, ceil) * fraction + z.gather(-1, floor) * (1 - fraction)
+    else:
+        piece, (values, slopes) = torch.bucketize(counts.detach(), knots.to(counts.dtype)), z.chunk(2, -1)
+        left = F.pad(knots.clamp(min=0), (1, 0)).to(counts.dtype)[piece]
+        logits = logits + values.gather(-1, piece) + slopes.gather(-1, piece) * (positions - left)
     logits = logits + _bias(query, rows, scaling, decay, relative)
     return _attend(logits, value, seen, kept)
 
