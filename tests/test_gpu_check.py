@@ -75,8 +75,8 @@ def test_finds_mistakes(monkeypatch, what, mistake):
 
 def scaled_sums(monkeypatch):
     """The gradient of gates, and what the table's is made of."""
-    right = kernel_cope._running_sums
-    monkeypatch.setattr(kernel_cope, "_running_sums", lambda *given: right(*given) * 1.001)
+    right = kernel_cope.running_sums
+    monkeypatch.setattr(kernel_cope, "running_sums", lambda *given: right(*given) * 1.001)
 
 
 def scaled_steps(monkeypatch):
