@@ -60,7 +60,8 @@ def build_model(recipe: Recipe, config: Any) -> Any:
     """Builds the model with random weights, from the seed of the process."""
     model = FAMILIES[recipe.model["family"]](config)
     if recipe.training.activation_checkpointing:
-        model.activation_checkpointing_enable()
+        # Transformers before 5.23 has the other name only.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     if recipe.training.compile:
         model.compile()
     return model
