@@ -146,6 +146,20 @@ def test_damage_is_found_and_named(rows, tokenizer):
     assert PreparedText(text.folder).sha256 == text.sha256
 
 
+def test_damaged_records_and_an_unusable_folder(rows, tokenizer, monkeypatch, tmp_path):
+    record = prepare(rows, tokenizer).folder / "shard-00003.json"
+    record.write_text("{")
+    with pytest.raises(DamagedShard, match=r"shard-00003\.json.*Remove its folder"):
+        prepare(rows, tokenizer)
+    record.unlink()
+    with pytest.raises(DamagedShard, match=r"shard-00003\.json.*No such file"):
+        prepare(rows, tokenizer)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WHATWHERE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"WHATWHERE_CACHE='.*file' is not valid"):
+        prepare(rows, tokenizer)
+
+
 def test_many_entries_take_more_bytes(rows, tokenizer, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 1 << 17)
     text = prepare(rows, tokenizer)

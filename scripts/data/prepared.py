@@ -137,11 +137,17 @@ def prepare(
         processes: that tokenise; by default one for each core, or one for little text.
 
     Raises:
+        ValueError: WHATWHERE_CACHE cannot be used.
         DamagedShard: a file of earlier work was cut or changed.
         OSError: a file cannot be written.
     """
     folder = prepared_folder(rows, tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{CACHE_VARIABLE}={str(folder.parent)!r} is not valid: no folder can be made there ({error.strerror})."
+        ) from error
     # Other processes, and other runs with the same text, wait for the one that tokenises.
     with FileLock(f"{folder}.lock"):
         if not (folder / "prepared.json").exists():
@@ -241,12 +247,12 @@ class PreparedText:
         Raises:
             DamagedShard: a file is missing, cut or changed.
         """
-        about = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+        about = _read_json(folder / "prepared.json")
         self.folder, self._dtype = folder, np.dtype(about["dtype"])
         shards = [_Shard(folder, number, 0, 0, about["dtype"]) for number in range(about["shards"])]
         records = []
         for shard in shards:
-            records.append(json.loads(shard.record.read_text(encoding="utf-8")))
+            records.append(_read_json(shard.record))
             for kind in ("tokens", "ends"):
                 _check(shard.file(kind), records[-1]["files"][kind], verify)
         self._files = [shard.file("tokens") for shard in shards]
@@ -374,6 +380,16 @@ def _memory(file: Path, dtype: np.dtype) -> np.ndarray:
 def _stamp(file: Path) -> dict[str, int]:
     stat = file.stat()
     return {"bytes": stat.st_size, "written_ns": stat.st_mtime_ns}
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedShard(
+            f"{str(file)!r} is damaged ({error}). Remove its folder {str(file.parent)!r}: the text is then tokenised "
+            "again."
+        ) from error
 
 
 def _check(file: Path, record: Mapping[str, Any], verify: bool) -> None:
