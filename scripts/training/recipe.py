@@ -170,6 +170,22 @@ class TrainingRecipe(Checked):
             yield "micro_batch_size", f"it must divide batch_size={self.batch_size!r}"
 
 
+class DistributedRecipe(Checked):
+    """The number of processes along each dimension of parallelism, by accelerate's names; see `parallel.py`.
+
+    Attributes:
+        dp_replicate: copies of the model (data parallel); by default, the processes that the others leave.
+        dp_shard: processes that share the weights, gradients and optimiser state of a copy (FSDP2).
+        tp: processes that share each layer (tensor parallel).
+        cp: processes that share each sequence (context parallel).
+    """
+
+    dp_replicate: Count | None = None
+    dp_shard: Count = 1
+    tp: Count = 1
+    cp: Count = 1
+
+
 class EvaluationRecipe(Checked):
     """Frequency and size of evaluations, and the model to keep: the last, or that with the lowest validation loss."""
 
@@ -192,6 +208,7 @@ class Recipe(Checked):
     model: dict
     training: TrainingRecipe
     evaluation: EvaluationRecipe = EvaluationRecipe()
+    distributed: DistributedRecipe = DistributedRecipe()
     seed: NotNegative = 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -217,6 +234,8 @@ class Recipe(Checked):
             del values["training"]["ddp_timeout"]
         if self.data.workers is None:
             del values["data"]["workers"]
+        if self.distributed == DistributedRecipe():
+            del values["distributed"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]
