@@ -2,34 +2,40 @@
 
 | file | contents |
 |---|---|
-| `model.safetensors` | the weights |
-| `optimizer.safetensors` | the tensors of the optimiser's state, named `<parameter>.<key>` |
+| `shard-<n>-*.safetensors` | tensors of process n: weights (`model.<name>`), optimiser (`optimizer.<name>.<key>`) |
 | `run.json` | the step, the optimiser's parameter groups, the random states of all processes |
-| `manifest.json` | the SHA-256 of each of the other files |
+| `manifest.json` | the format, and the SHA-256 of each of the other files |
 
-The learning-rate schedule is a function of the step, and is not saved.
+The shards are written and read by `torch.distributed.checkpoint`, on any number of processes and for any layout. They
+are written in the background. The folder gets its name when all of its files are complete.
 """
 
 import contextlib
 import json
 import os
 import random
+import re
 import shutil
+import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_file, save_model
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..data.prepared import file_sha256
 from .errors import TrainingError
 from .run_folder import RunFolder, step_of
 
-FORMAT = 2
-FILES = ("model.safetensors", "optimizer.safetensors", "run.json")
+FORMAT = 3
+MANIFEST = "manifest.json"
 
 
 class DamagedCheckpoint(Exception):
@@ -39,6 +45,8 @@ class DamagedCheckpoint(Exception):
 class Checkpoints:
     """The checkpoints of a run, and the weights of the best model so far. Each is written atomically.
 
+    All processes must call `save`, `save_best` and `wait`; the folder must be the same for all.
+
     Args:
         folder: of the run.
         keep: number of checkpoints to keep.
@@ -46,31 +54,100 @@ class Checkpoints:
 
     def __init__(self, folder: RunFolder, keep: int) -> None:
         self.folder, self.keep = folder, keep
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        # The training's own group is used by another thread.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
-    def save(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        best: dict[str, Any] | None,
-    ) -> None:
-        """Writes a checkpoint after step `state["step"]`, and deletes old ones; `best` as in `save_best`.
+    @property
+    def has_failed(self) -> bool:
+        """Whether writing the last checkpoint failed in this process; `wait` raises the error."""
+        return self._error is not None
+
+    def save(self, tensors: dict[str, torch.Tensor], state: dict[str, Any], best: dict[str, Any] | None) -> None:
+        """Begins to write a checkpoint after step `state["step"]`; old ones are deleted when it is complete.
+
+        Args:
+            tensors: see `training_tensors`. They are copied before this function returns.
+            state: the contents of `run.json`.
+            best: as in `save_best`.
 
         Raises:
-            TrainingError: a file cannot be written.
+            TrainingError: the previous checkpoint could not be written.
         """
+        self.wait()
+        best_sha256 = file_sha256(self.best_folder(best) / MANIFEST) if best is not None else None
+        state = {**state, "best": best, "best_sha256": best_sha256}
         folder = self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
+        copied = _copies(tensors)
+
+        def write() -> None:
+            try:
+                self._write(folder, copied, state)
+                if _is_first():
+                    self.remove(self.folder.checkpoints()[: -self.keep], best)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written.
+
+        Raises:
+            TrainingError: it could not be written; raised in all processes.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
+
+    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Writes a folder with tensors and `run.json`.
+
+        Raises:
+            TrainingError: a file cannot be written; raised in all processes.
+        """
         draft = folder.with_name(f".{folder.name}")
-        try:
-            with self.writing(folder):
-                draft.mkdir(parents=True)
-                best_sha256 = None if best is None else file_sha256(self.best_file(best))
-                write_checkpoint(draft, model, optimizer, {**state, "best": best, "best_sha256": best_sha256})
-                draft.rename(folder)
-        except TrainingError:
+        if _is_first():
             shutil.rmtree(draft, ignore_errors=True)
+        with self._agreed(folder), self.writing(folder):
+            draft.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._agreed(folder), self.writing(folder):
+                write_tensors(draft, tensors, self._group)
+            digests = self._gathered({file.name: file_sha256(file) for file in _own_files(draft)})
+            with self._agreed(folder), self.writing(folder):
+                if _is_first():
+                    write_state(draft, state, digests)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    draft.rename(folder)
+        except TrainingError:
+            if _is_first():
+                shutil.rmtree(draft, ignore_errors=True)
             raise
-        self.remove(self.folder.checkpoints()[: -self.keep], best)
+
+    def _gathered(self, values: dict[str, str]) -> dict[str, str]:
+        """Returns the values of all processes."""
+        if self._group is None:
+            return values
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, values, group=self._group)
+        return {key: value for each in found for key, value in each.items()}
+
+    @contextlib.contextmanager
+    def _agreed(self, folder: Path) -> Iterator[None]:
+        """Raises a TrainingError of one process in all."""
+        problem = ""
+        try:
+            yield
+        except TrainingError as error:
+            problem = str(error)
+        problems = self._gathered({str(dist.get_rank() if self._group else 0): problem})
+        if problem := next(filter(None, problems.values()), ""):
+            raise TrainingError(problem)
 
     def remove(self, folders: list[Path], best: dict[str, Any] | None) -> None:
         """Deletes checkpoints, and weights of former best models that no checkpoint needs."""
@@ -79,15 +156,15 @@ class Checkpoints:
             draft = folder.with_name(f".{folder.name}")
             folder.rename(draft)
             shutil.rmtree(draft)
-        wanted = {self.best_file(best)} if best is not None else set()
+        wanted = {self.best_folder(best)} if best is not None else set()
         for folder in self.folder.checkpoints():
             with contextlib.suppress(OSError, ValueError):
                 state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
                 if state["best"] is not None:
-                    wanted.add(self.best_file(state["best"]))
+                    wanted.add(self.best_folder(state["best"]))
         for file in self.folder.path.glob("checkpoints/best-*"):
             if file not in wanted:
-                file.unlink()
+                shutil.rmtree(file)
 
     def until(self, step: int | None) -> list[Path]:
         """Returns the checkpoints up to the one after `step`, or all.
@@ -125,40 +202,49 @@ class Checkpoints:
     def _read(self, folder: Path) -> dict[str, Any]:
         state = read_checkpoint(folder)
         if state["best"] is not None:
-            file = self.best_file(state["best"])
-            if not file.exists() or file_sha256(file) != state["best_sha256"]:
-                raise DamagedCheckpoint(f"{str(file)!r}, the best model of {folder.name!r}, is missing or damaged")
+            best = self.best_folder(state["best"])
+            read_checkpoint(best)
+            if file_sha256(best / MANIFEST) != state["best_sha256"]:
+                raise DamagedCheckpoint(f"{str(best)!r}, the best model of {folder.name!r}, was changed")
         return state
 
-    def best_file(self, best: dict[str, Any]) -> Path:
-        """Returns the file of the best model; `best["step"]` is its step."""
-        return self.folder.path / "checkpoints" / f"best-{int(best['step']):08d}.safetensors"
+    def best_folder(self, best: dict[str, Any]) -> Path:
+        """Returns the folder of the best model; `best["step"]` is its step."""
+        return self.folder.path / "checkpoints" / f"best-{int(best['step']):08d}"
 
-    def save_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
-        """Writes the weights of the best model, and deletes weights that are no longer needed."""
-        file = self.best_file(best)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f".{file.name}")
-        with self.writing(file):
-            save_model(model, str(draft))
-            draft.replace(file)
-        self.remove([], best)
+    def save_best(self, tensors: dict[str, torch.Tensor], best: dict[str, Any]) -> None:
+        """Writes the weights of the best model, and deletes weights that are no longer needed.
 
-    def load_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
+        Raises:
+            TrainingError: a file cannot be written.
+        """
+        self.wait()
+        self._write(self.best_folder(best), tensors, best)
+        if _is_first():
+            self.remove([], best)
+
+    def load_best(self, tensors: dict[str, torch.Tensor], best: dict[str, Any]) -> None:
         """Loads the weights of the best model; raises TrainingError if they cannot be read."""
-        file = self.best_file(best)
+        folder = self.best_folder(best)
         try:
-            load_model(model, str(file))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise TrainingError(f"{str(file)!r}, the best model, cannot be read: {error}") from error
+            read_checkpoint(folder)
+            read_tensors(folder, tensors)
+        except (DamagedCheckpoint, OSError, SafetensorError, RuntimeError) as error:
+            raise TrainingError(f"{str(folder)!r}, the best model, cannot be read: {error}") from error
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
         """Converts errors of writing a file, such as a full disk, into a TrainingError with advice."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        except (OSError, SafetensorError, dcp.CheckpointException) as error:
+            if isinstance(error, dcp.CheckpointException):
+                cause: BaseException = next(iter(error.failures.values()))[0]
+                if not isinstance(cause, (OSError, SafetensorError, RuntimeError)):
+                    raise
+            else:
+                cause = error
+            reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
             raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self.advice()}") from error
 
     def advice(self) -> str:
@@ -168,27 +254,86 @@ class Checkpoints:
         return f"Continue from the last checkpoint, {folders[-1].name!r}, with --resume."
 
 
-def write_checkpoint(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> None:
-    """Writes the files of a checkpoint into an existing, empty folder, and flushes them to disk.
+def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns the weights of a model, and the tensors of its optimiser's state, by their names in a checkpoint.
 
-    `state` is the content of `run.json`; `parameter_groups` is added.
+    The optimiser needs a state, see `initialise_optimizer`.
     """
-    save_model(model, str(folder / "model.safetensors"))
-    optimizer_state = optimizer.state_dict()
-    tensors = {
-        f"{index}.{key}": value.contiguous()
-        for index, values in optimizer_state["state"].items()
-        for key, value in values.items()
-    }
-    save_file(tensors, str(folder / "optimizer.safetensors"))
-    state = {**state, "parameter_groups": optimizer_state["param_groups"]}
+    result = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            result[f"optimizer.{name}.{key}"] = value
+    return result
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters and saved buffers of a model by name; tied weights have one name."""
+    found: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor.detach() for name, tensor in state.items() if found.setdefault(id(tensor), name) == name}
+
+
+def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Creates the state of an optimiser that has not made a step, by a step that changes nothing."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns copies in the memory of the CPU."""
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )
+    copied: Any = DefaultStager(options).stage(tensors)
+    return copied
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
+    """Writes this process's part of the tensors into a folder; `group` communicates in the background."""
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _alone():
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+
+
+def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Reads the values of these tensors, in place, from the shards in a folder."""
+    reader = HuggingFaceStorageReader(str(folder))
+    with _alone():
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hides PyTorch's warning that a single process saves or loads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) -> None:
+    """Writes `run.json` and the manifest into a folder with shards, and flushes them to disk."""
     (folder / "run.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
-    manifest = {"format": FORMAT, "sha256": {name: file_sha256(folder / name) for name in FILES}}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for name in (*FILES, "manifest.json"):
+    sha256 = {**digests, "run.json": file_sha256(folder / "run.json")}
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "sha256": sha256}, indent=2) + "\n", encoding="utf-8")
+    for name in ("run.json", MANIFEST):
         _flush(folder / name)
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """Returns the shards that this process has written."""
+    number = 1 + (dist.get_rank() if dist.is_initialized() else 0)
+    return [file for file in folder.glob("*.safetensors") if re.match(rf"shard-0*{number}-", file.name)]
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
@@ -203,24 +348,24 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
             "code and are no longer read. Finish the run with that version"
         )
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version, digests = manifest["format"], dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it was truncated or changed"
-        raise DamagedCheckpoint(f"{str(folder / 'manifest.json')!r} cannot be read: {reason}") from error
+        raise DamagedCheckpoint(f"{str(folder / MANIFEST)!r} cannot be read: {reason}") from error
     if version != FORMAT:
         raise DamagedCheckpoint(
             f"{str(folder)!r} has the format {version!r}, written by another version of this package. Allowed: {FORMAT}"
         )
-    for name in FILES:
+    for name, expected in digests.items():
         try:
             digest = file_sha256(folder / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{str(folder / name)!r} cannot be read: {error.strerror}") from error
-        if digest != digests.get(name):
+        if digest != expected:
             raise DamagedCheckpoint(
                 f"{str(folder / name)!r} is damaged: it was truncated or changed after it was written (its SHA-256 "
-                "differs from manifest.json)"
+                f"differs from {MANIFEST})"
             )
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
@@ -229,21 +374,28 @@ def load_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, state: dict[str, Any]
 ) -> None:
     """Loads the weights, the optimiser and the schedule of a checkpoint; `state` is from `read_checkpoint`."""
-    load_model(model, str(folder / "model.safetensors"))
-    values: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in load_file(str(folder / "optimizer.safetensors")).items():
-        index, _, key = name.partition(".")
-        values.setdefault(int(index), {})[key] = tensor
-    groups = [
-        {key: tuple(value) if key == "betas" else value for key, value in group.items()}
-        for group in state["parameter_groups"]
-    ]
-    optimizer.load_state_dict({"state": values, "param_groups": groups})
+    initialise_optimizer(optimizer)
+    read_tensors(folder, training_tensors(model, optimizer))
+    load_groups(model, optimizer, state["parameter_groups"])
     step = state["step"]
-    # The schedule's functions are not saved; they come from the recipe.
-    functions = [None] * len(groups)
-    rates = [group["lr"] for group in groups]
-    scheduler.load_state_dict({"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": functions})
+    scheduler.last_epoch, scheduler._step_count = step, step + 1
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def parameter_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns the optimiser's settings for each group of parameters, with their names, as JSON."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+
+
+def load_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Restores a result of `parameter_groups`; another layout may have divided the parameters into other groups."""
+    saved = {name: group for group in groups for name in group["params"]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for key, value in saved[names[group["params"][0]]].items():
+            if key != "params":
+                group[key] = tuple(value) if key == "betas" else value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -1,30 +1,124 @@
-"""Training in several processes with accelerate: checks of its configuration, and errors of stopped processes."""
+"""Training in several processes: the layout of a recipe's `distributed` section, and errors of stopped processes.
+
+| dimension | meaning | applied by |
+|---|---|---|
+| `dp_replicate` | copies of the model | `DistributedDataParallel`, or with `dp_shard` or `tp` by `fully_shard` |
+| `dp_shard` | FSDP2: weights, gradients and optimiser state are divided | `fully_shard`, for each layer |
+| `tp` | each layer is divided | the tensor-parallel plan of the model, by Transformers |
+
+accelerate starts the processes and its own `ParallelismConfig` has the same names, but it refuses CPUs and `tp` alone.
+"""
 
 import contextlib
+import dataclasses
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, LoggerType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from whatwhere.position_base import suggest
 
 from .errors import TrainingError
-from .recipe import TrainingRecipe
+from .recipe import Recipe, RecipeError, TrainingRecipe
 
 # Parts of error messages of gloo and NCCL.
 _TIMED_OUT = ("Timed out waiting", "timed out", "timeout")
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The division of the processes, see `check_layout`.
+
+    Attributes:
+        dp_replicate, dp_shard, tp: sizes; their product is the number of processes.
+        rank: of this process.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    rank: int = 0
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """The index of this process's share of each batch, and the number of shares."""
+        return self.rank // self.tp, self.dp_replicate * self.dp_shard
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a process has only a part of the weights."""
+        return self.dp_shard * self.tp > 1
+
+    def __str__(self) -> str:
+        return f"dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp {self.tp}"
+
+
+def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> Layout:
+    """Returns the layout of a recipe on this number of processes.
+
+    Args:
+        recipe: see `load_recipe`.
+        config: of the model.
+        processes: their number.
+        rank: of this process.
+
+    Raises:
+        RecipeError: the sizes do not fit the number of processes, the model or the batch.
+    """
+    wanted, training = recipe.distributed, recipe.training
+    if wanted.cp > 1:
+        raise RecipeError(
+            f"distributed.cp={wanted.cp!r} is not valid with position_encoding={config.position_encoding!r}: context "
+            "parallelism ignores attention masks and biases, so it is not supported. Allowed: 1. For long sequences, "
+            "use dp_shard and training.activation_checkpointing."
+        )
+    if wanted.tp > 1:
+        _check_tensor_parallel(recipe, config)
+    fixed = wanted.dp_shard * wanted.tp
+    replicas = wanted.dp_replicate or processes // fixed
+    if not replicas or replicas * fixed != processes:
+        raise RecipeError(
+            f"distributed: dp_replicate={wanted.dp_replicate!r}, dp_shard={wanted.dp_shard!r} and tp={wanted.tp!r} are "
+            f"not valid: their product must be the number of processes, {processes}."
+        )
+    shares = replicas * wanted.dp_shard
+    if training.batch_size % (shares * (training.micro_batch_size or 1)):
+        raise RecipeError(
+            f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of "
+            f"training.micro_batch_size={training.micro_batch_size!r} times the number of data-parallel processes, "
+            f"{shares}."
+        )
+    return Layout(replicas, wanted.dp_shard, wanted.tp, rank)
+
+
+def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
+    tp = recipe.distributed.tp
+    if config.base_model_tp_plan is None:
+        raise RecipeError(
+            f"distributed.tp={tp!r} is not valid: model.family={recipe.model['family']!r} has no tensor-parallel plan. "
+            "Allowed: 'llama'."
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if getattr(config, name) % tp:
+            raise RecipeError(f"distributed.tp={tp!r} is not valid: it must divide {name}={getattr(config, name)!r}.")
+    for name, value in (("chunked_loss", True), ("compile", True)):
+        if getattr(recipe.training, name) == value:
+            raise RecipeError(f"training.{name}={value!r} is not valid with distributed.tp={tp!r}. Allowed: False.")
+
+
 def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
     """Returns the accelerator of a run; `output` is the folder for trackers.
 
     Raises:
-        TrainingError: the batch cannot be divided among the processes, a tracker is not installed, or accelerate is
-            configured for something other than data-parallel training.
+        TrainingError: a tracker is not installed, or accelerate is configured to shard the model itself.
     """
     known = [kind.value for kind in LoggerType if kind != LoggerType.ALL]
     if unknown := [name for name in training.trackers if name not in known]:
@@ -40,20 +134,104 @@ def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
         cpu=not torch.accelerator.is_available(),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=training.ddp_timeout))],
     )
-    kind, processes = accelerator.distributed_type, accelerator.num_processes
+    kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
         raise TrainingError(
-            f"accelerate's distributed_type={kind.value!r} is not valid: only data-parallel training is supported."
-        )
-    if training.batch_size % (processes * (training.micro_batch_size or 1)):
-        raise TrainingError(
-            f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of "
-            f"training.micro_batch_size={training.micro_batch_size!r} times the number of processes, {processes}."
+            f"accelerate's distributed_type={kind.value!r} is not valid: the recipe's `distributed` section shards the "
+            "model. Launch with a configuration for several GPUs, or with torchrun."
         )
     # accelerate silently ignores trackers that are not installed.
     if missing := set(training.trackers) - {str(name) for name in accelerator.log_with}:
         raise TrainingError(f"training.trackers={training.trackers!r} is not valid: {min(missing)!r} is not installed.")
     return accelerator
+
+
+def distribute(model: Any, layout: Layout, accelerator: Accelerator, training: TrainingRecipe) -> Any:
+    """Divides a model, which is equal in all processes, among them. Returns the model to call.
+
+    Args:
+        model: with all weights.
+        layout: see `check_layout`.
+        accelerator: see `build_accelerator`.
+        training: its `mixed_precision` "bf16" means autocast; with `dp_shard`, weights are gathered and used in
+            bfloat16, and gradients are summed in float32.
+    """
+    if not layout.is_sharded:
+        return accelerator.prepare_model(model)
+    model.to(accelerator.device)
+    sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
+    mesh = init_device_mesh(accelerator.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if layout.tp > 1:
+        _apply_tensor_parallel(model, mesh["tp"])
+    if layout.dp_replicate * layout.dp_shard > 1:
+        half = training.mixed_precision == "bf16"
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if half else None,
+            reduce_dtype=torch.float32 if half else None,
+            # Angles and masks keep their type.
+            cast_forward_inputs=False,
+        )
+        data = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=data, mp_policy=policy)
+        fully_shard(model, mesh=data, mp_policy=policy)
+    elif training.mixed_precision == "bf16":
+        model.forward = accelerator.autocast()(model.forward)
+    return model
+
+
+def _apply_tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
+    from transformers.distributed import tensor_parallel
+
+    # Transformers' function as it is called in `from_pretrained`; before 5.19, it expanded the plan itself.
+    expand = getattr(model, "_expand_parallel_plan", None)
+    plan = () if expand is None else (expand(model.tp_plan),)
+    tensor_parallel.apply_tensor_parallelism(model, mesh, *plan)
+
+
+def decoder_layers(model: Any) -> Iterable[torch.nn.Module]:
+    """Returns the decoder layers of a model of either family."""
+    base = model.base_model
+    return base.layers if hasattr(base, "layers") else base.h
+
+
+@contextlib.contextmanager
+def accumulating(model: Any, accelerator: Accelerator) -> Iterator[None]:
+    """Keeps gradients in this process, until a backward pass outside."""
+    if not isinstance(model, FSDPModule):
+        with accelerator.no_sync(model):
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
+    """Divides parameters into groups that an operation on many tensors can take together."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole of a tensor that may be sharded; all processes must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None) -> torch.Tensor:
+    """Scales the gradients down to the norm `limit`; returns their norm before, in all processes."""
+    groups = by_mesh(parameter for parameter in parameters if parameter.grad is not None)
+    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in group])) for group in groups]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    if limit is not None:
+        for group in groups:
+            torch.nn.utils.clip_grads_with_norm_(group, limit, norm)
+    return norm
 
 
 @contextlib.contextmanager

@@ -4,12 +4,11 @@ import math
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
 
 from ..data.pack import IGNORED, add_labels
 from ..evaluation.answers import count_errors, summarise
 from ..evaluation.data_description import describe_data
-from .data import TrainingData
 from .errors import TrainingError
 
 # Nats per token; its exponential is a finite float.
@@ -17,14 +16,14 @@ HOPELESS = 700.0
 
 
 @torch.no_grad()
-def evaluate(
-    model: Any, data: TrainingData, split: str, accelerator: Accelerator, *, batch_size: int, limit: int | None
-) -> dict[str, float]:
+def evaluate(run: Any, split: str, *, batch_size: int, limit: int | None) -> dict[str, float]:
     """Scores `limit` evenly spaced blocks of a held-out split; by default all.
 
     Args:
-        model: without its data-parallel wrapper, which would wait for processes that have no block left.
+        run: a `loop.Run`.
+        split: its name in `run.data.held_out`.
         batch_size: blocks per batch and process.
+        limit: number of blocks.
 
     Returns:
         for a toy task, `loss` (nats per answer token) and the result of `summarise`. For text, `bits_per_byte` (all
@@ -35,29 +34,37 @@ def evaluate(
     Raises:
         TrainingError: training has diverged.
     """
+    data, model, device = run.data, run.whole_model, run.accelerator.device
     model.eval()
     blocks, is_task = data.held_out[split], data.unit == "samples"
     count = min(limit or len(blocks), len(blocks))
     chosen = [i * len(blocks) // count for i in range(count)]
-    size = batch_size * accelerator.num_processes
+    index, shares = run.layout.data_share
     sums = torch.zeros(5 if is_task else 3, dtype=torch.float64)
-    for start in range(0, count, size):
-        with accelerator.split_between_processes(chosen[start : start + size]) as mine:
-            if not mine:
-                continue
-            batch = add_labels(blocks[mine])
-            inputs = {name: rows.to(accelerator.device) for name, rows in batch.items()}
-            # `num_items_in_batch=1` turns the mean into the sum.
-            outputs = model(**inputs, num_items_in_batch=1, use_cache=False)
-            sums[0] += outputs.loss.item()
-            if is_task:
-                sums[1:] += count_errors(outputs.logits, batch["labels"]).cpu()
-                continue
-            labels = batch["labels"][:, 1:]
-            labels = labels[labels != IGNORED]
-            size_of = 0 if data.bytes_per_token is None else data.bytes_per_token[labels].sum().item()
-            sums[1:] += torch.tensor([labels.numel(), size_of])
-    nats, *counts = accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
+    for start in range(0, count, batch_size * shares):
+        rows = chosen[start : start + batch_size * shares]
+        mine = rows[index * len(rows) // shares : (index + 1) * len(rows) // shares]
+        # A sharded model needs all processes in each forward pass; one without a block repeats the first.
+        if not mine and not run.layout.is_sharded:
+            continue
+        batch = add_labels(blocks[mine or chosen[:1]])
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        # `num_items_in_batch=1` turns the mean into the sum.
+        outputs = model(**inputs, num_items_in_batch=1, use_cache=False)
+        if not mine:
+            continue
+        sums[0] += outputs.loss.item()
+        if is_task:
+            sums[1:] += count_errors(outputs.logits, batch["labels"]).cpu()
+            continue
+        labels = batch["labels"][:, 1:]
+        labels = labels[labels != IGNORED]
+        size_of = 0 if data.bytes_per_token is None else data.bytes_per_token[labels].sum().item()
+        sums[1:] += torch.tensor([labels.numel(), size_of])
+    if isinstance(model, FSDPModule):
+        # The outermost weights stay whole after a forward pass.
+        model.reshard()
+    nats, *counts = run.sum(sums).tolist()
     loss = nats / counts[0]
     if not loss < HOPELESS:
         raise TrainingError(f"loss={loss!r} nats per token on the {split} split: training has diverged.")

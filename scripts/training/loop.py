@@ -4,11 +4,13 @@ The folder of a finished run contains the model and its tokenizer (for `from_pre
 card), `recipe.yaml` (with all defaults), `metrics.jsonl`, `results.json` and `checkpoints/` (see `run_folder.py`).
 Resuming never executes code from a folder: tensors are read as safetensors, everything else as JSON and YAML.
 
-A run is determined by its recipe, its data and the number of processes. A resumed run gives bitwise the same metrics
-and weights as an uninterrupted run, on the same kind of machine and if the device's operations are deterministic.
+A run is determined by its recipe, its data and its processes. A resumed run gives bitwise the same metrics and weights
+as an uninterrupted run, on the same processes and kind of machine, if the device's operations are deterministic. On
+other processes or with another layout (`distributed.py`) the batches are the same, and sums are rounded differently.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -30,14 +32,31 @@ from ..data.pack import IGNORED, Steps
 from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
 from ..evaluation.results import provenance, write_json, write_text
-from .checkpoint import Checkpoints, load_checkpoint, random_state, set_random_state
+from .checkpoint import (
+    Checkpoints,
+    load_checkpoint,
+    parameter_groups,
+    random_state,
+    set_random_state,
+    training_tensors,
+    weights,
+)
 from .data import load_data
-from .distributed import any_process, build_accelerator, explained
+from .distributed import (
+    accumulating,
+    any_process,
+    build_accelerator,
+    check_layout,
+    clip_gradients,
+    distribute,
+    explained,
+    whole,
+)
 from .errors import Interrupted, TrainingError
 from .held_out import about_task, about_text, evaluate
-from .model import build_config, build_model, build_optimizer
+from .model import FAMILIES, build_config, build_model, build_optimizer
 from .progress import Progress, stop_signals
-from .recipe import Recipe, RecipeError
+from .recipe import DistributedRecipe, Recipe, RecipeError
 from .run_folder import RunFolder
 
 
@@ -70,8 +89,7 @@ def train(
     folder = RunFolder(Path(output))
     resume = resume or resume_from is not None
     with folder.lock():
-        # These do not change the result.
-        folder.check(recipe.resolved(), resume=resume, ignore=("training.ddp_timeout", "data.workers"))
+        folder.check(recipe.resolved(), resume=resume, ignore=MAY_CHANGE)
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
         with run.explaining_errors():
@@ -101,6 +119,15 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
         raise RecipeError(*problems)
 
 
+# Settings of a resumed run that may differ: they do not change what is computed.
+MAY_CHANGE = (
+    "training.ddp_timeout",
+    "data.workers",
+    "distributed",
+    *(f"distributed.{name}" for name in DistributedRecipe.model_fields),
+)
+
+
 class Run:
     """The state of one training run."""
 
@@ -111,24 +138,25 @@ class Run:
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
-        self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints)
         self.accelerator = build_accelerator(training, output)
-        self.micro_batch_size = training.micro_batch_size or training.batch_size // self.accelerator.num_processes
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.layout = check_layout(recipe, build_config(recipe), processes, rank)
+        self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints)
+        self.micro_batch_size = training.micro_batch_size or training.batch_size // self.layout.data_share[1]
         self.say("reading and tokenising the data")
         self.data = load_data(recipe, self.data_dir)
         if self.data.note:
             self.accelerator.print(f"{recipe.name}: {self.data.note}")
         set_seed(recipe.seed)
-        model = build_model(recipe, build_config(recipe, self.data.tokenizer))
-        optimizer, self.scheduler = build_optimizer(model, training)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.say(f"{parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}")
-
-    @property
-    def whole_model(self) -> Any:
-        """The model without its data-parallel wrapper."""
-        return self.accelerator.unwrap_model(self.model)
+        # The model without a data-parallel wrapper, and the model to train.
+        self.whole_model = build_model(recipe, build_config(recipe, self.data.tokenizer))
+        self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
+        self.model = distribute(self.whole_model, self.layout, self.accelerator, training)
+        self.optimizer, self.scheduler = build_optimizer(self.whole_model, training)
+        self.say(
+            f"{self.parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}"
+            + (f", {processes} processes ({self.layout})" if processes > 1 else "")
+        )
 
     def say(self, message: str) -> None:
         """Prints a line about the run, once for all processes, to standard error."""
@@ -198,13 +226,14 @@ class Run:
                 progress.advance(self.step, loss)
                 if every and (last or self.step % every == 0):
                     self._validate(progress)
-                stop = any_process(self.accelerator, bool(received))
+                stop = any_process(self.accelerator, bool(received) or self.checkpoints.has_failed)
                 self.seconds = time.monotonic() - started
                 due = training.checkpoint_every and self.step % training.checkpoint_every == 0
                 if due or last or stop:
                     self._finite(loss, norm)
                     self.save_checkpoint()
                 if stop and not last:
+                    self.checkpoints.wait()
                     raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -216,9 +245,8 @@ class Run:
         if self.recipe.data.streaming:
             # A stream is read in order.
             workers = min(workers, 1)
-        share = (accelerator.process_index, accelerator.num_processes)
         loader = torch.utils.data.DataLoader(
-            Steps(self.data.batches, share),
+            Steps(self.data.batches, self.layout.data_share),
             batch_size=None,
             sampler=range(self.step, self.recipe.training.steps),
             num_workers=workers,
@@ -236,16 +264,14 @@ class Run:
         self.model.train()
         # The loss is normalised by the number of predictions in the global batch, for any division of the batch.
         count = (batch["labels"][:, 1:] != IGNORED).sum()
-        if self.accelerator.num_processes > 1:
-            count = self.accelerator.reduce(count.to(self.accelerator.device), reduction="sum")
-        predictions = int(count)
+        predictions = int(self.sum(count))
         rows = range(len(batch["labels"]))
         parts = [rows[i : i + self.micro_batch_size] for i in rows[:: self.micro_batch_size]]
         total = torch.zeros((), device=self.accelerator.device)
         for part in parts:
             # Gradients are synchronised only in the last backward pass.
             last = part is parts[-1]
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            with contextlib.nullcontext() if last else accumulating(self.model, self.accelerator):
                 inputs = {
                     name: tensor[part.start : part.stop].to(self.accelerator.device, non_blocking=True)
                     for name, tensor in batch.items()
@@ -253,13 +279,19 @@ class Run:
                 loss = self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
                 total += loss.detach()
                 # Data-parallel training averages gradients over processes, but the sum is needed here.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-        limit = self.recipe.training.clip_norm
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
+                self.accelerator.backward(loss * self.layout.data_share[1])
+        norm = clip_gradients(self.whole_model.parameters(), self.recipe.training.clip_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return self.accelerator.reduce(total, reduction="sum"), norm
+        return self.sum(total), norm
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of a tensor over the shares of the batch."""
+        if self.accelerator.num_processes == 1:
+            return value
+        # Tensor-parallel processes have the same share.
+        return self.accelerator.reduce(value.to(self.accelerator.device), reduction="sum") / self.layout.tp
 
     def _finite(self, loss: torch.Tensor, norm: torch.Tensor) -> dict[str, float]:
         """Returns both values; raises TrainingError if one is not finite."""
@@ -278,9 +310,7 @@ class Run:
         self.log({f"validation_{name}": value for name, value in scores.items()})
         if self.recipe.evaluation.keep == "best" and not (self.best and scores["loss"] >= self.best["validation_loss"]):
             self.best = {"step": self.step, "validation_loss": scores["loss"]}
-            if self.accelerator.is_main_process:
-                self.checkpoints.save_best(self.whole_model, self.best)
-            self.accelerator.wait_for_everyone()
+            self.checkpoints.save_best(weights(self.whole_model), self.best)
         if self.accelerator.is_main_process:
             shown = ("token_error", "bits_per_byte", "loss", "perplexity")
             report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown if name in scores)
@@ -289,8 +319,7 @@ class Run:
 
     def evaluate(self, split: str, limit: int | None = None) -> dict[str, float]:
         """Returns the scores of a held-out split, see `held_out.evaluate`."""
-        size = self.micro_batch_size
-        return evaluate(self.whole_model, self.data, split, self.accelerator, batch_size=size, limit=limit)
+        return evaluate(self, split, batch_size=self.micro_batch_size, limit=limit)
 
     def log(self, values: dict[str, float]) -> None:
         """Appends a line to `metrics.jsonl`, and logs to the trackers."""
@@ -302,46 +331,42 @@ class Run:
             self.accelerator.log(values, step=self.step)
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint after the current step.
+        """Begins to write a checkpoint after the current step.
 
         Raises:
-            TrainingError: a file cannot be written; raised in all processes.
+            TrainingError: the previous checkpoint could not be written; raised in all processes.
         """
-        random = gather_object([random_state(self.accelerator.device)])
-        failure: list[TrainingError | None] = [None]
-        if self.accelerator.is_main_process:
-            state = {
-                "step": self.step,
-                "seconds": self.seconds,
-                "processes": self.accelerator.num_processes,
-                "splits_sha256": self.data.splits_sha256,
-                "random": random,
-            }
-            try:
-                self.checkpoints.save(self.whole_model, self.optimizer.optimizer, state, self.best)
-            except TrainingError as error:
-                failure = [error]
-        broadcast_object_list(failure)
-        if failure[0] is not None:
-            raise failure[0]
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "layout": dataclasses.asdict(self.layout),
+            "splits_sha256": self.data.splits_sha256,
+            "random": gather_object([random_state(self.accelerator.device)]),
+            "parameter_groups": parameter_groups(self.whole_model, self.optimizer),
+        }
+        self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state, self.best)
 
     def load_checkpoint(self, step: int | None = None) -> None:
         """Loads the newest checkpoint, or the one after `step`; without checkpoints, the run starts at step 0.
 
         Raises:
-            TrainingError: there is no such checkpoint, it is damaged, or it was written with another number of
-                processes, another kind of device, or other data.
+            TrainingError: there is no such checkpoint, it is damaged, or it was written with another kind of device or
+                other data.
         """
         folders = self.checkpoints.until(step)
         state: dict[str, Any] = {"step": 0, "seconds": 0.0, "best": None}
         if not folders:
             self.say("no checkpoint yet, starting from the beginning")
         else:
-            state = self.checkpoints.read(folders)
+            state = self._read(folders)
             self._check_origin(state)
-            load_checkpoint(folders[-1], self.whole_model, self.optimizer.optimizer, self.scheduler, state)
-            set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
+            load_checkpoint(folders[-1], self.whole_model, self.optimizer, self.scheduler, state)
             self.say(f"resuming after step {state['step']:,}")
+            if {**state["layout"], "rank": None} == {**dataclasses.asdict(self.layout), "rank": None}:
+                set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
+            else:
+                set_seed(self.recipe.seed + state["step"])
+                self.say("resuming with another layout: the batches are the same, random numbers of dropout differ")
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         # Wait until all processes have read the checkpoint.
         self.accelerator.wait_for_everyone()
@@ -349,14 +374,22 @@ class Run:
             self.checkpoints.remove(self.folder.checkpoints()[len(folders) :], self.best)
             self._cut_metrics()
 
+    def _read(self, folders: list[Path]) -> dict[str, Any]:
+        """Returns `Checkpoints.read`, done by one process for all."""
+        found: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                found = [self.checkpoints.read(folders)]
+            except TrainingError as error:
+                found = [error]
+        broadcast_object_list(found)
+        if isinstance(found[0], TrainingError):
+            raise found[0]
+        return found[0]
+
     def _check_origin(self, state: dict[str, Any]) -> None:
         """Raises TrainingError for a checkpoint from which this process cannot continue exactly."""
         made = f"the run in {str(self.output)!r} was trained"
-        if state["processes"] != self.accelerator.num_processes:
-            raise TrainingError(
-                f"{made} by {state['processes']} processes and cannot be resumed exactly by "
-                f"{self.accelerator.num_processes}."
-            )
         device = state["random"][0]["device_type"]
         if device != self.accelerator.device.type:
             raise TrainingError(
@@ -399,6 +432,15 @@ class Run:
             return {**about, "samples_trained": samples}
         return {**about, "tokens_trained": samples * data.sequence_length}
 
+    def _full_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the whole weights, in the memory of the first process; the others return nothing."""
+        result = {}
+        for name, tensor in weights(self.whole_model).items():
+            full = whole(tensor)
+            if self.accelerator.is_main_process:
+                result[name] = full.cpu()
+        return result
+
     def finish(self, arguments: list[str] | None = None, *, end: bool = True) -> dict[str, Any]:
         """Evaluates on the test split (or validation, without a test split) and saves model, results and card.
 
@@ -406,13 +448,18 @@ class Run:
         lowest validation loss is evaluated and saved instead of the last one.
         """
         recipe, model = self.recipe, self.whole_model
+        self.checkpoints.wait()
         if self.best is not None:
-            self.checkpoints.load_best(model, self.best)
+            self.checkpoints.load_best(weights(model), self.best)
         scores = self._scores()
+        state_dict = self._full_weights()
         results: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             with self.checkpoints.writing(self.output), self.folder.draft() as draft:
-                model.save_pretrained(draft)
+                # The trained model may have another class, made by FSDP.
+                with torch.device("meta"):
+                    plain = FAMILIES[recipe.model["family"]](model.config)
+                plain.save_pretrained(draft, state_dict=state_dict)
                 self.data.tokenizer.save_pretrained(draft)
                 results = {
                     **scores,
@@ -420,9 +467,10 @@ class Run:
                     "seed": recipe.seed,
                     "steps": self.step,
                     **({"kept": self.best} if self.best is not None else {}),
-                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                    "parameters": self.parameters,
                     "seconds": self.seconds,
                     "processes": self.accelerator.num_processes,
+                    **({"layout": str(self.layout)} if self.layout.is_sharded else {}),
                     "device": str(self.accelerator.device),
                     "text_sha256": self.data.splits_sha256["train"],
                     "weights_sha256": weights_fingerprint(draft),
@@ -432,8 +480,8 @@ class Run:
                 write_json(draft / "results.json", results)
                 write_card(draft, name=self.output.resolve().name)
         # All processes must still exist: gloo can wait forever for one that has ended.
-        del model
-        self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
+        del model, self.whole_model, self.model, self.optimizer
+        self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         if end:
             self.accelerator.end_training()

@@ -1,13 +1,16 @@
 """The model and the optimiser of a recipe."""
 
+import functools
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 from whatwhere.position_registry import max_length
 
+from .distributed import by_mesh, decoder_layers
 from .recipe import Recipe, RecipeError, TrainingRecipe, model_problem
 
 FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhereLlamaForCausalLM}
@@ -58,13 +61,66 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
 
 def build_model(recipe: Recipe, config: Any) -> Any:
     """Builds the model with random weights, from the seed of the process."""
-    model = FAMILIES[recipe.model["family"]](config)
-    if recipe.training.activation_checkpointing:
+    model, training = FAMILIES[recipe.model["family"]](config), recipe.training
+    if training.activation_checkpointing:
         # Transformers before 5.23 has the other name only.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    if recipe.training.compile:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        if training.activation_checkpointing == "selective":
+            context = functools.partial(create_selective_checkpoint_contexts, _KEPT)
+            enable({"use_reentrant": False, "context_fn": context})
+        else:
+            enable()
+    if training.chunked_loss:
+        _use_chunked_loss(model)
+    if training.compile == "layers":
+        for layer in decoder_layers(model):
+            layer.compile()
+    elif training.compile:
         model.compile()
     return model
+
+
+# Operators whose results selective activation checkpointing keeps.
+_KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def _use_chunked_loss(model: Any) -> None:
+    """Lets the model compute its loss from the hidden states in chunks; its `logits` are then hidden states.
+
+    Raises:
+        RecipeError: this version of PyTorch has no `linear_cross_entropy`.
+    """
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise RecipeError(
+            f"training.chunked_loss=True is not valid with torch {torch.__version__}: it needs 2.13. Allowed: False."
+        )
+    head = model.lm_head
+    # The model calls both in its forward pass, where weights sharded by FSDP are whole.
+    head.forward = lambda hidden_states: hidden_states
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int, **_: Any) -> torch.Tensor:
+        hidden_states, weight = logits[:, :-1].flatten(0, 1), head.weight
+        if torch.is_autocast_enabled(logits.device.type):
+            dtype = torch.get_autocast_dtype(logits.device.type)
+            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        total = torch.nn.functional.linear_cross_entropy(
+            hidden_states,
+            weight,
+            labels[:, 1:].flatten(),
+            reduction="sum",
+            options=torch.nn.LinearCrossEntropyOptions(),
+        )
+        return total / num_items_in_batch
+
+    model.loss_function = loss
 
 
 def build_optimizer(model: torch.nn.Module, training: TrainingRecipe) -> tuple[torch.optim.Optimizer, Any]:
@@ -74,14 +130,21 @@ def build_optimizer(model: torch.nn.Module, training: TrainingRecipe) -> tuple[t
     biases.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for decay, chosen in (
+            (training.weight_decay, [p for p in parameters if p.ndim >= 2]),
+            (0.0, [p for p in parameters if p.ndim < 2]),
+        )
+        for group in by_mesh(chosen)
+    ]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        groups,
         lr=training.learning_rate,
         betas=(training.beta1, training.beta2),
         eps=training.epsilon,
+        # One kernel for all parameters.
+        fused=parameters[0].device.type == "cuda" or None,
     )
     cosine = training.schedule == "cosine"
     scheduler = get_scheduler(

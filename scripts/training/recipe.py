@@ -149,8 +149,12 @@ class TrainingRecipe(Checked):
     epsilon: Positive = 1e-8
     clip_norm: Positive | None = None
     mixed_precision: Literal["no", "bf16"] = "no"
-    activation_checkpointing: bool = False
-    compile: bool = False
+    # "selective" keeps the results of matrix products and attention, and computes the others again.
+    activation_checkpointing: bool | Literal["selective"] = False
+    # "layers" compiles each layer by itself.
+    compile: bool | Literal["layers"] = False
+    # Compute the loss without the logits of all tokens at once.
+    chunked_loss: bool = False
     log_every: Count = 10
     checkpoint_every: Count | None = None
     keep_checkpoints: Count = 2
@@ -171,7 +175,7 @@ class TrainingRecipe(Checked):
 
 
 class DistributedRecipe(Checked):
-    """The number of processes along each dimension of parallelism, by accelerate's names; see `parallel.py`.
+    """The number of processes along each dimension of parallelism, by accelerate's names; see `distributed.py`.
 
     Attributes:
         dp_replicate: copies of the model (data parallel); by default, the processes that the others leave.
@@ -218,6 +222,8 @@ class Recipe(Checked):
             yield "name", "allowed are letters, digits, '_', '-' and '.', and it must not begin with '-' or '.'"
         if self.data.streaming and not (self.evaluation.blocks and self.evaluation.final_blocks):
             yield "evaluation.final_blocks", "with data.streaming, it and evaluation.blocks must be given"
+        if self.data.source == "task" and self.training.chunked_loss:
+            yield "training.chunked_loss", "answers of toy tasks are scored by their logits. Allowed: False"
         if self.data.source == "task" and self.evaluation.final_blocks is not None:
             yield "evaluation.final_blocks", "with data.source='task', use data.test_samples instead"
 
@@ -236,6 +242,8 @@ class Recipe(Checked):
             del values["data"]["workers"]
         if self.distributed == DistributedRecipe():
             del values["distributed"]
+        if not self.training.chunked_loss:
+            del values["training"]["chunked_loss"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]
