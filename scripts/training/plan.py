@@ -8,6 +8,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,26 +19,10 @@ from whatwhere import attention_triton
 
 from ..data.tokenize import build_tokenizer
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
+from .distributed import Layout, check_layout, decoder_layers
 from .flops import Scalars, flops_per_token
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe, RecipeError
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The devices along each dimension, and the division of a step's batch.
-
-    Attributes:
-        dp_replicate, dp_shard, tp, cp: see `DistributedRecipe`.
-        rows: sequences that a device takes at a time.
-        parts: how many times it does so in a step (gradient accumulation).
-    """
-
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-    cp: int
-    rows: int
-    parts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +33,7 @@ class Memory:
         weights, gradients, optimiser: float32; the share of the device.
         activations: saved for the backward pass, and temporary.
         logits: tensors whose last axis is the vocabulary.
-        communication: weights that FSDP gathers and gradients that it has not scattered yet, or DDP's buckets.
+        communication: weights and gradients that FSDP gathers and scatters, or DDP's buckets of gradients.
     """
 
     weights: float
@@ -66,9 +51,19 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The result of `plan`: `parameters` of the model, and `embeddings` thereof; FLOPs are those of the model alone."""
+    """What a recipe needs.
+
+    Attributes:
+        layout: of the devices.
+        rows, parts: sequences that a device takes at a time, and how many times it does so in a step.
+        parameters, embeddings: of the model; the embeddings among them.
+        memory: of a device.
+        tokens_per_step, flops_per_token: of all devices; see `flops_per_token`.
+    """
 
     layout: Layout
+    rows: int
+    parts: int
     parameters: int
     embeddings: int
     memory: Memory
@@ -76,29 +71,34 @@ class Plan:
     flops_per_token: float
 
 
-def plan(recipe: Recipe, devices: int, *, kernels: bool = True) -> Plan:
+def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
     """Returns what a recipe needs on this number of devices.
 
     Args:
         recipe: see `load_recipe`. Its text is not read.
         devices: the number of processes.
-        kernels: whether the devices are GPUs, where `auto` attention uses the Triton kernels.
+        gpu: whether the devices are GPUs, where `auto` attention uses the Triton kernels, and the optimiser is fused.
 
     Raises:
         RecipeError: the recipe's model or layout is not valid, or its tokenizer cannot be read.
     """
-    config = _config(recipe)
-    layout = layout_of(recipe, devices)
+    # Compilation needs values.
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
+    config, training, length = _config(recipe), recipe.training, recipe.data.sequence_length
+    layout = check_layout(recipe, config, devices)
+    share = training.batch_size // layout.data_share[1]
+    rows = training.micro_batch_size or share
     with FakeTensorMode():
-        model = build_model(_plain(recipe), config)
+        model = build_model(recipe, config)
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    length = recipe.data.sequence_length
     return Plan(
         layout=layout,
+        rows=rows,
+        parts=share // rows,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         embeddings=sum(module.weight.numel() for module in embeddings),
-        memory=memory(recipe, config, layout, kernels=kernels),
-        tokens_per_step=recipe.training.batch_size * length,
+        memory=_memory(recipe, config, layout, rows, accumulates=share > rows, gpu=gpu),
+        tokens_per_step=training.batch_size * length,
         flops_per_token=flops_per_token(config, length),
     )
 
@@ -122,119 +122,88 @@ def _config(recipe: Recipe) -> Any:
     return config
 
 
-def layout_of(recipe: Recipe, devices: int) -> Layout:
-    """Returns the layout of a recipe on this number of devices.
-
-    Raises:
-        RecipeError: the devices or the batch cannot be divided in this way.
-    """
-    given, training = recipe.distributed, recipe.training
-    others = given.dp_shard * given.tp * given.cp
-    replicate = given.dp_replicate or devices // others
-    if replicate * others != devices or not replicate:
-        raise RecipeError(
-            f"devices={devices!r} is not valid: distributed.dp_replicate={given.dp_replicate!r} x "
-            f"dp_shard={given.dp_shard!r} x tp={given.tp!r} x cp={given.cp!r} must be the number of devices."
-        )
-    shares = replicate * given.dp_shard
-    if training.batch_size % (shares * (training.micro_batch_size or 1)):
-        raise RecipeError(
-            f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of "
-            f"training.micro_batch_size={training.micro_batch_size!r} times dp_replicate x dp_shard = {shares}."
-        )
-    rows = training.micro_batch_size or training.batch_size // shares
-    parts = training.batch_size // (shares * rows)
-    return Layout(replicate, given.dp_shard, given.tp, given.cp, rows, parts)
-
-
-def _plain(recipe: Recipe) -> Recipe:
-    """The recipe without compilation, which needs values."""
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
-
-
 def _local_config(config: Any, tp: int) -> Any:
-    """The configuration whose model has the shapes that one process of tensor parallelism has."""
+    """Returns a configuration with the shapes that one process of tensor parallelism has."""
     if tp == 1:
         return config
-    if config.base_model_tp_plan is None:
-        raise RecipeError(f"distributed.tp={tp!r} is not valid: only model.family='llama' supports it.")
-    fields = config.to_dict()
-    fields["head_dim"] = config.head_dim
+    fields = {**config.to_dict(), "head_dim": config.head_dim}
     for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if fields[field] % tp:
-            raise RecipeError(f"distributed.tp={tp!r} is not valid: it must divide model.{field}={fields[field]!r}.")
-        fields[field] //= tp
+        fields[field] = -(-fields[field] // tp)
     return type(config)(**fields)
 
 
-def memory(recipe: Recipe, config: Any, layout: Layout, *, kernels: bool) -> Memory:
+def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulates: bool, gpu: bool) -> Memory:
     """Returns the memory of a device when it is largest, in the second or a later step.
 
     A step runs on tensors without memory, and `Tracker` records which of them exist at a time. Sharded weights are counted
     by their share, and what their exchange needs is added. Not included: the program, the device's context, buffers of
     communication libraries, and fragmentation.
     """
-    training, length = recipe.training, recipe.data.sequence_length // layout.cp
-    bf16, sharded, accumulates = training.mixed_precision == "bf16", layout.dp_shard > 1, layout.parts > 1
-    config = _local_config(config, layout.tp)
-    with FakeTensorMode(), _kernels(kernels):
-        # FSDP gathers the weights in this type.
-        with local_torch_dtype(torch.bfloat16 if sharded and bf16 else torch.float32):
-            model = build_model(_plain(recipe), config).train()
+    training, shards = recipe.training, layout.dp_shard
+    bf16, fsdp = training.mixed_precision == "bf16", layout.is_sharded and layout.data_share[1] > 1
+    # Bytes of an element of a weight or a gradient, where FSDP gathers them.
+    size = 2 if bf16 and fsdp else 4
+    with FakeTensorMode(), _kernels(gpu):
+        with local_torch_dtype(torch.bfloat16 if size == 2 else torch.float32):
+            model = build_model(recipe, _local_config(config, layout.tp)).train()
+        forward = model
+        if bf16 and not fsdp:
+            forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        if bf16 and not layout.is_sharded:
+            # As accelerate does.
+            forward = convert_outputs_to_fp32(forward)
         optimizer, _ = build_optimizer(model, training)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
         if not accumulates:
             optimizer.zero_grad()
-        tokens = torch.zeros(layout.rows, length, dtype=torch.int64)
-        with Tracker(model, optimizer) as tracker, Scalars(length - 1):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                count = tokens.numel()
-                loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=count, use_cache=False).loss
+        tokens = torch.zeros(rows, recipe.data.sequence_length, dtype=torch.int64)
+        with Tracker(model, optimizer) as tracker, Scalars(tokens.shape[1] - 1):
+            count = tokens.numel()
+            loss = forward(input_ids=tokens, labels=tokens, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
             del loss
             update = len(tracker.history)
-            optimizer.step()
+            if not gpu:
+                optimizer.step()
         # FSDP gathers the weights of a layer together, and all that are outside of the layers, the root.
-        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in _layers(model)]
+        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
         total = sum(parameter.numel() for parameter in model.parameters())
         head = model.get_output_embeddings().weight
         if head is not model.get_input_embeddings().weight:
-            # Tensor parallelism shards it by the vocabulary, and gathers the logits.
+            # Tensor parallelism divides it by the vocabulary, and gathers the logits.
             total -= head.numel() - head.numel() // layout.tp
-    root, share = total - sum(layers), 4 / layout.dp_shard
-    # Bytes of an element of a gathered weight or of its gradient.
-    size = 2 if sharded and bf16 else 4
-    if sharded:
+    root, share = total - sum(layers), 4 / shards
+    if fsdp:
         # The root stays gathered. One layer computes while the next is gathered through a buffer; the gradients of one
         # layer are whole while a float32 copy of them is scattered.
         exchange = root * size + max(layers) * (2 * size + size + 4.0)
     else:
-        exchange = 4.0 * total if layout.dp_replicate * layout.cp > 1 else 0.0
+        exchange = 4.0 * total if layout.dp_replicate > 1 else 0.0
 
     def at(step: Existing, *, updates: bool = False, scatters: bool = False) -> Memory:
-        if not sharded:
+        if not fsdp:
             gradients = 4.0 * (step.root_gradients + step.layer_gradients)
         elif updates:
             gradients = total * share
         elif accumulates:
-            # Between the parts of a batch, nothing is communicated: gradients stay whole.
+            # Until the last part of a batch, gradients stay whole.
             gradients = total * 4.0
         else:
             gradients = step.layer_gradients * share + step.root_gradients * size
-        temporary = layout.dp_shard if updates else 1
         return Memory(
             weights=total * share,
             gradients=gradients,
             optimiser=2 * total * share,
-            activations=step.activations / temporary,
-            logits=step.logits / temporary,
-            communication=0.0 if sharded and updates else exchange + (4.0 * root if scatters else 0.0),
+            # The temporary tensors of an update have the shapes of the weights.
+            activations=step.activations / (shards if updates else 1),
+            logits=step.logits,
+            communication=0.0 if fsdp and updates else exchange + (4.0 * root if scatters else 0.0),
         )
 
     found = [at(step, updates=number >= update) for number, step in enumerate(tracker.history)]
-    if sharded:
+    if fsdp:
         # At the end, the gradients of the root are scattered, from a float32 copy.
         found.append(at(tracker.history[update - 1], scatters=True))
     return max(found, key=lambda memory: memory.total)
@@ -246,11 +215,6 @@ def _kernels(use: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     always = {"runs_by_default": lambda device: True, "runs_on": lambda device: True}
     return unittest.mock.patch.multiple(attention_triton, **always)
-
-
-def _layers(model: Any) -> Any:
-    base = model.base_model
-    return base.layers if hasattr(base, "layers") else base.h
 
 
 class Existing(NamedTuple):
@@ -276,7 +240,7 @@ class Tracker(TorchDispatchMode):
         self._bytes = {"activations": 0, "logits": 0}
         # Kind and size by memory; tensors that exist before are not counted.
         self._kinds: dict[int, tuple[str, int]] = {}
-        inside = {id(parameter) for layer in _layers(model) for parameter in layer.parameters()}
+        inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
         self._in_layers = {True: 0, False: 0}
         self._known = set()
         for tensor in (*model.buffers(), *(v for state in optimizer.state.values() for v in state.values())):
