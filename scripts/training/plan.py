@@ -113,8 +113,8 @@ def _config(recipe: Recipe) -> Any:
             tokenizer = build_tokenizer(data.tokenizer)
         except (OSError, ValueError) as error:
             raise RecipeError(
-                f"data.tokenizer={data.tokenizer!r} cannot be read, so the size of the vocabulary is not known. Give "
-                f"it, for example --set model.vocab_size=50257. ({str(error).splitlines()[0]})"
+                f"data.tokenizer={data.tokenizer!r} cannot be read, and its vocabulary has an unknown size. Give the "
+                "size, for example --set model.vocab_size=50257."
             ) from error
     config = build_config(recipe, tokenizer)
     if data.tokenizer == "bpe" and data.vocab_size:
@@ -266,8 +266,13 @@ class Tracker(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor)
+        logits = self._bytes["logits"]
+        # The chunked loss of PyTorch is one operator; inside, it has float32 logits of a chunk.
+        names = [argument.name for argument in func._schema.arguments]
+        if "batch_chunk_size" in names[: len(args)]:
+            logits += 4 * args[names.index("batch_chunk_size")] * self.vocabulary
         gradients = self._in_layers[False], self._in_layers[True]
-        self.history.append(Existing(*gradients, self._bytes["activations"], self._bytes["logits"]))
+        self.history.append(Existing(*gradients, self._bytes["activations"], logits))
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
