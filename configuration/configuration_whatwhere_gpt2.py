@@ -43,6 +43,7 @@ class WhatWhereGPT2Config(WhatWhereConfig):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
+    base_model_fsdp_plan = {"h.*": "free_full_weight", "ln_f": "keep_full_weight"}
     base_model_pp_plan = {
         "wte": (["input_ids"], ["inputs_embeds"]),
         "h": (["hidden_states", "attention_mask"], ["hidden_states"]),

@@ -109,13 +109,21 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             NotADirectoryError: `save_directory` is a file. (Transformers logs that and returns without saving.)
             FileExistsError: it has Python files of other code that would be overwritten.
         """
+        cls = type(self)
+        if cls.__name__.startswith("FSDP"):
+            # FSDP2 makes a subclass, whose name would be saved.
+            self.__class__ = cls.__mro__[2]
+            try:
+                return self.save_pretrained(save_directory, *args, **kwargs)
+            finally:
+                self.__class__ = cls
         folder = pathlib.Path(save_directory)
         if folder.is_file():
             raise NotADirectoryError(f"save_directory={str(folder)!r} is a file; it must be a folder.")
         clash = [name for name in self._code_files(pathlib.Path(__file__).parent) if (folder / name).exists()]
         if clash and not (folder / "position_registry.py").exists():
             raise FileExistsError(f"save_directory={str(folder)!r} has {clash!r}; the model's code needs these names.")
-        family = type(self).__module__.rpartition(".")[2]
+        family = cls.__module__.rpartition(".")[2]
         prefix = type(self.config).__name__.removesuffix("Config")
         self.config.auto_map = {
             "AutoConfig": f"{family.replace('modeling', 'configuration', 1)}.{prefix}Config",
@@ -124,7 +132,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         }
         self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True) and os.path.isdir(save_directory):
+        if self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and os.path.isdir(save_directory):
             self._reduce_code(folder)
             complete_card(folder, self.config, source=self.config._name_or_path or None)
 

@@ -13,3 +13,15 @@ def command_parser(name: str, usage: str, description: str, **options: Any) -> a
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
         **options,
     )
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--resume`, with the values False, True and "auto"."""
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=["auto"],
+        help="continue from the newest checkpoint; auto: also begin a new run, or do nothing for a finished one",
+    )

@@ -12,7 +12,7 @@ import yaml
 from ..checks import parse
 from ..training.errors import reported
 from ..training.finetune import FinetuneError, Settings, finetune
-from .common import command_parser
+from .common import add_resume, command_parser
 
 DESCRIPTION = """Fine-tune one of our models, or a stock GPT-2 or Llama, with its position encoding or a new one.
 
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     usage = "CHECKPOINT --output DIR [OPTIONS]"
     result = command_parser("finetune", usage, DESCRIPTION, argument_default=argparse.SUPPRESS)
     result.add_argument("--output", required=True, metavar="DIR", help="the folder of the run")
-    result.add_argument("--resume", action="store_true", default=False, help="continue from the newest checkpoint")
+    add_resume(result)
     result.add_argument("--data-dir", default=None, metavar="DIR", help="local data; default $WHATWHERE_DATA_DIR")
     for name, field in Settings.model_fields.items():
         option, text = "--" + name.replace("_", "-"), field.description

@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from ..training.errors import reported
-from .common import command_parser
+from .common import add_resume, command_parser
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
     result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
-    result.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    add_resume(result)
     result.add_argument(
         "--resume-from", type=int, metavar="STEP", help="continue from this step; later checkpoints are deleted"
     )

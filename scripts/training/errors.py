@@ -1,10 +1,12 @@
 """Errors and interruptions of runs, and their messages on the command line."""
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 
+from ..checks import Refused
 from ..extras import explain
 
 
@@ -28,7 +30,8 @@ def reported(advice: Callable[[], str] = lambda: "Run the same command again.") 
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError, TrainingError) as error:
-        sys.exit(f"error: {explain(error)}")
+        # An error of a setting is the same in all processes.
+        sys.exit(1 if isinstance(error, Refused) and int(os.environ.get("RANK", "0")) else f"error: {explain(error)}")
     except (Interrupted, KeyboardInterrupt) as stop:
         print(f"{str(stop).strip() or 'interrupted'}. {advice()}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", signal.SIGINT))

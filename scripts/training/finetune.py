@@ -21,7 +21,9 @@ import torch
 from accelerate import PartialState
 from huggingface_hub import ModelCard
 from pydantic import Field
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.distributed import DistributedConfig
 
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_registry import max_length
@@ -95,6 +97,7 @@ class Settings(Checked):
     seed: NotNegative = Field(0, description="default 0")
     bf16: bool = Field(False, description="mixed precision")
     activation_checkpointing: bool = Field(False, description="use less memory and more time")
+    dp_shard: Count = Field(1, description="processes that share the model and the optimiser (FSDP2); default 1")
     cpu: bool = Field(False, description="do not use a GPU")
     lora: bool = Field(False, description="train low-rank adapters (peft)")
     lora_rank: Count = Field(16, description="default 16")
@@ -118,6 +121,8 @@ class Settings(Checked):
                 yield name, "it has no effect without lora"
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
+        if self.lora and self.dp_shard > 1:
+            yield "dp_shard", "adapters are not sharded. Allowed with lora: 1"
 
     def text(self) -> TextSource:
         """Returns the source of the text, if it is not a named corpus."""
@@ -135,6 +140,7 @@ def load_model(
     position_encoding: str | list[str] | None = None,
     position_encoding_parameters: dict | None = None,
     rope_parameters: dict | None = None,
+    distributed_config: Any = None,
 ) -> tuple[Any, set[str]]:
     """Loads one of our models, or a stock GPT-2 or Llama as one of ours; None keeps the checkpoint's value.
 
@@ -153,6 +159,7 @@ def load_model(
         "position_encoding": position_encoding,
         "position_encoding_parameters": position_encoding_parameters,
         "rope_parameters": rope_parameters,
+        "distributed_config": distributed_config,
     }
     changes = {key: value for key, value in asked.items() if value is not None}
     with checked_loading(checkpoint):
@@ -164,7 +171,7 @@ def finetune(
     settings: Settings,
     output: str | os.PathLike[str],
     *,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     data_dir: str | None = None,
     arguments: list[str] | None = None,
 ) -> dict[str, Any]:
@@ -173,7 +180,8 @@ def finetune(
     Args:
         settings: of the run.
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
-        resume: continue from the newest checkpoint.
+        resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
+            finished one.
         data_dir: the folder of local data.
         arguments: the command line to record; by default that of this process.
 
@@ -188,6 +196,14 @@ def finetune(
         find_files(settings.text(), data_dir)
     folder = RunFolder(Path(output), "finetune.json")
     with folder.lock():
+        resume, results = folder.resumes(resume, settings.model_dump())
+        if results is not None:
+            return results
+        if resume and settings.dp_shard > 1:
+            raise FinetuneError(
+                f"resume={resume!r} is not valid with dp_shard={settings.dp_shard!r}: Trainer saves no optimiser state "
+                "of sharded models. Use `whatwhere train`, or choose another folder."
+            )
         folder.check(settings.model_dump(), resume=resume)
         return _finetune(settings, folder, resume, data_dir, arguments)
 
@@ -199,7 +215,11 @@ def _finetune(
     processes = PartialState(cpu=options.cpu or not torch.accelerator.is_available())
     set_seed(options.seed)
     model, fresh = load_model(
-        options.checkpoint, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
+        options.checkpoint,
+        options.position_encoding,
+        options.position_encoding_parameters,
+        options.rope_parameters,
+        _sharding(options, processes.num_processes),
     )
     tokenizer, blocks, split, note = _load_data(options, model.config, data_dir)
     if processes.is_main_process:
@@ -226,6 +246,10 @@ def _finetune(
         # Keeps the random numbers of training independent of this evaluation.
         with torch.random.fork_rng():
             before = trainer.evaluate()["eval_loss"]
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The optimiser must not be given the whole weights that an evaluation leaves.
+                module.reshard()
         trainer.train(resume_from_checkpoint=last)
     if received and trainer.state.global_step < options.steps:
         raise Interrupted(received[0], trainer.state.global_step)
@@ -233,13 +257,17 @@ def _finetune(
     loss = trainer.evaluate()["eval_loss"]
     if not loss < HOPELESS:
         raise TrainingError(f"eval_loss={loss!r}: training has diverged. Nothing was saved after the last checkpoint.")
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    if options.dp_shard > 1:
+        # All processes have a part of the weights.
+        trained.save_pretrained(output)
     if not processes.is_main_process:
         return {}
-    trained = trainer.accelerator.unwrap_model(trainer.model)
     if options.merge:
         trained.save_pretrained(output / "adapter")
         trained = trained.merge_and_unload()
-    trained.save_pretrained(output)
+    if options.dp_shard == 1:
+        trained.save_pretrained(output)
     tokenizer.save_pretrained(output)
     labels = blocks["test"][range(len(blocks["test"]))]["input_ids"][:, 1:].flatten()
     size = int(bytes_per_token(tokenizer)[labels].sum())
@@ -273,6 +301,25 @@ def _finetune(
     if whole:
         write_card(output)
     return results
+
+
+def _sharding(options: Settings, processes: int) -> DistributedConfig | None:
+    """Returns the layout of a sharded model, for `from_pretrained`; None if each process has the whole model."""
+    if options.dp_shard == 1:
+        return None
+    if processes % options.dp_shard:
+        raise FinetuneError(
+            f"dp_shard={options.dp_shard!r} is not valid: it must divide the number of processes, {processes}."
+        )
+    copies = processes // options.dp_shard
+    if copies == 1:
+        return DistributedConfig(fsdp_size=options.dp_shard)
+    if "dp_replicate_size" not in DistributedConfig.__dataclass_fields__:
+        raise FinetuneError(
+            f"dp_shard={options.dp_shard!r} is not valid: with this version of Transformers, it must be the number of "
+            f"processes, {processes}."
+        )
+    return DistributedConfig(fsdp_size=options.dp_shard, dp_replicate_size=copies)
 
 
 def _stated_licence(folder: Path) -> str | None:
@@ -379,6 +426,8 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
             seed=options.seed,
             bf16=options.bf16,
             **renamed,
+            # Trainer has no checkpoints of the optimiser of a sharded model.
+            save_only_model=options.dp_shard > 1,
             use_cpu=options.cpu or not torch.accelerator.is_available(),
             report_to="none",
         ),

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
@@ -64,7 +64,7 @@ def train(
     recipe: Recipe,
     output: str | os.PathLike[str],
     *,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     resume_from: int | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     arguments: list[str] | None = None,
@@ -75,7 +75,8 @@ def train(
     Args:
         recipe: see `load_recipe`.
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
-        resume: continue from the newest checkpoint.
+        resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
+            finished one.
         resume_from: continue from the checkpoint after this step, and delete later ones.
         data_dir: the folder of local data.
         arguments: the command line to record; by default that of this process.
@@ -83,12 +84,14 @@ def train(
 
     Raises:
         TrainingError: the folder is not usable, it has another run, or the loss is not finite.
-        Interrupted: SIGINT or SIGTERM arrived.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived.
         ValueError: the recipe's model or data are not valid.
     """
     folder = RunFolder(Path(output))
-    resume = resume or resume_from is not None
     with folder.lock():
+        resume, results = folder.resumes(resume or resume_from is not None, recipe.resolved(), MAY_CHANGE)
+        if results is not None:
+            return results
         folder.check(recipe.resolved(), resume=resume, ignore=MAY_CHANGE)
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
@@ -193,7 +196,7 @@ class Run:
 
         Raises:
             TrainingError: the loss is not finite.
-            Interrupted: SIGINT or SIGTERM arrived; a checkpoint has been written.
+            Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
         """
         training, every, unit = self.recipe.training, self.recipe.evaluation.every, self.data.unit
         # Samples of tasks and separate documents have different lengths.
@@ -300,7 +303,8 @@ class Run:
             if not math.isfinite(value):
                 raise TrainingError(
                     f"{name}={value!r} at step {self.step}: training has diverged. Nothing was saved after the "
-                    "last checkpoint. Lower training.learning_rate, or lengthen training.warmup_steps."
+                    "last checkpoint. Lower training.learning_rate, or lengthen training.warmup_steps. "
+                    f"{self.checkpoints.advice()}"
                 )
         return values
 

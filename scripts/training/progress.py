@@ -13,6 +13,8 @@ from tqdm.auto import tqdm
 
 # Seconds before the first progress line in a log, and between two lines.
 FIRST_LINE, NEXT_LINE = 10.0, 60.0
+# Schedulers of clusters announce the end of a job by SIGTERM or SIGUSR1. Windows has no SIGUSR1.
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 class Progress:
@@ -62,7 +64,7 @@ class Progress:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in the yielded list; a second SIGINT raises KeyboardInterrupt."""
+    """Collects SIGINT, SIGTERM and SIGUSR1 in the yielded list; a second SIGINT raises KeyboardInterrupt."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -71,7 +73,7 @@ def stop_signals() -> Iterator[list[int]]:
         received.append(number)
 
     # Signal handlers can only be set in the main thread.
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
     old = {number: signal.signal(number, note) for number in numbers}
     try:
         yield received

@@ -73,11 +73,12 @@ class RunFolder:
         checkpoints = self.checkpoints()
         return f"interrupted after step {step_of(checkpoints[-1])}" if checkpoints else "started"
 
-    def results(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    def results(self, settings: Mapping[str, Any] | None = None, ignore: tuple[str, ...] = ()) -> dict[str, Any] | None:
         """Returns the results of the finished run, or None.
 
         Args:
             settings: the expected settings; None for any.
+            ignore: settings that may differ.
 
         Raises:
             TrainingError: the results cannot be read, or the run has other settings.
@@ -87,8 +88,25 @@ class RunFolder:
         except FileNotFoundError:
             return None
         if settings is not None:
-            self._compare(results.get("recipe", {}), settings)
+            self._compare(results.get("recipe", {}), settings, ignore)
         return results
+
+    def resumes(
+        self, resume: bool | str, settings: Mapping[str, Any], ignore: tuple[str, ...] = ()
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether to resume, and the results if there is nothing left to do.
+
+        Args:
+            resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
+            settings: of the run.
+            ignore: settings that may have changed.
+
+        Raises:
+            TrainingError: `resume` is "auto", and the folder has a finished run with other settings.
+        """
+        if resume != "auto":
+            return bool(resume), None
+        return self.is_begun, self.results(settings, ignore)
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, ignore: tuple[str, ...] = ()) -> None:
         """Checks that the run can be started or resumed in this folder.
