@@ -2,9 +2,9 @@
 
     python tests/memory_worker.py RECIPE --train-file FILE [--set KEY=VALUE]
 
-Under torchrun for several processes. Prints one line of JSON: the bytes of each process. In glibc's default setting, freed
-memory of small tensors stays with the process; with MALLOC_MMAP_THRESHOLD_=100000 it is returned, and the peak is that of
-the tensors.
+Under torchrun for several processes. Prints one line of JSON: the bytes of each process. In glibc's default setting,
+freed memory of small tensors stays with the process; with MALLOC_MMAP_THRESHOLD_=100000 it is returned, and the peak is
+that of the tensors.
 """
 
 import argparse

@@ -7,12 +7,13 @@ from typing import Any
 from ..training.errors import reported
 from .common import command_parser
 
-DESCRIPTION = """Print what a recipe needs on a number of devices, before anything is loaded: parameters, memory of a device, FLOPs and time.
+DESCRIPTION = """Print what a recipe needs: parameters, memory of a device, FLOPs and time. Loads no text or weights.
 
     whatwhere plan openwebtext --devices 8 --set training.micro_batch_size=8 --device-memory 80 --device H100
     whatwhere plan llama_7b --devices 64 --device-memory 80 --device H100
 
-Memory is that of the tensors of a training step, which runs on tensors without memory. Time is that of the steps alone."""
+Memory is that of the tensors of a training step, which runs on tensors without memory. Time is that of the steps
+alone."""
 
 # The part of a device's memory that tensors can have; the rest is for its context, communication and fragmentation.
 USABLE = 0.9
@@ -82,8 +83,8 @@ def _report(recipe: Any, found: Any, options: argparse.Namespace, peak: float | 
         "",
         f"parameters          {found.parameters:,} (embeddings {found.embeddings:,}, "
         f"without {found.parameters - found.embeddings:,})",
-        f"tokens a step       {tokens:,} ({training.batch_size:,} sequences of {recipe.data.sequence_length:,}; a device "
-        f"takes {found.parts} x {found.rows})",
+        f"tokens a step       {tokens:,} ({training.batch_size:,} sequences of {recipe.data.sequence_length:,}; a "
+        f"device takes {found.parts} x {found.rows})",
         f"tokens in all       {tokens * training.steps:,} in {training.steps:,} steps",
         "",
         "memory of a device, GB",
@@ -109,7 +110,7 @@ def _report(recipe: Any, found: Any, options: argparse.Namespace, peak: float | 
     if peak is not None:
         speed = peak * options.utilisation * devices
         lines += [
-            f"time                {describe_seconds(flops * tokens * training.steps / speed)} at {options.utilisation:.0%} "
-            f"of {peak / 1e12:g} TFLOP/s, {speed / flops:,.0f} tokens/s",
+            f"time                {describe_seconds(flops * tokens * training.steps / speed)} at "
+            f"{options.utilisation:.0%} of {peak / 1e12:g} TFLOP/s, {speed / flops:,.0f} tokens/s",
         ]
     return lines

@@ -135,9 +135,9 @@ def _local_config(config: Any, tp: int) -> Any:
 def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulates: bool, gpu: bool) -> Memory:
     """Returns the memory of a device when it is largest, in the second or a later step.
 
-    A step runs on tensors without memory, and `Tracker` records which of them exist at a time. Sharded weights are counted
-    by their share, and what their exchange needs is added. Not included: the program, the device's context, buffers of
-    communication libraries, and fragmentation.
+    A step runs on tensors without memory, and `Tracker` records which of them exist at a time. Sharded weights are
+    counted by their share, and what their exchange needs is added. Not included: the program, the device's context,
+    buffers of communication libraries, and fragmentation.
     """
     training, shards = recipe.training, layout.dp_shard
     bf16, fsdp = training.mixed_precision == "bf16", layout.is_sharded and layout.data_share[1] > 1
@@ -218,7 +218,7 @@ def _kernels(use: bool) -> contextlib.AbstractContextManager[Any]:
 
 
 class Existing(NamedTuple):
-    """What exists at a time: elements of gradients outside of the layers and in them, bytes of activations and logits."""
+    """What exists at a time: elements of gradients outside and inside of layers, bytes of activations and logits."""
 
     root_gradients: int
     layer_gradients: int
