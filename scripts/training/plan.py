@@ -213,8 +213,9 @@ def _kernels(use: bool) -> contextlib.AbstractContextManager[Any]:
     """Makes `auto` attention use the Triton kernels, as on a GPU; they have implementations without memory."""
     if not use or attention_triton.import_error():
         return contextlib.nullcontext()
-    always = {"runs_by_default": lambda device: True, "runs_on": lambda device: True}
-    return unittest.mock.patch.multiple(attention_triton, **always)
+    return unittest.mock.patch.multiple(
+        attention_triton, runs_by_default=lambda device: True, runs_on=lambda device: True
+    )
 
 
 class Existing(NamedTuple):
