@@ -990,13 +990,19 @@ def test_two_processes_equal_one(data_dir, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "reason"),
-    [(signal.SIGSTOP, r"has not answered for 12 seconds \(training\.ddp_timeout\)"), (signal.SIGKILL, "has ended")],
-    ids=["frozen", "killed"],
+    ("number", "reason", "layout"),
+    [
+        (signal.SIGSTOP, r"has not answered for 12 seconds \(training\.ddp_timeout\)", {}),
+        (signal.SIGKILL, "has ended", {}),
+        (signal.SIGKILL, "has ended", {"dp_shard": 2}),
+    ],
+    ids=["frozen", "killed", "killed-fsdp"],
 )
-def test_another_process_stops_working(data_dir, tmp_path, number, reason):
+def test_another_process_stops_working(data_dir, tmp_path, number, reason, layout):
     """Without torchrun, which would end the other process."""
-    changed = recipe(training__steps=100_000, training__checkpoint_every=5, training__ddp_timeout=12)
+    changed = recipe(
+        training__steps=100_000, training__checkpoint_every=5, training__ddp_timeout=12, distributed=layout
+    )
     output, command = tmp_path / "run", [sys.executable, *TRAIN, write_recipe(tmp_path, changed)]
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -1016,7 +1022,7 @@ def test_another_process_stops_working(data_dir, tmp_path, number, reason):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         other.send_signal(number)
-        said, _ = one.communicate(timeout=100)
+        said, _ = one.communicate(timeout=60)
     finally:
         other.kill()
         one.kill()
