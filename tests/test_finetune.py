@@ -3,6 +3,8 @@
 import json
 import pickle
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -487,3 +489,48 @@ def test_options_out_of_range(tmp_path):
     for name, value in {**values, "schedule": "step"}.items():
         assert any(text.startswith(f"{name.replace('-', '_')}={value!r} ") for text in caught.value.problems), name
     assert not (tmp_path / "out").exists()
+
+
+# --- several processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
+    """FSDP2, and two copies of it, train what one process trains; the folder loads by remote code."""
+    expected, results = run(stock["llama"], "--position-encoding", "pope", "--batch-size", "4")
+    splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
+    arguments = [stock["llama"], "--position-encoding", "pope", "--data", "local", "--data-dir", str(data_dir)]
+    arguments += ["--splits", splits, "--cpu", "--steps", "4", "--batch-size", str(4 // processes)]
+    arguments += ["--sequence-length", "16", "--evaluation-blocks", "4", "--learning-rate", "0.01", "--dp-shard", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *launcher, "-m", "whatwhere", "finetune", *arguments]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "sharded")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    metrics = json.loads((tmp_path / "sharded" / "results.json").read_text())["metrics"]
+    assert metrics["perplexity"]["value"] == pytest.approx(results["metrics"]["perplexity"]["value"], rel=1e-5)
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(f, trust_remote_code=True) for f in (expected, tmp_path / "sharded")
+    )
+    torch.testing.assert_close(logits(other), logits(one), rtol=1e-4, atol=1e-4)
+    again = subprocess.run(
+        [*command, "--output", str(tmp_path / "sharded"), "--resume", "auto"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert again.returncode == 0, again.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dp-shard", "3"], r"dp_shard=3 is not valid: it must divide the number of processes, 1"),
+        (["--dp-shard", "2", "--lora"], r"dp_shard.*Allowed with lora: 1"),
+    ],
+)
+def test_sharding_that_does_not_fit(run, stock, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(stock["llama"], *arguments)

@@ -81,6 +81,8 @@ def test_comments_of_a_shipped_recipe_list_the_allowed_values(name):
         for key, field in cls.model_fields.items():
             kinds = (field.annotation, *typing.get_args(field.annotation))
             allowed = next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal), ())
+            if allowed and bool in kinds:
+                allowed = ("false", "true", *allowed)
             for comment in re.findall(rf"^  # (.*)\n(?:  # .*\n)*  {key}:", text, re.MULTILINE) if allowed else ():
                 assert comment.startswith(" | ".join(allowed)), f"{key}: {comment}"
 

@@ -34,6 +34,7 @@ from whatwhere.scripts.training.recipe import parse_recipe
 from whatwhere.scripts.training.run_folder import RunFolder
 
 # What differs between two runs that are otherwise equal.
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 CLOCK = {"data_wait_seconds", "tokens_per_second", "samples_per_second", "sequences_per_second"}
 
 
@@ -380,7 +381,7 @@ def test_earlier_checkpoints_are_refused(interrupted, data_dir, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.json"])
+@pytest.mark.parametrize("name", [SHARD, "run.json", "manifest.json"])
 def test_damaged_checkpoint(interrupted, data_dir, tmp_path, name, damage):
     """The file is named, nothing is changed, and the checkpoint before it is offered."""
     output = tmp_path / "run"
@@ -416,29 +417,36 @@ def test_resume_from_an_earlier_checkpoint(finished, interrupted, data_dir, tmp_
 def test_no_checkpoint_is_whole(interrupted, data_dir, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(interrupted, output)
-    for file in output.rglob("optimizer.safetensors"):
+    for file in output.rglob("shard-*"):
         file.unlink()
-    with pytest.raises(TrainingError, match=r"optimizer\.safetensors'.*No earlier checkpoint is intact: start again"):
+    with pytest.raises(TrainingError, match=r"shard-00001-.*No earlier checkpoint is intact: start again"):
         train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
 
 
 def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
-    """If a checkpoint cannot be written, the error names the one before, and the run continues from it."""
+    """A checkpoint that cannot be written stops the run, which continues from the one before."""
     output, changed = tmp_path / "run", recipe(training__checkpoint_every=2)
-    save, (soft, hard) = Run.save_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+    train_step, (soft, hard) = Run.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def on_a_full_disk(self):
-        if self.step == 4:
+    def filling_the_disk(self, batch):
+        if self.step == 3:
+            self.checkpoints.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, hard))
-        try:
-            save(self)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        if self.step == 5:
+            raise AssertionError("the run went on")
+        result = train_step(self, batch)
+        if self.step == 4:
+            # Written in the background.
+            self.checkpoints._thread.join()
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "save_checkpoint", on_a_full_disk)
-        with pytest.raises(TrainingError, match=r"step-00000004' cannot be written: .*step-00000002'.*--resume"):
-            train(changed, output, data_dir=data_dir)
+        patch.setattr(Run, "train_step", filling_the_disk)
+        try:
+            with pytest.raises(TrainingError, match=r"step-00000004' cannot be written: .*step-00000002'.*--resume"):
+                train(changed, output, data_dir=data_dir)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
     train(changed, output, resume=True, data_dir=data_dir)
     assert_same_run(output, finished[0])
@@ -631,7 +639,7 @@ def test_best_model_is_kept(finished_words, chorales):
     assert results["steps"] == 6
     assert mean_loss(output, chorales, "validation")[0] == pytest.approx(losses[best], rel=1e-5)
     names = [path.name for path in (output / "checkpoints").iterdir()]
-    assert sorted(names) == [f"best-{best:08d}.safetensors", "step-00000006"]
+    assert sorted(names) == [f"best-{best:08d}", "step-00000006"]
 
 
 def test_last_model_is_kept_by_default(finished_words, chorales, tmp_path):
@@ -664,12 +672,12 @@ def test_best_model_survives_a_kill(finished_words, chorales, tmp_path, monkeypa
         with pytest.raises(Killed):
             train(changed, output, data_dir=chorales)
     (output / "checkpoints").mkdir(exist_ok=True)
-    (output / "checkpoints" / ".best-00000001.safetensors").write_bytes(b"half")
+    (output / "checkpoints" / ".best-00000001").mkdir()
     results = train(changed, output, resume=True, data_dir=chorales)
     assert_same_run(output, finished_words[0])
     assert results["kept"] == finished_words[1]["kept"]
     names = [path.name for path in (output / "checkpoints").glob("*best*")]
-    assert names == [f"best-{results['kept']['step']:08d}.safetensors"]
+    assert names == [f"best-{results['kept']['step']:08d}"]
 
 
 def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path, monkeypatch):
@@ -682,8 +690,8 @@ def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path,
         with pytest.raises(Interrupted):
             train(changed, output, data_dir=chorales)
     folder = output / "checkpoints"
-    (folder / f"best-{last:08d}.safetensors").write_bytes(b"")
-    with pytest.raises(TrainingError, match=rf"best-{last:08d}\.safetensors'.*damaged.*--resume-from {last - 1}\.$"):
+    (folder / f"best-{last:08d}" / SHARD).write_bytes(b"")
+    with pytest.raises(TrainingError, match=rf"best-{last:08d}/{SHARD}'.*damaged.*--resume-from {last - 1}\.$"):
         train(changed, output, resume=True, data_dir=chorales)
     results = train(changed, output, resume_from=last - 1, data_dir=chorales)
     assert_same_run(output, finished_words[0])
@@ -982,13 +990,19 @@ def test_two_processes_equal_one(data_dir, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "reason"),
-    [(signal.SIGSTOP, r"has not answered for 12 seconds \(training\.ddp_timeout\)"), (signal.SIGKILL, "has ended")],
-    ids=["frozen", "killed"],
+    ("number", "reason", "layout"),
+    [
+        (signal.SIGSTOP, r"has not answered for 12 seconds \(training\.ddp_timeout\)", {}),
+        (signal.SIGKILL, "has ended", {}),
+        (signal.SIGKILL, "has ended", {"dp_shard": 2}),
+    ],
+    ids=["frozen", "killed", "killed-fsdp"],
 )
-def test_another_process_stops_working(data_dir, tmp_path, number, reason):
+def test_another_process_stops_working(data_dir, tmp_path, number, reason, layout):
     """Without torchrun, which would end the other process."""
-    changed = recipe(training__steps=100_000, training__checkpoint_every=5, training__ddp_timeout=12)
+    changed = recipe(
+        training__steps=100_000, training__checkpoint_every=5, training__ddp_timeout=12, distributed=layout
+    )
     output, command = tmp_path / "run", [sys.executable, *TRAIN, write_recipe(tmp_path, changed)]
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -1008,7 +1022,7 @@ def test_another_process_stops_working(data_dir, tmp_path, number, reason):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         other.send_signal(number)
-        said, _ = one.communicate(timeout=100)
+        said, _ = one.communicate(timeout=60)
     finally:
         other.kill()
         one.kill()
@@ -1022,7 +1036,7 @@ def test_processes_must_divide_the_batch(data_dir, tmp_path, monkeypatch):
     from accelerate import Accelerator
 
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 3))
-    with pytest.raises(TrainingError, match=r"training\.batch_size=4.*number of processes, 3"):
+    with pytest.raises(ValueError, match=r"training\.batch_size=4.*number of data-parallel processes, 3"):
         train(recipe(), tmp_path / "run", data_dir=data_dir)
     assert not (tmp_path / "run").exists()
 

@@ -19,6 +19,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -357,17 +358,24 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{str(folder)!r} has the format {version!r}, written by another version of this package. Allowed: {FORMAT}"
         )
-    for name, expected in digests.items():
-        try:
-            digest = file_sha256(folder / name)
-        except OSError as error:
-            raise DamagedCheckpoint(f"{str(folder / name)!r} cannot be read: {error.strerror}") from error
-        if digest != expected:
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(digests, pool.map(lambda name: _sha256_or_error(folder / name), digests)))
+    for name, digest in found.items():
+        if isinstance(digest, OSError):
+            raise DamagedCheckpoint(f"{str(folder / name)!r} cannot be read: {digest.strerror}") from digest
+        if digest != digests[name]:
             raise DamagedCheckpoint(
                 f"{str(folder / name)!r} is damaged: it was truncated or changed after it was written (its SHA-256 "
                 f"differs from {MANIFEST})"
             )
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+
+
+def _sha256_or_error(file: Path) -> str | OSError:
+    try:
+        return file_sha256(file)
+    except OSError as error:
+        return error
 
 
 def load_checkpoint(
