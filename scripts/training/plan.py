@@ -184,7 +184,8 @@ def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulat
 
     def at(step: Existing, *, updates: bool = False, scatters: bool = False) -> Memory:
         if not fsdp:
-            gradients = 4.0 * (step.root_gradients + step.layer_gradients)
+            # The output layer is whole in this model, unlike in tensor parallelism.
+            gradients = 4.0 * min(step.root_gradients + step.layer_gradients, total)
         elif updates:
             gradients = total * share
         elif accumulates:
