@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .pack import pad_blocks
-from .tokenize import build_tokenizer, tokenize_pieces
+from .tokenize import build_tokenizer, single_threaded, tokenize_pieces
 
 FORMAT = 1
 CACHE_VARIABLE = "WHATWHERE_CACHE"
@@ -199,17 +199,11 @@ def _done_in(shards: Sequence[_Shard], processes: int) -> Iterator[Iterator[tupl
     if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
         yield map(_write_shard, shards)
         return
-    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
-    try:
-        yield (done.result() for done in as_completed([pool.submit(_write_shard, shard) for shard in shards]))
-    finally:
-        pool.shutdown(cancel_futures=True)
-        if parallelism is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+    with single_threaded(), ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        try:
+            yield (done.result() for done in as_completed([pool.submit(_write_shard, shard) for shard in shards]))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def prepare_tokenizer(rows: datasets.Dataset, vocab_size: int | None) -> PreTrainedTokenizerBase:
