@@ -4,7 +4,7 @@
 |---|---|
 | `model.safetensors` | the weights |
 | `optimizer.safetensors` | the tensors of the optimiser's state, named `<parameter>.<key>` |
-| `run.json` | the step, the optimiser's parameter groups, the random states of all processes |
+| `run.json` | the step, the optimiser's parameter groups, of all processes the random states and places in a stream |
 | `manifest.json` | the SHA-256 of each of the other files |
 
 The learning-rate schedule is a function of the step, and is not saved.

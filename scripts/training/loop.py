@@ -209,14 +209,13 @@ class Run:
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
-        accelerator, workers = self.accelerator, self.recipe.data.workers
+        accelerator, workers, streaming = self.accelerator, self.recipe.data.workers, self.recipe.data.streaming
         on_cpu = accelerator.device.type == "cpu"
         if workers is None:
-            workers = 0 if on_cpu else 2
-        if self.recipe.data.streaming:
-            # A stream is read in order.
-            workers = min(workers, 1)
+            workers = 2 if not on_cpu else int(streaming)
         share = (accelerator.process_index, accelerator.num_processes)
+        if streaming:
+            return self.data.batches.loader(share, workers=workers, pin_memory=not on_cpu)
         loader = torch.utils.data.DataLoader(
             Steps(self.data.batches, share),
             batch_size=None,
@@ -308,6 +307,7 @@ class Run:
             TrainingError: a file cannot be written; raised in all processes.
         """
         random = gather_object([random_state(self.accelerator.device)])
+        streams = gather_object([self.data.batches.state_dict()]) if self.recipe.data.streaming else None
         failure: list[TrainingError | None] = [None]
         if self.accelerator.is_main_process:
             state = {
@@ -316,6 +316,7 @@ class Run:
                 "processes": self.accelerator.num_processes,
                 "splits_sha256": self.data.splits_sha256,
                 "random": random,
+                "streams": streams,
             }
             try:
                 self.checkpoints.save(self.whole_model, self.optimizer.optimizer, state, self.best)
@@ -338,6 +339,9 @@ class Run:
             self.say("no checkpoint yet, starting from the beginning")
         else:
             state = self.checkpoints.read(folders)
+            if self.recipe.data.streaming:
+                share = (self.accelerator.process_index, self.accelerator.num_processes)
+                self.data.batches.load_state_dict(state["streams"], share)
             self._check_origin(state)
             load_checkpoint(folders[-1], self.whole_model, self.optimizer.optimizer, self.scheduler, state)
             set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
