@@ -123,6 +123,14 @@ def make_blocks(
     return datasets.Dataset(pyarrow.concat_tables(batches), fingerprint=uuid.uuid4().hex).with_format("torch")
 
 
+def join_blocks(parts: "Sequence[datasets.Dataset] | Sequence[SeparateBlocks]") -> "datasets.Dataset | SeparateBlocks":
+    """Returns several results of `make_blocks`, one after the other."""
+    if isinstance(parts[0], SeparateBlocks):
+        joined = [block for part in parts for block in part.blocks]
+        return SeparateBlocks(joined, parts[0].pad_token_id, parts[0].sequence_length)
+    return datasets.concatenate_datasets(list(parts)).with_format("torch")
+
+
 class SeparateBlocks:
     """Blocks of different lengths, each from one document. Batches are padded on the right to the longest block.
 
@@ -196,6 +204,39 @@ class ShuffledBatches:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.blocks))
         return int(self._order[offset])
+
+
+class MixedBatches(ShuffledBatches):
+    """The global batch of every training step of a mixture of texts, determined by the seed and the step.
+
+    Of every `PAGE` blocks, each text has its share, in an order that is drawn for these blocks. The blocks of each text
+    are visited as in `ShuffledBatches`, again and again.
+    """
+
+    PAGE = 1 << 16
+
+    def __init__(self, blocks: Any, batch_size: int, seed: int, weights: Sequence[float]) -> None:
+        """Takes `MixedBlocks`, and the share of each of its parts; every part has at least one block of a page."""
+        super().__init__(blocks, batch_size, seed)
+        self._parts = [ShuffledBatches(part, batch_size, seed) for part in blocks.parts]
+        bounds = np.round(np.cumsum(weights) / np.sum(weights) * self.PAGE).astype(np.int64)
+        self._counts = np.maximum(1, np.diff(bounds, prepend=0))
+        self._page, self._drawn, self._ranks = -1, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
+    def _index(self, place: int) -> int:
+        page, slot = divmod(place, int(self._counts.sum()))
+        if page != self._page:
+            drawn = np.random.default_rng([int(self.seed or 0), page, 1]).permutation(
+                np.repeat(np.arange(len(self._counts)), self._counts)
+            )
+            # The number of blocks of the same part before each one.
+            ranks = np.empty_like(drawn)
+            for part, count in enumerate(self._counts):
+                ranks[drawn == part] = np.arange(count)
+            self._page, self._drawn, self._ranks = page, drawn, ranks
+        part = int(self._drawn[slot])
+        within = self._parts[part]._index(page * int(self._counts[part]) + int(self._ranks[slot]))
+        return int(self.blocks.starts[part]) + within
 
 
 class Steps(torch.utils.data.Dataset):

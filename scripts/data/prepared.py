@@ -206,15 +206,19 @@ def _done_in(shards: Sequence[_Shard], processes: int) -> Iterator[Iterator[tupl
             pool.shutdown(cancel_futures=True)
 
 
-def prepare_tokenizer(rows: datasets.Dataset, vocab_size: int | None) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer `bpe` trained on the text of these rows; it is trained once, and then read from a file."""
-    what = json.dumps([FORMAT, rows._fingerprint, vocab_size, tokenizers.__version__])
+def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer `bpe` trained on the rows of these texts; it is trained once, and then read from a file."""
+    fingerprints = [rows._fingerprint for rows in texts]
+    # As before there were mixtures, so that no tokenizer is trained again.
+    known: Any = fingerprints if len(texts) > 1 else fingerprints[0]
+    what = json.dumps([FORMAT, known, vocab_size, tokenizers.__version__])
     file = cache_folder() / f"bpe-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if file.exists():
             return build_tokenizer("bpe", vocab_size=vocab_size, trained=file)
-        tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=rows["text"])
+        documents = itertools.chain.from_iterable(rows["text"] for rows in texts)
+        tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=documents)
         draft = file.with_suffix(f".{os.getpid()}.draft")
         tokenizer.backend_tokenizer.save(str(draft))
         draft.replace(file)
@@ -335,6 +339,11 @@ class TextBlocks:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def sha256(self) -> str:
+        """A fingerprint of the tokens."""
+        return self.text.sha256
+
     def block(self, index: int) -> np.ndarray:
         """Returns the tokens of one block, int32 (T)."""
         if self.pack != "separate":
@@ -364,6 +373,43 @@ class TextBlocks:
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
         return [self[index] for index in indices]
+
+
+class MixedBlocks(TextBlocks):
+    """The blocks of several texts, one text after the other.
+
+    Attributes:
+        parts: the blocks of each text.
+        starts: the number of the first block of each text.
+    """
+
+    def __init__(self, parts: Sequence[TextBlocks]) -> None:
+        self.parts = parts
+        self.sequence_length, self.pack, self.pad_token_id = (
+            parts[0].sequence_length,
+            parts[0].pack,
+            parts[0].pad_token_id,
+        )
+        *starts, self.count = itertools.accumulate(map(len, parts), initial=0)
+        self.starts = np.array(starts)
+
+    @property
+    def sha256(self) -> str:
+        """A fingerprint of the tokens."""
+        return hashlib.sha256("".join(part.sha256 for part in self.parts).encode()).hexdigest()
+
+    def _find(self, index: int) -> tuple[TextBlocks, int]:
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.parts[part], index - int(self.starts[part])
+
+    def block(self, index: int) -> np.ndarray:
+        """Returns the tokens of one block, int32 (T)."""
+        part, within = self._find(index)
+        return part.block(within)
+
+    def _positions(self, index: int) -> np.ndarray:
+        part, within = self._find(index)
+        return part._positions(within)
 
 
 @functools.lru_cache(maxsize=64)

@@ -91,10 +91,10 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
         build_config(recipe)
     except RecipeError as error:
         problems += error.problems
-    data = recipe.data
-    if data.source == "local":
+    for text in recipe.data.texts():
         try:
-            find_files(data, data_dir)
+            if text.source == "local":
+                find_files(text, data_dir)
         except ValueError as error:
             problems.append(f"data.{error}")
     if problems:
