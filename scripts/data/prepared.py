@@ -23,6 +23,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .pack import pad_blocks
+from .rows import texts_of
 from .tokenize import build_tokenizer, single_threaded, tokenize_pieces
 
 FORMAT = 1
@@ -103,7 +105,8 @@ _work: dict[str, Any] = {}
 
 def _write_shard(shard: _Shard) -> tuple[int, int]:
     """Tokenises one shard; returns its tokens and documents."""
-    rows, tokenizer = _work["rows"], _work["tokenizer"]
+    # Mapped anew, see `texts_of`.
+    rows, tokenizer = pickle.loads(_work["rows"]), _work["tokenizer"]
     drafts = {kind: shard.file(kind).with_suffix(f".{os.getpid()}.draft") for kind in ("tokens", "ends")}
     total, ends = 0, []
     try:
@@ -169,7 +172,7 @@ def _write_all(
     missing = [shard for shard in shards if not shard.record.exists()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(processes or cores, len(missing))
-    _work.update(rows=rows, tokenizer=tokenizer)
+    _work.update(rows=pickle.dumps(rows), tokenizer=tokenizer)
     begun = time.monotonic()
     tokens = documents = 0
     try:
@@ -217,7 +220,7 @@ def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None)
     with FileLock(f"{file}.lock"):
         if file.exists():
             return build_tokenizer("bpe", vocab_size=vocab_size, trained=file)
-        documents = itertools.chain.from_iterable(rows["text"] for rows in texts)
+        documents = itertools.chain.from_iterable(map(texts_of, texts))
         tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=documents)
         draft = file.with_suffix(f".{os.getpid()}.draft")
         tokenizer.backend_tokenizer.save(str(draft))
