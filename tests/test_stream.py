@@ -93,7 +93,7 @@ def test_workers_are_resumed(streams, tokenizer, workers):
     if workers == 1:
         assert_equal(first(batches_of(streams("files"), tokenizer), 15), batches)
     else:
-        with pytest.raises(ValueError, match="workers=1 is not valid: .* read by 2"):
+        with pytest.raises(ValueError, match=r"workers=1 is not valid: .* read by 2"):
             resumed.loader(workers=1)
 
 
@@ -126,7 +126,9 @@ def test_order(streams, tokenizer):
 
 def test_batches_of_separate_documents(streams, tokenizer):
     """With everything in one window: the blocks of the text, in another order."""
-    stream = batches_of(streams("files"), tokenizer, sequence_length=24, pack="separate", batch_size=120, shuffle_buffer=999)
+    stream = batches_of(
+        streams("files"), tokenizer, sequence_length=24, pack="separate", batch_size=120, shuffle_buffer=999
+    )
     (batch,) = first(stream, 1)
     rows = [{"text": text} for text in TEXTS]
     expected = make_blocks(rows, tokenizer, sequence_length=24, pack="separate")[range(120)]
@@ -137,10 +139,10 @@ def test_batches_of_separate_documents(streams, tokenizer):
 def test_refusals(streams, tokenizer):
     batches = batches_of(streams("files"), tokenizer)
     first(batches, 2)
-    with pytest.raises(ValueError, match="read by 1 processes, .* continued by 2.*whatwhere prepare"):
+    with pytest.raises(ValueError, match=r"read by 1 processes, .* continued by 2.*whatwhere prepare"):
         batches.load_state_dict([batches.state_dict()], (1, 2))
     for workers in (0, 1):
-        with pytest.raises(ValueError, match="^sequence_length=5000 is not valid"):
+        with pytest.raises(ValueError, match=r"^sequence_length=5000 is not valid"):
             first(batches_of(streams("files"), tokenizer, sequence_length=5000), 1, workers=workers)
 
 

@@ -106,7 +106,10 @@ class _Workplace:
     def __init__(self, root: Path) -> None:
         self.root, self.held_out = root, root / "held_out.jsonl"
         write_text(self.held_out, 1, seed=1)
-        self.settings = [f"data.tokenizer={_train_tokenizer(root / 'tokenizer', self.held_out)}", "data.vocab_size=null"]
+        self.settings = [
+            f"data.tokenizer={_train_tokenizer(root / 'tokenizer', self.held_out)}",
+            "data.vocab_size=null",
+        ]
 
     def text(self, megabytes: int) -> Path:
         file = self.root / f"{megabytes}.jsonl"

@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
         recipe = load_recipe(options.recipe, options.set, **own)
         if recipe.data.source == "task" or recipe.data.streaming:
             field = "streaming=True" if recipe.data.streaming else "source='task'"
-            raise ValueError(f"data.{field} is not valid: only text that is not a stream can be prepared.")
+            advice = " Use --set data.streaming=false, also with `whatwhere train`." if recipe.data.streaming else ""
+            raise ValueError(f"data.{field} is not valid: only text that is not a stream can be prepared.{advice}")
         data = load_data(recipe, options.data_dir, processes=options.processes)
         parts = [
             (split, part)

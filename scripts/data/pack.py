@@ -21,7 +21,7 @@ _MULTIPLE = 8
 
 
 class Packer:
-    """Cuts the tokens of documents into blocks, see `iterate_blocks`; the rest is kept for the documents of the next call.
+    """Cuts the tokens of documents into blocks, see `iterate_blocks`; the rest is kept for the next documents.
 
     Args:
         tokenizer, sequence_length, pack: see `iterate_blocks`.

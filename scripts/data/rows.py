@@ -73,7 +73,7 @@ def collect(rows: Any) -> datasets.Dataset:
 
 
 def on_disk(texts: Iterable[str]) -> datasets.Dataset:
-    """Returns a table of texts in a file of the cache of `datasets`; its name and fingerprint depend on the texts alone.
+    """Returns a table of texts in the cache of `datasets`; the file's name and fingerprint depend on the texts alone.
 
     The column has the type `large_string`, since `string` is limited to 2 GiB.
     """

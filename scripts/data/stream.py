@@ -1,10 +1,10 @@
 """Streams: documents that are read, tokenised and packed while training, with an exact state.
 
-A stream is divided into parts, one for each worker process of each process that trains. A part has its own files if they
-can be divided evenly, or else every n-th document. It is read in windows of `shuffle_buffer` documents, which are shuffled
-one after the other. Its state is that of the documents where the window begins (`datasets.IterableDataset.state_dict`),
-the tokens left over from the window before, and the number of blocks since: to resume, one window is read again, and of
-the current file what is before it.
+A stream is divided into parts, one for each worker process of each process that trains. A part has its own files if
+they can be divided evenly, or else every n-th document. It is read in windows of `shuffle_buffer` documents, which are
+shuffled one after the other. Its state is that of the documents where the window begins
+(`datasets.IterableDataset.state_dict`), the tokens left over from the window before, and the number of blocks since: to
+resume, one window is read again, and of the current file what is before it.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class StreamedBlocks:
     ) -> None:
         """Takes the documents of the part; `sequence_length` and `pack` as in `iterate_blocks`."""
         self.rows, self.seed, self.shuffle_buffer = rows, seed, shuffle_buffer
-        self.form: tuple[Any, ...] = (tokenizer, sequence_length, pack)
+        self.form = (tokenizer, sequence_length, pack)
         self._begun: dict[str, Any] = {"epoch": 0, "window": 0, "documents": None, "rest": {}}
         # As text: it is sent with every batch, and changes with the window only.
         self._begun_text, self._blocks = json.dumps(self._begun), 0
@@ -61,7 +61,7 @@ class StreamedBlocks:
             if self.shuffle_buffer > 1:
                 # This decides the order of files; 0 is their order by name.
                 self.rows.set_epoch(int(np.random.default_rng([self.seed, epoch]).integers(1, 1 << 31)))
-            packer = Packer(*self.form, rest=self._begun["rest"])
+            packer = Packer(*self.form, self._begun["rest"])
             # Unlike `iter(rows)`, `iter` does not divide the rows among workers once more.
             documents = (row["text"][0] for row in self.rows.iter(batch_size=1))
             while window := list(itertools.islice(documents, self.shuffle_buffer)):
@@ -87,8 +87,8 @@ class StreamedBlocks:
 class StreamedBatches(torch.utils.data.IterableDataset):
     """The share of a process of the batches of a stream, or of a mixture of streams.
 
-    The order depends on the number of processes and of workers. `loader` returns the batches from the beginning, or from
-    the state of `load_state_dict`.
+    The order depends on the number of processes and of workers. `loader` returns the batches from the beginning, or
+    from the state of `load_state_dict`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         shuffle_buffer: int,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        """Takes the texts with the share of blocks that is read from each, `weights`; `batch_size` is the global one."""
+        """Takes the texts, and the share of blocks that is read from each; `batch_size` is the global one."""
         self.texts, self.tokenizer, self.batch_size, self.seed = texts, tokenizer, batch_size, seed
         self.weights = np.array(weights) / np.sum(weights)
         self.form: dict[str, Any] = {"sequence_length": sequence_length, "pack": pack, "shuffle_buffer": shuffle_buffer}

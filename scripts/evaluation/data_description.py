@@ -64,7 +64,13 @@ def _describe_mixture(data: Mapping[str, Any], split: str) -> dict[str, Any]:
         titles = [f"{one['title']} ({text['weight'] / total:.0%})" for one, text in zip(ones, texts)]
         licences = list(dict.fromkeys(one["licence"] for one in ones))
         licence = None if None in licences else "; ".join(licences)
-        described[part] = {"choice": None, "corpus": None, "title": ", ".join(titles), "licence": licence, "dataset": None}
+        described[part] = {
+            "choice": None,
+            "corpus": None,
+            "title": ", ".join(titles),
+            "licence": licence,
+            "dataset": None,
+        }
     kinds = {text["kind"] for text in texts}
     kind = "symbols" if "symbols" in kinds else "text"
     return {**data, "kind": kind, "prompt": texts[0]["prompt"], "described": described}
