@@ -112,10 +112,10 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
         build_config(recipe)
     except RecipeError as error:
         problems += error.problems
-    data = recipe.data
-    if data.source == "local":
+    for text in recipe.data.texts():
         try:
-            find_files(data, data_dir)
+            if text.source == "local":
+                find_files(text, data_dir)
         except ValueError as error:
             problems.append(f"data.{error}")
     if problems:
@@ -241,13 +241,12 @@ class Run:
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
-        accelerator, workers = self.accelerator, self.recipe.data.workers
+        accelerator, workers, streaming = self.accelerator, self.recipe.data.workers, self.recipe.data.streaming
         on_cpu = accelerator.device.type == "cpu"
         if workers is None:
-            workers = 0 if on_cpu else 2
-        if self.recipe.data.streaming:
-            # A stream is read in order.
-            workers = min(workers, 1)
+            workers = 2 if not on_cpu else int(streaming)
+        if streaming:
+            return self.data.batches.loader(self.layout.data_share, workers=workers, pin_memory=not on_cpu)
         loader = torch.utils.data.DataLoader(
             Steps(self.data.batches, self.layout.data_share),
             batch_size=None,
@@ -340,12 +339,15 @@ class Run:
         Raises:
             TrainingError: the previous checkpoint could not be written; raised in all processes.
         """
+        # Tensor-parallel processes read the same share.
+        streams = gather_object([self.data.batches.state_dict()]) if self.recipe.data.streaming else None
         state = {
             "step": self.step,
             "seconds": self.seconds,
             "layout": dataclasses.asdict(self.layout),
             "splits_sha256": self.data.splits_sha256,
             "random": gather_object([random_state(self.accelerator.device)]),
+            "streams": streams and streams[:: self.layout.tp],
             "parameter_groups": parameter_groups(self.whole_model, self.optimizer),
         }
         self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state, self.best)
@@ -363,6 +365,8 @@ class Run:
             self.say("no checkpoint yet, starting from the beginning")
         else:
             state = self._read(folders)
+            if self.recipe.data.streaming:
+                self.data.batches.load_state_dict(state["streams"], self.layout.data_share)
             self._check_origin(state)
             load_checkpoint(folders[-1], self.whole_model, self.optimizer, self.scheduler, state)
             self.say(f"resuming after step {state['step']:,}")
