@@ -12,6 +12,7 @@ from .training.errors import reported
 COMMANDS = (
     ("train", "train", "train a model from a recipe", "demo_rope", "commands.train"),
     ("train", "prepare", "tokenise the text of a recipe", "demo_rope --processes 8", "commands.prepare"),
+    ("train", "plan", "memory, FLOPs and time of a recipe", "llama_7b --devices 64", "commands.plan"),
     ("train", "finetune", "fine-tune a checkpoint", "demo/pope --output runs/tuned", "commands.finetune"),
     ("train", "demo", "train three small models and compare them", "--steps 100", "commands.demo"),
     ("evaluate", "length", "perplexity beyond the trained length", "demo/rope demo/pope", "evaluation.length"),

@@ -1,0 +1,299 @@
+"""What a recipe needs on a number of devices: memory, FLOPs and time, without allocating memory for the model."""
+
+import contextlib
+import dataclasses
+import functools
+import unittest.mock
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_utils import local_torch_dtype
+
+from whatwhere import attention_triton
+
+from ..data.tokenize import build_tokenizer
+from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
+from .distributed import Layout, check_layout, decoder_layers
+from .flops import Scalars, flops_per_token
+from .model import build_config, build_model, build_optimizer
+from .recipe import Recipe, RecipeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device by part, when their sum is largest.
+
+    Attributes:
+        weights, gradients, optimiser: float32; the share of the device.
+        activations: saved for the backward pass, and temporary.
+        logits: tensors whose last axis is the vocabulary.
+        communication: weights and gradients that FSDP gathers and scatters, or DDP's buckets of gradients.
+    """
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a recipe needs.
+
+    Attributes:
+        layout: of the devices.
+        rows, parts: sequences that a device takes at a time, and how many times it does so in a step.
+        parameters, embeddings: of the model; the embeddings among them.
+        memory: of a device.
+        tokens_per_step, flops_per_token: of all devices; see `flops_per_token`.
+    """
+
+    layout: Layout
+    rows: int
+    parts: int
+    parameters: int
+    embeddings: int
+    memory: Memory
+    tokens_per_step: int
+    flops_per_token: float
+
+
+def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
+    """Returns what a recipe needs on this number of devices.
+
+    Args:
+        recipe: see `load_recipe`. Its text is not read.
+        devices: the number of processes.
+        gpu: whether the devices are GPUs, where `auto` attention uses the Triton kernels, and the optimiser is fused.
+
+    Raises:
+        RecipeError: the recipe's model or layout is not valid, or its tokenizer cannot be read.
+    """
+    # Compilation needs values.
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
+    config, training, length = _config(recipe), recipe.training, recipe.data.sequence_length
+    layout = check_layout(recipe, config, devices)
+    share = training.batch_size // layout.data_share[1]
+    rows = training.micro_batch_size or share
+    with FakeTensorMode():
+        model = build_model(recipe, config)
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return Plan(
+        layout=layout,
+        rows=rows,
+        parts=share // rows,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embeddings=sum(module.weight.numel() for module in embeddings),
+        memory=_memory(recipe, config, layout, rows, accumulates=share > rows, gpu=gpu),
+        tokens_per_step=training.batch_size * length,
+        flops_per_token=flops_per_token(config, length),
+    )
+
+
+def _config(recipe: Recipe) -> Any:
+    data = recipe.data
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if data.source == "task":
+        tokenizer = build_task_tokenizer(data.task_config())
+    elif "vocab_size" not in recipe.model and data.tokenizer != "bpe":
+        try:
+            tokenizer = build_tokenizer(data.tokenizer)
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                f"data.tokenizer={data.tokenizer!r} cannot be read, and its vocabulary has an unknown size. Give the "
+                "size, for example --set model.vocab_size=50257."
+            ) from error
+    config = build_config(recipe, tokenizer)
+    if data.tokenizer == "bpe" and data.vocab_size:
+        config.vocab_size = data.vocab_size
+    return config
+
+
+def _local_config(config: Any, tp: int) -> Any:
+    """Returns a configuration with the shapes that one process of tensor parallelism has."""
+    if tp == 1:
+        return config
+    fields = {**config.to_dict(), "head_dim": config.head_dim}
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        fields[field] = -(-fields[field] // tp)
+    return type(config)(**fields)
+
+
+def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulates: bool, gpu: bool) -> Memory:
+    """Returns the memory of a device when it is largest, in the second or a later step.
+
+    A step runs on tensors without memory, and `Tracker` records which of them exist at a time. Sharded weights are
+    counted by their share, and what their exchange needs is added. Not included: the program, the device's context,
+    buffers of communication libraries, and fragmentation.
+    """
+    training, shards = recipe.training, layout.dp_shard
+    bf16, fsdp = training.mixed_precision == "bf16", layout.is_sharded and layout.data_share[1] > 1
+    # Bytes of an element of a weight or a gradient, where FSDP gathers them.
+    size = 2 if bf16 and fsdp else 4
+    with FakeTensorMode(), _kernels(gpu):
+        with local_torch_dtype(torch.bfloat16 if size == 2 else torch.float32):
+            model = build_model(recipe, _local_config(config, layout.tp)).train()
+        forward = model
+        if bf16 and not fsdp:
+            forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        if bf16 and not layout.is_sharded:
+            # As accelerate does.
+            forward = convert_outputs_to_fp32(forward)
+        optimizer, _ = build_optimizer(model, training)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        if not accumulates:
+            optimizer.zero_grad()
+        tokens = torch.zeros(rows, recipe.data.sequence_length, dtype=torch.int64)
+        with Tracker(model, optimizer) as tracker, Scalars(tokens.shape[1] - 1):
+            count = tokens.numel()
+            loss = forward(input_ids=tokens, labels=tokens, num_items_in_batch=count, use_cache=False).loss
+            loss.backward()
+            del loss
+            update = len(tracker.history)
+            if not gpu:
+                optimizer.step()
+        # FSDP gathers the weights of a layer together, and all that are outside of the layers, the root.
+        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
+        total = sum(parameter.numel() for parameter in model.parameters())
+        head = model.get_output_embeddings().weight
+        if head is not model.get_input_embeddings().weight:
+            # Tensor parallelism divides it by the vocabulary, and gathers the logits.
+            total -= head.numel() - head.numel() // layout.tp
+    root, share = total - sum(layers), 4 / shards
+    if fsdp:
+        # The root stays gathered. One layer computes while the next is gathered through a buffer; the gradients of one
+        # layer are whole while a float32 copy of them is scattered.
+        exchange = root * size + max(layers) * (2 * size + size + 4.0)
+    else:
+        exchange = 4.0 * total if layout.dp_replicate > 1 else 0.0
+
+    def at(step: Existing, *, updates: bool = False, scatters: bool = False) -> Memory:
+        if not fsdp:
+            gradients = 4.0 * (step.root_gradients + step.layer_gradients)
+        elif updates:
+            gradients = total * share
+        elif accumulates:
+            # Until the last part of a batch, gradients stay whole.
+            gradients = total * 4.0
+        else:
+            gradients = step.layer_gradients * share + step.root_gradients * size
+        return Memory(
+            weights=total * share,
+            gradients=gradients,
+            optimiser=2 * total * share,
+            # The temporary tensors of an update have the shapes of the weights.
+            activations=step.activations / (shards if updates else 1),
+            logits=step.logits,
+            communication=0.0 if fsdp and updates else exchange + (4.0 * root if scatters else 0.0),
+        )
+
+    found = [at(step, updates=number >= update) for number, step in enumerate(tracker.history)]
+    if fsdp:
+        # At the end, the gradients of the root are scattered, from a float32 copy.
+        found.append(at(tracker.history[update - 1], scatters=True))
+    return max(found, key=lambda memory: memory.total)
+
+
+def _kernels(use: bool) -> contextlib.AbstractContextManager[Any]:
+    """Makes `auto` attention use the Triton kernels, as on a GPU; they have implementations without memory."""
+    if not use or attention_triton.import_error():
+        return contextlib.nullcontext()
+    return unittest.mock.patch.multiple(
+        attention_triton, runs_by_default=lambda device: True, runs_on=lambda device: True
+    )
+
+
+class Existing(NamedTuple):
+    """What exists at a time: elements of gradients outside and inside of layers, bytes of activations and logits."""
+
+    root_gradients: int
+    layer_gradients: int
+    activations: int
+    logits: int
+
+
+class Tracker(TorchDispatchMode):
+    """Records which tensors exist after each operation of a step, in `history`.
+
+    Tensors are those that operations return, as long as anything refers to their memory: saved for the backward pass or
+    temporary. Logits are tensors whose last axis has the size of the vocabulary.
+    """
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.vocabulary = model.config.vocab_size
+        self.history: list[Existing] = []
+        self._bytes = {"activations": 0, "logits": 0}
+        # Kind and size by memory; tensors that exist before are not counted.
+        self._kinds: dict[int, tuple[str, int]] = {}
+        inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
+        self._in_layers = {True: 0, False: 0}
+        self._known = set()
+        for tensor in (*model.buffers(), *(v for state in optimizer.state.values() for v in state.values())):
+            if isinstance(tensor, torch.Tensor):
+                self._known.add(tensor.untyped_storage()._cdata)
+        self._hooks = []
+        for parameter in model.parameters():
+            self._known.add(parameter.untyped_storage()._cdata)
+            if parameter.grad is None:
+                count = functools.partial(self._count_gradient, id(parameter) in inside)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
+            else:
+                self._known.add(parameter.grad.untyped_storage()._cdata)
+                self._in_layers[id(parameter) in inside] += parameter.numel()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor)
+        logits = self._bytes["logits"]
+        # The chunked loss of PyTorch is one operator; inside, it has float32 logits of a chunk.
+        names = [argument.name for argument in func._schema.arguments]
+        if "batch_chunk_size" in names[: len(args)]:
+            logits += 4 * args[names.index("batch_chunk_size")] * self.vocabulary
+        gradients = self._in_layers[False], self._in_layers[True]
+        self.history.append(Existing(*gradients, self._bytes["activations"], logits))
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._kinds:
+            return
+        kind = "logits" if tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary else "activations"
+        self._kinds[key] = kind, storage.nbytes()
+        self._bytes[kind] += storage.nbytes()
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        if key in self._kinds:
+            kind, size = self._kinds.pop(key)
+            self._bytes[kind] -= size
+
+    def _count_gradient(self, in_layer: bool, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        key = parameter.grad.untyped_storage()._cdata
+        self._remove(key)
+        self._known.add(key)
+        self._in_layers[in_layer] += parameter.numel()
