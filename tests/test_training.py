@@ -29,13 +29,21 @@ from toys import SOLVABLE, toy_recipe
 from whatwhere.scripts.commands import train as train_command
 from whatwhere.scripts.training import data, estimate, loop, progress
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
+from whatwhere.scripts.training.flops import flops_per_token
 from whatwhere.scripts.training.loop import Run, train
 from whatwhere.scripts.training.recipe import parse_recipe
 from whatwhere.scripts.training.run_folder import RunFolder
 
-# What differs between two runs that are otherwise equal.
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
-CLOCK = {"data_wait_seconds", "tokens_per_second", "samples_per_second", "sequences_per_second"}
+# What differs between two runs that are otherwise equal.
+CLOCK = {
+    "data_wait_seconds",
+    "peak_memory_gb",
+    "samples_per_second",
+    "sequences_per_second",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -1126,6 +1134,19 @@ def test_processes_must_divide_the_batch(data_dir, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"training\.batch_size=4.*number of data-parallel processes, 3"):
         train(recipe(), tmp_path / "run", data_dir=data_dir)
     assert not (tmp_path / "run").exists()
+
+
+def test_speed_and_memory(data_dir, tmp_path, monkeypatch):
+    """Utilisation is reported where the peak of the device is known."""
+    monkeypatch.setattr(loop, "peak_flops", lambda device: 1e12)
+    train(recipe(training__steps=2), tmp_path / "run", data_dir=data_dir)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    line = next(line for line in logged if "loss" in line)
+    assert line["tokens_per_second_per_device"] == line["tokens_per_second"]
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "run").config
+    flops = line["tokens_per_second"] * flops_per_token(config, 24)
+    assert line["model_flops_utilisation"] == pytest.approx(flops / 1e12)
+    assert 0.1 < line["peak_memory_gb"] < 20
 
 
 # --- the command line

@@ -53,9 +53,10 @@ from .distributed import (
     whole,
 )
 from .errors import Interrupted, TrainingError
+from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate
 from .model import FAMILIES, build_config, build_model, build_optimizer
-from .progress import Progress, stop_signals
+from .progress import Progress, peak_memory, stop_signals
 from .recipe import DistributedRecipe, Recipe, RecipeError
 from .run_folder import RunFolder
 
@@ -138,6 +139,7 @@ class Run:
         self.recipe, self.output, self.folder = recipe, output, RunFolder(output)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
+        self._flops_per_token: float | None = None
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
@@ -223,8 +225,9 @@ class Run:
                 if last or self.step % training.log_every == 0:
                     values = self._finite(loss, norm)
                     speed = progress.speed(self.step, values["loss"])
-                    counts = {unit: self.step * per_step, f"{unit}_per_second": speed, "data_wait_seconds": waited}
-                    self.log({**values, "learning_rate": rate, **counts})
+                    costs = {"data_wait_seconds": waited, "peak_memory_gb": peak_memory() / 1e9, **self.costs(speed)}
+                    counts = {unit: self.step * per_step, f"{unit}_per_second": speed}
+                    self.log({**values, "learning_rate": rate, **counts, **costs})
                     waited = 0.0
                 progress.advance(self.step, loss)
                 if every and (last or self.step % every == 0):
@@ -238,6 +241,21 @@ class Run:
                 if stop and not last:
                     self.checkpoints.wait()
                     raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
+
+    def costs(self, speed: float) -> dict[str, float]:
+        """Returns the speed for each device, and on a known GPU the model FLOPs utilisation (see `flops_per_token`)."""
+        if self.data.unit != "tokens":
+            return {}
+        each = speed / self.accelerator.num_processes
+        if not (peak := peak_flops(self.accelerator.device)):
+            return {"tokens_per_second_per_device": each}
+        if self._flops_per_token is None:
+            config = self.whole_model.config
+            self._flops_per_token = flops_per_token(config, self.recipe.data.sequence_length)
+        return {
+            "tokens_per_second_per_device": each,
+            "model_flops_utilisation": each * self._flops_per_token / peak,
+        }
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
