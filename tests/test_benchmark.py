@@ -441,7 +441,7 @@ def test_figures_of_data(monkeypatch, capsys):
         ],
         strict=True,
     ):
-        assert re.fullmatch(rf"{what}.* +\d+\.\d\d {unit} +{aim}: (met|NOT MET)", line)
+        assert re.fullmatch(rf"{what}.* +\d+\.\d\d {unit} +{aim}: (met|NOT MET) \(load .*\)", line)
 
 
 def test_generated_text(tmp_path):

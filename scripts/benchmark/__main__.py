@@ -39,7 +39,7 @@ cached ones), with ratios to the stock `LlamaForCausalLM`: our model with `rope`
 Data (`--parts data`): `whatwhere prepare` with 1 and 2 processes on 120 MB of generated text, its memory (of the
 largest process) for 120 and 1,200 MB, the start of a run of `wikitext103_small` on prepared text, and the share of its
 steps in which it waits for data, beside what they should be on an otherwise idle machine. It takes about 15 minutes and
-5 GB in a temporary folder (`--quick`: 10 and 20 MB, two minutes). The other options have no effect.
+5 GB in a temporary folder (`--quick`: 40 and 80 MB, two minutes). The other options have no effect.
 
 Check of attention: output and all gradients of one head of the timed inputs, against full-matrix attention in float64.
 The maximum error is twice that of full-matrix attention in the timed type, or 1e-4 (2e-2 for the public package) of the
@@ -69,6 +69,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import os
 import pathlib
 import sys
 import time
@@ -413,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     if "data" in parsed.parts:
         for figure in benchmark_data(parsed.quick):
-            print(figure, flush=True)
+            print(f"{figure} (load {os.getloadavg()[0]:.1f})", flush=True)
         if parsed.parts == ["data"]:
             return 0
     if parsed.threads:

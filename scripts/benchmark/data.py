@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 # Megabytes of text: the two sizes whose memory is compared; a small and a large number with `--quick`.
-SIZES, QUICK_SIZES = (120, 1200), (10, 20)
+SIZES, QUICK_SIZES = (120, 1200), (40, 80)
 STEPS, QUICK_STEPS = 30, 6
 VOCABULARY = 4096
 
