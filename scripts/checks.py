@@ -5,6 +5,7 @@ path, its value and what is allowed.
 """
 
 import operator
+import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
@@ -93,13 +94,24 @@ def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) ->
     return list(messages.values())
 
 
+def _innermost(annotation: Any) -> Any:
+    """Returns the class X of an annotation `list[X] | None`, or the annotation."""
+    for argument in typing.get_args(annotation):
+        if argument is not type(None):
+            return _innermost(argument)
+    return annotation
+
+
 def _place(cls: type[Checked], place: tuple[int | str, ...]) -> tuple[list[str], type[Checked]]:
     """Returns the field names on the path to an error, and the class of the last field."""
     names: list[str] = []
     for number, part in enumerate(place, 1):
         names.append(str(part))
-        field = cls.model_fields.get(str(part))
-        inner = field.annotation if field else None
+        if isinstance(part, int):
+            names[-2:] = [f"{names[-2]}[{part}]"]
+            continue
+        field = cls.model_fields.get(part)
+        inner = _innermost(field.annotation) if field else None
         if number == len(place) or not (isinstance(inner, type) and issubclass(inner, Checked)):
             names[-1] += "".join(f"[{index}]" for index in place[number:] if isinstance(index, int))
             break

@@ -1,13 +1,15 @@
 """The benchmark: what gets a number, what gets a reason instead, and what the tables say."""
 
 import csv
+import json
+import re
 
 import pytest
 import torch
 
 from tiny import slow_but
 from whatwhere.scripts.benchmark import __main__ as command
-from whatwhere.scripts.benchmark import attention, measure, references
+from whatwhere.scripts.benchmark import attention, data, measure, references
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
 from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
 from whatwhere.scripts.benchmark.models import HOST_MODELS, MODELS
@@ -420,3 +422,32 @@ def test_written_rows(report):
     row = next(row for row in rows if row["provider"] == "cope-triton-half" and row["length"] == "8192")
     assert (row["direction"], row["ratio"], row["ratio_to"]) == ("forward+backward", "1.250", "rope-sdpa-flash")
     assert (row["peak_mib"], row["above_mib"], row["memory_ratio"], row["note"]) == ("240.0", "140.0", "1.200", "tiles")
+
+
+@pytest.mark.slow
+def test_figures_of_data(monkeypatch, capsys):
+    """Everything is run once, on little text; on which the figures mean nothing."""
+    monkeypatch.setattr(data, "QUICK_SIZES", (1, 2))
+    monkeypatch.setattr(data, "QUICK_STEPS", 4)
+    assert command.main(["--parts", "data", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line, (what, unit, aim) in zip(
+        lines,
+        [
+            ("tokenising 1 MB", "x", "at least 1.7"),
+            ("peak memory: .* for 2 MB", "%", "at most 10"),
+            ("start of a run on 2 MB", "s", "at most 10"),
+            ("waiting for data in a step of wikitext103_small", "%", "at most 2"),
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(rf"{what}.* +\d+\.\d\d {unit} +{aim}: (met|NOT MET) \(load .*\)", line)
+
+
+def test_generated_text(tmp_path):
+    data.write_text(tmp_path / "text.jsonl", 0.1)
+    rows = [json.loads(line)["text"] for line in (tmp_path / "text.jsonl").read_text().splitlines()]
+    assert 1e5 <= (tmp_path / "text.jsonl").stat().st_size < 1.1e5
+    assert len(set(rows)) == len(rows)
+    assert str(data.Line("a", 1.65, "x", 1.7, at_least=True)).endswith("1.65 x   at least 1.7: NOT MET")
+    assert str(data.Line("a", 1.65, "s", 1.7)).endswith("1.65 s   at most 1.7: met")

@@ -10,7 +10,7 @@ import datasets
 
 from whatwhere.scripts.data.corpora import CORPORA, Corpus, load_corpus, parse_choice, wikitext_articles
 from whatwhere.scripts.data.corpus import SPLITS, load_text
-from whatwhere.scripts.data.rows import collect, in_memory
+from whatwhere.scripts.data.rows import collect, on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_splits_of_a_recipe(folder, small):
         load_text("corpus", data_dir=folder, splits={"train": "small:test", "validation": "small:validation"})
 
 
-@pytest.mark.parametrize("made", [in_memory, lambda texts: collect({"text": text} for text in texts)])
+@pytest.mark.parametrize("made", [on_disk, lambda texts: collect({"text": text} for text in texts)])
 def test_tables_hold_more_than_2_gib(made):
     """The human genome and MAESTRO in seven keys do not fit into a column of Arrow's `string`."""
     rows = made(iter(["a", "\u00e9"]))
@@ -196,9 +196,11 @@ def test_tables_hold_more_than_2_gib(made):
     assert list(made(iter([]))) == []
 
 
-def test_wikitext_is_cut_before_titles():
+def test_wikitext_is_cut_before_titles(tmp_path):
+    file = tmp_path / "wiki.test.raw"
     text = " \n = One = \n \n A b . \n \n = = Part = = \n \n c = d \n \n = Two = \n \n e \n = no title = \n"
-    assert list(wikitext_articles(text)) == [
+    file.write_text(text)
+    assert list(wikitext_articles(file, "test")) == [
         " = One = \n \n A b . \n \n = = Part = = \n \n c = d \n \n",
         " = Two = \n \n e \n = no title = \n",
     ]

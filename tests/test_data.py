@@ -21,7 +21,6 @@ from whatwhere.scripts.data import tokenize as tokens
 from whatwhere.scripts.data.pack import (
     IGNORED,
     ShuffledBatches,
-    StreamedBatches,
     add_labels,
     blocks_sha256,
     iterate_blocks,
@@ -605,17 +604,10 @@ def test_fingerprint_of_blocks():
 
 
 def test_batches_of_separate_documents():
-    import datasets
-
     tokenizer = build_tokenizer("jsb")
     blocks = make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate")
     shuffled = ShuffledBatches(blocks, 5, seed=1)
     assert sorted((shuffled(0)["labels"] != IGNORED).sum(1).tolist()) == [3, 3, 9, 9, 9]
-    stream = datasets.Dataset.from_list(WORDS).to_iterable_dataset()
-    options = {"sequence_length": 9, "pack": "separate", "batch_size": 5, "seed": 0, "shuffle_buffer": 1}
-    streamed = StreamedBatches(stream, tokenizer, **options)
-    for name, rows in blocks[range(5)].items():
-        assert torch.equal(streamed(0)[name] if name == "input_ids" else streamed(1)[name], rows)
 
 
 @pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
@@ -703,29 +695,6 @@ def test_shuffling_visits_everything_once_an_epoch():
     assert again(0)["input_ids"][:, 0].tolist() == seen[:4]
     other = ShuffledBatches(numbered_blocks(10), batch_size=10, seed=4)
     assert other(0)["input_ids"][:, 0].tolist() != seen[:10]
-
-
-def test_streamed_batches_continue_and_repeat():
-    import datasets
-
-    tokenizer = build_tokenizer("bytes")
-    rows = datasets.Dataset.from_dict({"text": [f"document {i:02d}." for i in range(20)]}).to_iterable_dataset()
-    options = {"sequence_length": 6, "pack": "concat", "batch_size": 3, "seed": 0, "shuffle_buffer": 5}
-    batches = StreamedBatches(rows, tokenizer, **options)
-    # 20 documents of 13 tokens: 43 blocks an epoch, so 20 steps need a second one
-    seen = [batches(step)["input_ids"] for step in range(20)]
-    assert all(batch.shape == (3, 6) for batch in seen)
-    resumed = StreamedBatches(rows, tokenizer, **options)
-    assert torch.equal(resumed(17)["input_ids"], seen[17])
-    assert torch.equal(resumed(18)["input_ids"], seen[18])
-    with pytest.raises(ValueError, match="already at step"):
-        resumed(3)
-    first_epoch = tokenizer.decode(torch.cat(seen).flatten()[: 20 * 13].tolist())
-    # the end of the last one may have moved on into the second epoch
-    assert sum(f"{i:02d}." in first_epoch for i in range(20)) >= 19
-    plain = StreamedBatches(rows, tokenizer, **{**options, "shuffle_buffer": 1})
-    assert tokenizer.decode(plain(0)["input_ids"].flatten()).startswith("document 00.<|endoftext|>docu")
-    assert not torch.equal(seen[0], StreamedBatches(rows, tokenizer, **{**options, "seed": 1})(0)["input_ids"])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from transformers import (
 
 from tiny import slow_but
 from whatwhere.scripts.commands import finetune as command
-from whatwhere.scripts.data.pack import endless_blocks
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.training import finetune as script
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
@@ -219,7 +218,7 @@ def test_schedule(run, stock):
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """A corpus known by name, in a data folder; a list that grows by every document read of its training split."""
+    """The data folder of a corpus known by name."""
     from datasets import IterableDataset
 
     from whatwhere.scripts.data.corpora import CORPORA
@@ -227,11 +226,9 @@ def corpus(tmp_path, monkeypatch):
     folder = tmp_path / "data" / "pg19" / "test"
     folder.mkdir(parents=True)
     (folder / "1.txt").write_text("a held-out book " * 20)
-    read = []
 
     def books():
         for index in range(1000):
-            read.append(index)
             yield {"text": f"book {index}: " + "once upon a time, " * 6}
 
     def read_local(self, root, split, *, streaming):
@@ -239,32 +236,16 @@ def corpus(tmp_path, monkeypatch):
         return IterableDataset.from_generator(books if split == "train" else lambda: iter([{"text": "held out " * 20}]))
 
     monkeypatch.setattr(type(CORPORA["pg19"]), "read_local", read_local)
-    return tmp_path / "data", read
+    return tmp_path / "data"
 
 
 def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
-    folder, read = corpus
-    fixed = ["--data", "pg19", "--data-dir", str(folder), "--streaming", "--shuffle-buffer", "8", "--cpu"]
+    fixed = ["--data", "pg19", "--data-dir", str(corpus), "--streaming", "--shuffle-buffer", "8", "--cpu"]
     sizes = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "2"]
     results = finetune([stock["llama"], *fixed, *sizes, "--output", str(tmp_path / "run")])
-    # Documents are tokenised 64 at a time, and not more of them than are needed.
-    assert 0 < len(read) <= 65
     assert results["data"]["source"] == "pg19"
     assert results["data"]["split"] == "test"
     assert len(results["base_weights_sha256"]) == 64
-
-
-def test_an_endless_stream_begins_again(stock):
-    from datasets import Dataset
-
-    tokenizer = build_tokenizer("bytes")
-    documents = Dataset.from_list([{"text": "abc"}, {"text": "defgh"}]).to_iterable_dataset()
-    blocks = endless_blocks(documents, tokenizer, 5)
-    found = [next(blocks)["input_ids"].tolist() for _ in range(4)]
-    first, second = [*b"abc", 256, ord("d")], [*b"efgh", 256]
-    assert found == [first, second, first, second]
-    with pytest.raises(ValueError, match="11 is not valid"):
-        next(endless_blocks(documents, tokenizer, 11))
 
 
 @pytest.mark.parametrize(

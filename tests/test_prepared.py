@@ -9,13 +9,16 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader
 
 from whatwhere.scripts.commands import prepare as command
 from whatwhere.scripts.data import prepared
 from whatwhere.scripts.data.pack import ShuffledBatches, Steps, add_labels, iterate_blocks
 from whatwhere.scripts.data.prepared import DamagedShard, PreparedText, TextBlocks, prepare, prepared_folder
+from whatwhere.scripts.data.rows import on_disk, texts_of
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.training.recipe import RECIPES
 
 TEXTS = [f"{'word ' * (number % 7)}{number}" for number in range(300)] + ["", "x"]
 
@@ -216,3 +219,36 @@ def test_workers_read_the_same_batches(rows, tokenizer):
             for name, tensor in whole.items():
                 assert torch.equal(tensor, torch.cat([part[name] for part in parts]))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_mixture_is_prepared_by_parts(tmp_path, capfd):
+    """Each text by itself: a run with one of them alone finds it done."""
+    texts = []
+    for number in range(2):
+        file = tmp_path / f"{number}.txt"
+        file.write_text(f"some text {number}. " * 400)
+        texts.append({"train_file": str(file), "weight": 1 + number})
+    recipe = tmp_path / "mixed.yaml"
+    values = yaml.safe_load((RECIPES / "demo_rope.yaml").read_text())
+    values["data"] |= {"source": "mixture", "mixture": texts, "sequence_length": 16}
+    recipe.write_text(yaml.safe_dump(values))
+    command.main([str(recipe)])
+    said, heard = capfd.readouterr()
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["train", "train", "validation", "validation"]
+    assert "tokenised the train split of data.mixture's text 2" in heard
+    own = ["--train-file", texts[1]["train_file"], "--set", "data.sequence_length=16"]
+    command.main(["demo_rope", *own])
+    said, heard = capfd.readouterr()
+    assert "tokenised" not in heard
+    # A mixture is left out for text of one's own.
+    command.main([str(recipe), *own])
+
+
+def test_rows_are_mapped_anew(rows, tokenizer, tmp_path, monkeypatch):
+    """What a process has read of a file does not stay in its memory."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    stored = on_disk(TEXTS)
+    assert list(texts_of(stored)) == TEXTS
+    assert stored._fingerprint == on_disk(iter(TEXTS))._fingerprint != on_disk(TEXTS[:-1])._fingerprint
+    assert len(list(tmp_path.glob("whatwhere/*"))) == 2
+    assert prepare(stored, tokenizer).sha256 == prepare(rows, tokenizer).sha256

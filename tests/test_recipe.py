@@ -171,6 +171,38 @@ BAD = {
         changed(data__source="hub", data__dataset="me/x", data__streaming=True),
         "evaluation.final_blocks=None",
     ),
+    "mixture of nothing": (changed(data__source="mixture"), "data.mixture=None .*list of texts"),
+    "mixture of another source": (
+        changed(data__mixture=[{"source": "stdlib", "weight": 1}]), "data.source='stdlib' .*must be 'mixture'"
+    ),
+    "mixture without a weight": (
+        changed(data__source="mixture", data__mixture=[{"source": "stdlib"}]), r"data.mixture\[0\].weight is missing"
+    ),
+    "mixture with a weight of 0": (
+        changed(data__source="mixture", data__mixture=[{"weight": 1}, {"weight": 0.0}]), r"data.mixture\[1\].weight=0.0"
+    ),
+    "text of a mixture": (
+        changed(data__source="mixture", data__mixture=[{"source": "hub", "weight": 1}]),
+        r"data.mixture\[0\].dataset=None",
+    ),
+    "misspelt key of a mixture": (
+        changed(data__source="mixture", data__mixture=[{"weigth": 1}]), r"'data.mixture\[0\].weigth'.*'weight'"
+    ),
+    "splits of a mixture": (
+        changed(data__source="mixture", data__mixture=[{"weight": 1}], data__splits={"train": "a"}),
+        "data.splits=.*source='mixture'",
+    ),
+    "mixture with one stream": (
+        changed(data__source="mixture", data__mixture=[{"train_file": "a", "weight": 1, "streaming": True}]),
+        r"data.mixture\[0\].streaming=True",
+    ),
+    "mixture of streams": (
+        changed(
+            data__source="mixture", data__mixture=[{"weight": 1}], data__streaming=True,
+            evaluation__blocks=1, evaluation__final_blocks=1,
+        ),
+        r"data.streaming=True .*data.mixture\[0\].streaming: it has no effect with source='stdlib'",
+    ),
     "bpe of a stream": (
         changed(
             data__source="hub", data__dataset="me/x", data__streaming=True, data__tokenizer="bpe", data__vocab_size=300

@@ -29,13 +29,21 @@ from toys import SOLVABLE, toy_recipe
 from whatwhere.scripts.commands import train as train_command
 from whatwhere.scripts.training import data, estimate, loop, progress
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
+from whatwhere.scripts.training.flops import flops_per_token
 from whatwhere.scripts.training.loop import Run, train
 from whatwhere.scripts.training.recipe import parse_recipe
 from whatwhere.scripts.training.run_folder import RunFolder
 
-# What differs between two runs that are otherwise equal.
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
-CLOCK = {"data_wait_seconds", "tokens_per_second", "samples_per_second", "sequences_per_second"}
+# What differs between two runs that are otherwise equal.
+CLOCK = {
+    "data_wait_seconds",
+    "peak_memory_gb",
+    "samples_per_second",
+    "sequences_per_second",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -278,8 +286,31 @@ def test_resume_without_steps_in_between(finished, data_dir, tmp_path, monkeypat
     assert_same_run(output, finished[0])
 
 
-def test_streamed_run_resumes_exactly(data_dir, tmp_path, monkeypatch):
-    changed = recipe(data__streaming=True, data__shuffle_buffer=4, evaluation__final_blocks=3)
+def mixture(**changes):
+    """The changes of a recipe with two texts."""
+    splits = {split: f"{split}.jsonl" for split in ("train", "validation", "test")}
+    texts = [{"source": "local", "splits": splits, "weight": 0.75}, {"source": "stdlib", "weight": 0.25}]
+    if changes.get("data__streaming"):
+        texts[1] = {**texts[0], "splits": {**splits, "train": "validation.jsonl"}, "weight": 0.25}
+    return {"data__source": "mixture", "data__splits": None, "data__mixture": texts, **changes}
+
+
+STREAM = {"data__streaming": True, "data__shuffle_buffer": 4, "evaluation__final_blocks": 3}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        STREAM,
+        {**STREAM, "data__workers": 2, "data__pack": "documents"},
+        {**STREAM, "data__workers": 0, "data__pack": "separate"},
+        mixture(**STREAM),
+        mixture(evaluation__final_blocks=3),
+    ],
+    ids=["stream", "two workers", "no worker", "streams", "mixture"],
+)
+def test_streams_and_mixtures_resume_exactly(changes, data_dir, tmp_path, monkeypatch):
+    changed = recipe(**changes)
     train(changed, tmp_path / "whole", data_dir=data_dir)
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
@@ -287,6 +318,25 @@ def test_streamed_run_resumes_exactly(data_dir, tmp_path, monkeypatch):
             train(changed, tmp_path / "run", data_dir=data_dir)
     train(changed, tmp_path / "run", resume=True, data_dir=data_dir)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_stream_is_resumed_by_as_many_workers(data_dir, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(Interrupted):
+            train(recipe(**STREAM), tmp_path / "run", data_dir=data_dir)
+    with pytest.raises(ValueError, match="workers=2 is not valid: the run's stream was read by 1 in each process"):
+        train(recipe(**STREAM, data__workers=2), tmp_path / "run", resume=True, data_dir=data_dir)
+
+
+def test_results_of_a_mixture(data_dir, tmp_path):
+    results = train(recipe(**mixture(evaluation__final_blocks=8)), tmp_path / "run", data_dir=data_dir)
+    about = results["data"]["described"]["train"]
+    assert about["title"] == "local files (75%), source code of Python's standard library (25%)"
+    assert [text["weight"] for text in results["data"]["mixture"]] == [0.75, 0.25]
+    assert "local files (75%)" in (tmp_path / "run" / "README.md").read_text()
+    # 6 blocks of one text, 2 of the other, of 23 predictions each.
+    assert results["tokens"] == 8 * 23
 
 
 def test_random_state_matters(finished, data_dir, tmp_path, monkeypatch):
@@ -988,6 +1038,51 @@ def test_two_processes_equal_one(data_dir, tmp_path):
         torch.testing.assert_close(other_weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
+SEE_STREAM = """
+import json, re, sys, torch
+from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.recipe import load_recipe
+
+run = Run(load_recipe(sys.argv[1]), sys.argv[2], sys.argv[3])
+batches = run.batches()
+text = run.data.tokenizer.decode(torch.cat([next(batches)["input_ids"].flatten() for _ in range(8)]))
+seen = sorted(set(map(int, re.findall(r"train (\\d+):", text))))
+with open(f"{sys.argv[2]}/{run.accelerator.process_index}.json", "w") as file:
+    json.dump(seen, file)
+run.accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_stream(data_dir, tmp_path):
+    """Each has its own documents; resumed, it is bitwise the same; one process cannot continue it."""
+    changed = recipe(**STREAM, training__checkpoint_every=3)
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    file, whole, parts = write_recipe(tmp_path, changed), tmp_path / "whole", tmp_path / "parts"
+    (tmp_path / "see.py").write_text(SEE_STREAM)
+    resumed = ["--output", str(parts), "--data-dir", str(data_dir), "--resume-from", "3"]
+    for command in (
+        [str(tmp_path / "see.py"), file, str(tmp_path), str(data_dir)],
+        [*TRAIN, file, "--output", str(whole), "--data-dir", str(data_dir)],
+        [*TRAIN, file, *resumed],
+    ):
+        if "--resume-from" in command:
+            # As if it had been stopped after step 3.
+            shutil.copytree(whole, parts)
+            (parts / "results.json").unlink()
+        process = launch([*two, *command])
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [{number % 2 for number in some} for some in seen] == [{0}, {1}]
+    assert_same_run(parts, whole)
+    state = json.loads((whole / "checkpoints" / "step-00000003" / "run.json").read_text())["streams"]
+    assert len(state) == 2
+    (parts / "results.json").unlink()
+    with pytest.raises(ValueError, match=r"read by 2 processes, and cannot be continued by 1.*whatwhere prepare"):
+        train(changed, parts, resume_from=3, data_dir=data_dir)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason", "layout"),
@@ -1039,6 +1134,19 @@ def test_processes_must_divide_the_batch(data_dir, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"training\.batch_size=4.*number of data-parallel processes, 3"):
         train(recipe(), tmp_path / "run", data_dir=data_dir)
     assert not (tmp_path / "run").exists()
+
+
+def test_speed_and_memory(data_dir, tmp_path, monkeypatch):
+    """Utilisation is reported where the peak of the device is known."""
+    monkeypatch.setattr(loop, "peak_flops", lambda device: 1e12)
+    train(recipe(training__steps=2), tmp_path / "run", data_dir=data_dir)
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    line = next(line for line in logged if "loss" in line)
+    assert line["tokens_per_second_per_device"] == line["tokens_per_second"]
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "run").config
+    flops = line["tokens_per_second"] * flops_per_token(config, 24)
+    assert line["model_flops_utilisation"] == pytest.approx(flops / 1e12)
+    assert 0.1 < line["peak_memory_gb"] < 20
 
 
 # --- the command line

@@ -36,6 +36,11 @@ cached ones), with ratios to the stock `LlamaForCausalLM`: our model with `rope`
 `none` with the same weights, with their default attention and (`llama-pope-triton`, `llama-cope-triton`,
 `llama-fox-triton`) with `attn_implementation="triton"`.
 
+Data (`--parts data`): `whatwhere prepare` with 1 and 2 processes on 120 MB of generated text, its memory (of the
+largest process) for 120 and 1,200 MB, the start of a run of `wikitext103_small` on prepared text, and the share of its
+steps in which it waits for data, beside what they should be on an otherwise idle machine. It takes about 15 minutes and
+5 GB in a temporary folder (`--quick`: 40 and 80 MB, two minutes). The other options have no effect.
+
 Check of attention: output and all gradients of one head of the timed inputs, against full-matrix attention in float64.
 The maximum error is twice that of full-matrix attention in the timed type, or 1e-4 (2e-2 for the public package) of the
 reference's norm or a tenth of the incoming gradient's norm, whichever is larger. Above 4,096 tokens, 2,048 rows are
@@ -64,6 +69,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import os
 import pathlib
 import sys
 import time
@@ -86,6 +92,7 @@ from .attention import (
     refusals,
     tiles_note,
 )
+from .data import benchmark_data
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
 from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
 from .report import Report, Result, Shape, device_name, missing, old_columns, versions
@@ -316,7 +323,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--parts", default="attention,model", help="attention, model, or both, comma-separated")
+    parser.add_argument("--parts", default="attention,model", help="of attention, model and data; comma-separated")
     parser.add_argument("--providers", type=lambda text: text.split(","), help="only these (and the baseline)")
     parser.add_argument("--directions", type=lambda text: text.split(","), help="of attention; on a CPU two by default")
     parser.add_argument(
@@ -347,7 +354,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
     parsed = parser.parse_args(arguments)
     parsed.parts = parsed.parts.split(",")
-    known = {"parts": ("attention", "model"), "providers": (*PROVIDERS, *MODELS), "directions": DIRECTIONS}
+    known = {"parts": ("attention", "model", "data"), "providers": (*PROVIDERS, *MODELS), "directions": DIRECTIONS}
     for name, allowed in known.items():
         unknown = set(getattr(parsed, name) or ()) - set(allowed)
         if unknown:
@@ -405,6 +412,11 @@ def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit code."""
     parsed = parse(arguments)
+    if "data" in parsed.parts:
+        for figure in benchmark_data(parsed.quick):
+            print(f"{figure} (load {os.getloadavg()[0]:.1f})", flush=True)
+        if parsed.parts == ["data"]:
+            return 0
     if parsed.threads:
         torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     with reported():
-        from ..data.prepared import PreparedText, TextBlocks
+        from ..data.prepared import MixedBlocks, PreparedText
         from ..training.data import load_data
         from ..training.recipe import load_recipe
 
@@ -43,10 +43,15 @@ def main(arguments: list[str] | None = None) -> None:
         recipe = load_recipe(options.recipe, options.set, **own)
         if recipe.data.source == "task" or recipe.data.streaming:
             field = "streaming=True" if recipe.data.streaming else "source='task'"
-            raise ValueError(f"data.{field} is not valid: only text that is not a stream can be prepared.")
+            advice = " Use --set data.streaming=false, also with `whatwhere train`." if recipe.data.streaming else ""
+            raise ValueError(f"data.{field} is not valid: only text that is not a stream can be prepared.{advice}")
         data = load_data(recipe, options.data_dir, processes=options.processes)
-        for split, blocks in {"train": data.batches.blocks, **data.held_out}.items():  # type: ignore[attr-defined]
-            assert isinstance(blocks, TextBlocks)
+        parts = [
+            (split, part)
+            for split, blocks in {"train": data.batches.blocks, **data.held_out}.items()
+            for part in (blocks.parts if isinstance(blocks, MixedBlocks) else [blocks])
+        ]
+        for split, blocks in parts:
             started = time.monotonic()
             text = PreparedText(blocks.text.folder, verify=True)
             size = sum(file.stat().st_size for file in text.folder.iterdir())

@@ -13,7 +13,7 @@ Some corpora are available in one place only.
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from whatwhere.position_base import suggest
 from .files import read_files, read_text
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
-from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, in_memory, read_hub
+from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, on_disk, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 
@@ -45,7 +45,7 @@ class Corpus:
         """Returns the rows of a split in `local`."""
         if self.reader not in READERS:
             return read_files(root, split, self.local[split], streaming=streaming)
-        rows = in_memory(READERS[self.reader](one_file(root, split, self.local[split]), split))
+        rows = on_disk(READERS[self.reader](one_file(root, split, self.local[split]), split))
         return rows.to_iterable_dataset() if streaming else rows
 
     def read_hub(self, split: str, *, streaming: bool) -> Any:
@@ -57,7 +57,7 @@ class Corpus:
             found = Path(datasets.DownloadManager().download_and_extract(place))
             if found.is_dir():
                 return self.read_local(found, split, streaming=streaming)
-            rows = in_memory(READERS[self.reader](found, split))
+            rows = on_disk(READERS[self.reader](found, split))
             return rows.to_iterable_dataset() if streaming else rows
         config, theirs = rest
         options: dict[str, Any] = {"text_field": self.text_field, "streaming": streaming}
@@ -66,22 +66,38 @@ class Corpus:
         return read_hub(place, config, str(theirs), **options)
 
 
-def _wikitext(file: Path, split: str) -> Iterator[str]:
-    # The file is one text; it is split before each title, as on the Hub.
-    return wikitext_articles("".join(read_text(str(file))))
+_TITLE = re.compile(r" = [^=\n](?:.*[^=\n])? = \n?")
 
 
-def wikitext_articles(text: str) -> Iterator[str]:
-    """Yields the articles of a WikiText file, each starting with its title (` = Title = `, between empty lines)."""
-    starts = [match.start() for match in re.finditer(r"^ = [^=\n](?:.*[^=\n])? = $", text, re.MULTILINE)]
-    starts = [start for start in starts if re.search(r"(^|\n) ?\n\Z", text[max(0, start - 3) : start]) or start < 3]
-    for start, stop in zip(starts, [*starts[1:], len(text)]):
-        yield text[start:stop]
+def wikitext_articles(file: Path, split: str) -> Iterator[str]:
+    """Yields the articles of a WikiText file, each starting with its title (` = Title = `, after an empty line)."""
+    article: list[str] | None = None
+    # A file may begin with its first title.
+    before = ""
+    for line in _lines(read_text(str(file))):
+        if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
+            if article is not None:
+                yield "".join(article)
+            article = []
+        if article is not None:
+            article.append(line)
+        before = line
+    if article is not None:
+        yield "".join(article)
+
+
+def _lines(pieces: Iterable[str]) -> Iterator[str]:
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from (line + "\n" for line in lines)
+    if rest:
+        yield rest
 
 
 # Readers of files with other formats than one document per row: functions of the file and the split.
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
-    "wikitext": _wikitext,
+    "wikitext": wikitext_articles,
     "chorales": lambda file, split: read_chorales(file, "valid" if split == "validation" else split),
     "performances": lambda file, split: read_performances(file.parent, split),
     "transposed_performances": lambda file, split: read_performances(file.parent, split, transpose=True),

@@ -17,7 +17,7 @@ import pyarrow
 
 import whatwhere
 
-from .rows import with_text
+from .rows import texts_of, with_text
 from .tokenize import text_of
 
 # File endings (text and jsonl files may also end in .gz), and the format's name in `datasets`.
@@ -30,6 +30,7 @@ _HELD_OUT = 0.05
 _FEW = 20
 # Approximate number of pieces of a short document (fewer if its characters take several bytes).
 _PIECES = 80
+_FEATURES = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
 _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
@@ -65,7 +66,6 @@ def kind_of_all(files: Iterable[str], what: str) -> str:
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
     """Returns the rows of files of one format; `what` is their name in messages."""
     kind = kind_of_all(files, what)
-    features = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
     try:
         if kind != "text":
             for file in files if kind == "json" else ():
@@ -73,13 +73,13 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
             rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
             return with_text(rows, text_field, what)
         if streaming:
-            rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=features)
+            rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=_FEATURES)
         else:
             # `datasets` caches by these values.
             state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
             # A tuple: `datasets` would split a list into shards.
             settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
-            rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=features)
+            rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=_FEATURES)
         return rows if pieces and not streaming else rows.remove_columns("document")
     except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
         reason = str(error.__cause__ or error) or "it is empty"
@@ -156,7 +156,7 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
     if few < _FEW:
         # The last pieces of each document: at least one, with a share of characters as close as possible to _HELD_OUT.
         held_out = np.zeros(len(numbers), dtype=bool)
-        lengths = np.array([len(text) for text in rows["text"]])
+        lengths = np.array([len(text) for text in texts_of(rows)])
         for document in range(few):
             places = np.flatnonzero(numbers == document)
             shares = lengths[places][::-1].cumsum() / max(1, lengths[places].sum())
@@ -180,16 +180,16 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
 
 def _cut(rows: datasets.Dataset) -> datasets.Dataset:
     """Splits the documents of a few rows into pieces, as in `read_text`."""
-    texts, numbers = [], []
-    for number, row in enumerate(rows):
-        text = text_of(row)
-        size = len(text) // _PIECES + 1
-        for start in range(0, len(text), size):
-            texts.append(text[start : start + size])
-            numbers.append(number)
-    return datasets.Dataset(
-        pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string()), "document": pyarrow.array(numbers)})
+    return rows.map(
+        _pieces, with_indices=True, batched=True, batch_size=1, remove_columns=rows.column_names, features=_FEATURES
     )
+
+
+def _pieces(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+    text = text_of({name: values[0] for name, values in rows.items()})
+    size = len(text) // _PIECES + 1
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    return {"text": pieces, "document": numbers * len(pieces)}
 
 
 def kind_or_none(file: str) -> str | None:

@@ -3,7 +3,7 @@
 import hashlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -18,6 +18,55 @@ IGNORED = -100
 
 # Widths of padded batches are multiples of this, to limit the number of shapes that kernels are tuned for.
 _MULTIPLE = 8
+
+
+class Packer:
+    """Cuts the tokens of documents into blocks, see `iterate_blocks`; the rest is kept for the next documents.
+
+    Args:
+        tokenizer, sequence_length, pack: see `iterate_blocks`.
+        rest: of another packer, to continue its work.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+        pack: str,
+        rest: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.tokenizer, self.sequence_length, self.pack = tokenizer, sequence_length, pack
+        rest = rest or {}
+        self._ids = np.array(rest.get("input_ids", ()), dtype=np.int32)
+        # Position of each token in its document, for pack="documents" only.
+        self._positions = np.array(rest.get("position_ids", ()), dtype=np.int32)
+
+    def rest(self) -> dict[str, list[int]]:
+        """Returns the tokens that are not in a block yet."""
+        return {"input_ids": self._ids.tolist(), "position_ids": self._positions.tolist()}
+
+    def __call__(self, documents: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the blocks up to the end of these documents."""
+        position, length = 0, self.sequence_length
+        for piece, last in tokenize_pieces(self.tokenizer, documents):
+            ids, positions = np.concatenate([self._ids, piece]), self._positions
+            if self.pack == "documents":
+                positions = np.concatenate([positions, np.arange(position, position + len(piece), dtype=np.int32)])
+                position = 0 if last else position + len(piece)
+            whole = len(ids) - len(ids) % length
+            self._ids, self._positions = ids[whole:], positions[whole:]
+            for start in range(0, whole, length):
+                block = {"input_ids": ids[start : start + length]}
+                if self.pack == "documents":
+                    position_ids = positions[start : start + length].copy()
+                    # The rest of a document from the previous block restarts at 0.
+                    position_ids[np.cumsum(position_ids == 0) == 0] -= position_ids[0]
+                    block["position_ids"] = position_ids
+                yield block
+            if self.pack == "separate" and last:
+                ids, self._ids = self._ids, self._ids[:0]
+                if len(ids) > 1:
+                    yield {"input_ids": ids}
 
 
 def iterate_blocks(
@@ -35,29 +84,7 @@ def iterate_blocks(
             blocks, the last of which may be shorter (int32 (T), T from 2 to `sequence_length`); a remainder of one
             token is dropped, because it cannot be predicted from another token.
     """
-    ids = np.empty(0, dtype=np.int32)
-    # Position of each token in its document, for pack="documents" only.
-    positions = np.empty(0, dtype=np.int32)
-    position = 0
-    for piece, last in tokenize_pieces(tokenizer, documents):
-        ids = np.concatenate([ids, piece])
-        if pack == "documents":
-            positions = np.concatenate([positions, np.arange(position, position + len(piece), dtype=np.int32)])
-            position = 0 if last else position + len(piece)
-        whole = len(ids) - len(ids) % sequence_length
-        for start in range(0, whole, sequence_length):
-            block = {"input_ids": ids[start : start + sequence_length]}
-            if pack == "documents":
-                position_ids = positions[start : start + sequence_length].copy()
-                # The rest of a document from the previous block restarts at 0.
-                position_ids[np.cumsum(position_ids == 0) == 0] -= position_ids[0]
-                block["position_ids"] = position_ids
-            yield block
-        ids, positions = ids[whole:], positions[whole:]
-        if pack == "separate" and last:
-            if len(ids) > 1:
-                yield {"input_ids": ids}
-            ids = ids[:0]
+    return Packer(tokenizer, sequence_length, pack)(documents)
 
 
 def make_blocks(
@@ -94,6 +121,14 @@ def make_blocks(
         raise short
     # Without a fingerprint, `datasets` would copy all blocks to compute one.
     return datasets.Dataset(pyarrow.concat_tables(batches), fingerprint=uuid.uuid4().hex).with_format("torch")
+
+
+def join_blocks(parts: "Sequence[datasets.Dataset] | Sequence[SeparateBlocks]") -> "datasets.Dataset | SeparateBlocks":
+    """Returns several results of `make_blocks`, one after the other."""
+    if isinstance(parts[0], SeparateBlocks):
+        joined = [block for part in parts for block in part.blocks]
+        return SeparateBlocks(joined, parts[0].pad_token_id, parts[0].sequence_length)
+    return datasets.concatenate_datasets(list(parts)).with_format("torch")
 
 
 class SeparateBlocks:
@@ -171,54 +206,37 @@ class ShuffledBatches:
         return int(self._order[offset])
 
 
-def endless_blocks(
-    documents: Any, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str = "concat"
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the blocks of a stream, and restarts it at its end; raises ValueError if it has no blocks."""
-    for epoch in count():
-        documents.set_epoch(epoch)
-        block = None
-        for block in iterate_blocks(documents, tokenizer, sequence_length, pack):
-            yield block
-        if block is None:
-            raise ValueError(f"sequence_length={sequence_length!r} is not valid: the stream has fewer tokens.")
+class MixedBatches(ShuffledBatches):
+    """The global batch of every training step of a mixture of texts, determined by the seed and the step.
 
-
-class StreamedBatches:
-    """The global batch of every training step, read from a stream; documents are shuffled in a buffer.
-
-    Steps must be requested in order. A resumed run reads the stream again from its start, which is exact but takes
-    time. Every process reads the whole stream and keeps its share.
+    Of every `PAGE` blocks, each text has its share, in an order that is drawn for these blocks. The blocks of each text
+    are visited as in `ShuffledBatches`, again and again.
     """
 
-    def __init__(
-        self,
-        documents: datasets.IterableDataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        sequence_length: int,
-        pack: str,
-        batch_size: int,
-        seed: int,
-        shuffle_buffer: int,
-    ) -> None:
-        self.batch_size, self._step = batch_size, 0
-        self._pad = (tokenizer.pad_token_id, sequence_length) if pack == "separate" else None
-        shuffled = documents.shuffle(seed=seed, buffer_size=shuffle_buffer) if shuffle_buffer > 1 else documents
-        self._blocks = endless_blocks(shuffled, tokenizer, sequence_length, pack)
+    PAGE = 1 << 16
 
-    def __call__(self, step: int, share: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
-        """Returns the rows of step `step`, or a share of them as in `ShuffledBatches`; steps before it are skipped."""
-        if step < self._step:
-            raise ValueError(f"step={step!r} is not valid: the stream is already at step {self._step}.")
-        for _ in islice(self._blocks, (step - self._step) * self.batch_size):
-            pass
-        self._step = step + 1
-        blocks = list(islice(self._blocks, self.batch_size))
-        blocks = blocks[share[0] * self.batch_size // share[1] : (share[0] + 1) * self.batch_size // share[1]]
-        if self._pad is not None:
-            return pad_blocks([block["input_ids"] for block in blocks], *self._pad)
-        return {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
+    def __init__(self, blocks: Any, batch_size: int, seed: int, weights: Sequence[float]) -> None:
+        """Takes `MixedBlocks`, and the share of each of its parts; every part has at least one block of a page."""
+        super().__init__(blocks, batch_size, seed)
+        self._parts = [ShuffledBatches(part, batch_size, seed) for part in blocks.parts]
+        bounds = np.round(np.cumsum(weights) / np.sum(weights) * self.PAGE).astype(np.int64)
+        self._counts = np.maximum(1, np.diff(bounds, prepend=0))
+        self._page, self._drawn, self._ranks = -1, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
+    def _index(self, place: int) -> int:
+        page, slot = divmod(place, int(self._counts.sum()))
+        if page != self._page:
+            drawn = np.random.default_rng([int(self.seed or 0), page, 1]).permutation(
+                np.repeat(np.arange(len(self._counts)), self._counts)
+            )
+            # The number of blocks of the same part before each one.
+            ranks = np.empty_like(drawn)
+            for part, count in enumerate(self._counts):
+                ranks[drawn == part] = np.arange(count)
+            self._page, self._drawn, self._ranks = page, drawn, ranks
+        part = int(self._drawn[slot])
+        within = self._parts[part]._index(page * int(self._counts[part]) + int(self._ranks[slot]))
+        return int(self.blocks.starts[part]) + within
 
 
 class Steps(torch.utils.data.Dataset):

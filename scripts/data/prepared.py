@@ -23,6 +23,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .pack import pad_blocks
-from .tokenize import build_tokenizer, tokenize_pieces
+from .rows import texts_of
+from .tokenize import build_tokenizer, single_threaded, tokenize_pieces
 
 FORMAT = 1
 CACHE_VARIABLE = "WHATWHERE_CACHE"
@@ -103,7 +105,8 @@ _work: dict[str, Any] = {}
 
 def _write_shard(shard: _Shard) -> tuple[int, int]:
     """Tokenises one shard; returns its tokens and documents."""
-    rows, tokenizer = _work["rows"], _work["tokenizer"]
+    # Mapped anew, see `texts_of`.
+    rows, tokenizer = pickle.loads(_work["rows"]), _work["tokenizer"]
     drafts = {kind: shard.file(kind).with_suffix(f".{os.getpid()}.draft") for kind in ("tokens", "ends")}
     total, ends = 0, []
     try:
@@ -169,7 +172,7 @@ def _write_all(
     missing = [shard for shard in shards if not shard.record.exists()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(processes or cores, len(missing))
-    _work.update(rows=rows, tokenizer=tokenizer)
+    _work.update(rows=pickle.dumps(rows), tokenizer=tokenizer)
     begun = time.monotonic()
     tokens = documents = 0
     try:
@@ -199,28 +202,26 @@ def _done_in(shards: Sequence[_Shard], processes: int) -> Iterator[Iterator[tupl
     if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
         yield map(_write_shard, shards)
         return
-    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
-    try:
-        yield (done.result() for done in as_completed([pool.submit(_write_shard, shard) for shard in shards]))
-    finally:
-        pool.shutdown(cancel_futures=True)
-        if parallelism is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+    with single_threaded(), ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        try:
+            yield (done.result() for done in as_completed([pool.submit(_write_shard, shard) for shard in shards]))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def prepare_tokenizer(rows: datasets.Dataset, vocab_size: int | None) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer `bpe` trained on the text of these rows; it is trained once, and then read from a file."""
-    what = json.dumps([FORMAT, rows._fingerprint, vocab_size, tokenizers.__version__])
+def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer `bpe` trained on the rows of these texts; it is trained once, and then read from a file."""
+    fingerprints = [rows._fingerprint for rows in texts]
+    # As before there were mixtures, so that no tokenizer is trained again.
+    known: Any = fingerprints if len(texts) > 1 else fingerprints[0]
+    what = json.dumps([FORMAT, known, vocab_size, tokenizers.__version__])
     file = cache_folder() / f"bpe-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if file.exists():
             return build_tokenizer("bpe", vocab_size=vocab_size, trained=file)
-        tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=rows["text"])
+        documents = itertools.chain.from_iterable(map(texts_of, texts))
+        tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=documents)
         draft = file.with_suffix(f".{os.getpid()}.draft")
         tokenizer.backend_tokenizer.save(str(draft))
         draft.replace(file)
@@ -341,6 +342,11 @@ class TextBlocks:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def sha256(self) -> str:
+        """A fingerprint of the tokens."""
+        return self.text.sha256
+
     def block(self, index: int) -> np.ndarray:
         """Returns the tokens of one block, int32 (T)."""
         if self.pack != "separate":
@@ -370,6 +376,43 @@ class TextBlocks:
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
         return [self[index] for index in indices]
+
+
+class MixedBlocks(TextBlocks):
+    """The blocks of several texts, one text after the other.
+
+    Attributes:
+        parts: the blocks of each text.
+        starts: the number of the first block of each text.
+    """
+
+    def __init__(self, parts: Sequence[TextBlocks]) -> None:
+        self.parts = parts
+        self.sequence_length, self.pack, self.pad_token_id = (
+            parts[0].sequence_length,
+            parts[0].pack,
+            parts[0].pad_token_id,
+        )
+        *starts, self.count = itertools.accumulate(map(len, parts), initial=0)
+        self.starts = np.array(starts)
+
+    @property
+    def sha256(self) -> str:
+        """A fingerprint of the tokens."""
+        return hashlib.sha256("".join(part.sha256 for part in self.parts).encode()).hexdigest()
+
+    def _find(self, index: int) -> tuple[TextBlocks, int]:
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.parts[part], index - int(self.starts[part])
+
+    def block(self, index: int) -> np.ndarray:
+        """Returns the tokens of one block, int32 (T)."""
+        part, within = self._find(index)
+        return part.block(within)
+
+    def _positions(self, index: int) -> np.ndarray:
+        part, within = self._find(index)
+        return part._positions(within)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,13 +1,17 @@
 """Reads rows of text as tables and streams of `datasets`, and finds the data folder."""
 
+import hashlib
 import os
+import pickle
 import re
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
+from datasets.arrow_writer import ArrowWriter
+from datasets.table import MemoryMappedTable
 
 from .tokenize import text_of
 
@@ -64,13 +68,41 @@ def choose(rows: Any, chosen: str) -> Any:
 
 
 def collect(rows: Any) -> datasets.Dataset:
-    """Returns the texts of a stream as a table in memory."""
-    return in_memory(text_of(row) for row in rows)
+    """Returns the texts of a stream as a table."""
+    return on_disk(text_of(row) for row in rows)
 
 
-def in_memory(texts: Iterable[str]) -> datasets.Dataset:
-    """Returns a table of texts. Its column has the type `large_string`, since `string` is limited to 2 GiB."""
-    return datasets.Dataset(pyarrow.table({"text": pyarrow.array(texts, pyarrow.large_string())}))
+def on_disk(texts: Iterable[str]) -> datasets.Dataset:
+    """Returns a table of texts in the cache of `datasets`; the file's name and fingerprint depend on the texts alone.
+
+    The column has the type `large_string`, since `string` is limited to 2 GiB.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "whatwhere"
+    folder.mkdir(parents=True, exist_ok=True)
+    digest, draft = hashlib.sha256(), folder / f"{uuid.uuid4().hex}.draft"
+    features = datasets.Features({"text": datasets.Value("large_string")})
+    try:
+        # Few at a time: they may be books.
+        with ArrowWriter(path=str(draft), features=features, writer_batch_size=64) as writer:
+            for text in texts:
+                content = text.encode()
+                digest.update(len(content).to_bytes(8, "little") + content)
+                writer.write({"text": text})
+            writer.finalize()
+        file = draft.replace(folder / f"{digest.hexdigest()}.arrow")
+    finally:
+        draft.unlink(missing_ok=True)
+    return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=digest.hexdigest()[:16])
+
+
+def texts_of(rows: datasets.Dataset) -> Iterator[str]:
+    """Yields the texts of a table.
+
+    What was read of a mapped file counts as memory of this process while it is mapped: each part is mapped anew.
+    """
+    mapped, size = pickle.dumps(rows), len(rows) // 64 + 1
+    for start in range(0, len(rows), size):
+        yield from pickle.loads(mapped).select(range(start, min(start + size, len(rows))))["text"]
 
 
 def check_split_names(splits: Mapping[str, Any]) -> None:

@@ -4,9 +4,11 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ..checks import Checked
+import pydantic
+
+from ..checks import Checked, Positive
 from .corpora import parse_choice
 from .files import allowed_endings, kind_of_all, kind_or_none, matches
 from .rows import DATA_DIR_VARIABLE, check_split_names, data_folder
@@ -47,6 +49,13 @@ class TextSource(Checked):
     text_field: str = "text"
     streaming: bool = False
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _own_text(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("train_file") and "source" not in values:
+            return {**values, "source": "local"}
+        return values
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, reason) for problems across fields."""
         useless = {
@@ -62,6 +71,7 @@ class TextSource(Checked):
             "hub": ("train_file", "validation_file"),
             "local": ("dataset", "dataset_config"),
             "corpus": ("dataset", "dataset_config", "train_file", "validation_file", "text_field"),
+            "mixture": tuple(name for name in TextSource.model_fields if name not in ("source", "streaming")),
         }.get(self.source, tuple(TextSource.model_fields)[1:])
         for key in useless:
             if getattr(self, key) != TextSource.model_fields[key].default:
@@ -83,6 +93,22 @@ class TextSource(Checked):
                 parse_choice(choice)
             except ValueError as error:
                 yield "splits", f"{name!r}: {str(error).rstrip('.')}"
+
+
+class MixedText(TextSource):
+    """A text of a mixture.
+
+    Attributes:
+        weight: its share of the training sequences, relative to the weights of the other texts.
+    """
+
+    weight: Positive
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yields (field, reason) for problems across fields."""
+        yield from super().problems()
+        if self.streaming:
+            yield "streaming", "it is set for all texts of a mixture at once, as data.streaming"
 
 
 def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, tuple[str, list[str]]]:

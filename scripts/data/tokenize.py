@@ -4,7 +4,9 @@ Bits per byte need the number of bytes of the predicted text. `bytes_per_token` 
 vocabulary, so that it can be summed over any part of a stream.
 """
 
+import contextlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -214,6 +216,20 @@ def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> 
             if together == one + other and not right.isspace():
                 return place
     return None
+
+
+@contextlib.contextmanager
+def single_threaded() -> Iterator[None]:
+    """Processes that are forked inside tokenise in one thread each, without the warning of `tokenizers`."""
+    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if parallelism is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = parallelism
 
 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -41,6 +41,8 @@ def describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
         return dict(data)
     source = data.get("source") or data["corpus"]
     split = str(data["split"]).partition("[")[0]
+    if source == "mixture":
+        return _describe_mixture(data, split)
     if source == "corpus":
         choices = dict(data["splits"])
     else:
@@ -51,6 +53,27 @@ def describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
     kind = "task" if source == "task" else "symbols" if corpus in NO_TEXT else "text"
     prompt = data["example"]["prompt"] if data.get("example") else PROMPTS.get(corpus or "", CODE_PROMPT)
     return {**data, "kind": kind, "prompt": prompt, "described": described}
+
+
+def _describe_mixture(data: Mapping[str, Any], split: str) -> dict[str, Any]:
+    texts = [describe_data({"splits": None, "dataset": None, **text, "split": split}) for text in data["mixture"]]
+    total = sum(text["weight"] for text in texts)
+    described = {}
+    for part in ("train", split):
+        ones = [text["described"].get(part) or text["described"]["train"] for text in texts]
+        titles = [f"{one['title']} ({text['weight'] / total:.0%})" for one, text in zip(ones, texts)]
+        licences = list(dict.fromkeys(one["licence"] for one in ones))
+        licence = None if None in licences else "; ".join(licences)
+        described[part] = {
+            "choice": None,
+            "corpus": None,
+            "title": ", ".join(titles),
+            "licence": licence,
+            "dataset": None,
+        }
+    kinds = {text["kind"] for text in texts}
+    kind = "symbols" if "symbols" in kinds else "text"
+    return {**data, "kind": kind, "prompt": texts[0]["prompt"], "described": described}
 
 
 def is_transfer(train: str | None, test: str | None) -> bool:

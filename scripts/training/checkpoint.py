@@ -3,7 +3,7 @@
 | file | contents |
 |---|---|
 | `shard-<n>-*.safetensors` | tensors of process n: weights (`model.<name>`), optimiser (`optimizer.<name>.<key>`) |
-| `run.json` | the step, the optimiser's parameter groups, the random states of all processes |
+| `run.json` | the step, the optimiser's parameter groups, of all processes the random states and places in a stream |
 | `manifest.json` | the format, and the SHA-256 of each of the other files |
 
 The shards are written and read by `torch.distributed.checkpoint`, on any number of processes and for any layout. They

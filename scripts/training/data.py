@@ -3,17 +3,18 @@
 import dataclasses
 import hashlib
 import json
+import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.corpus import load_text
-from ..data.pack import ShuffledBatches, StreamedBatches, blocks_sha256, make_blocks
-from ..data.prepared import TextBlocks, prepare, prepare_tokenizer
+from ..data.pack import MixedBatches, ShuffledBatches, blocks_sha256, join_blocks, make_blocks
+from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
 from ..data.samples import TaskSamples
+from ..data.stream import StreamedBatches
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .recipe import Recipe
@@ -26,7 +27,7 @@ class TrainingData:
     Attributes:
         tokenizer: saved with the model.
         batches: returns the batch of a step, or a process's share of it: `input_ids`, and for some data `labels` or
-            `position_ids`. See `ShuffledBatches`.
+            `position_ids`. See `ShuffledBatches`, and for a stream `StreamedBatches`.
         held_out: blocks or samples by the name of their split.
         splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
         unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
@@ -35,7 +36,7 @@ class TrainingData:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    batches: Callable[..., dict[str, torch.Tensor]]
+    batches: Any
     held_out: dict[str, Any]
     splits_sha256: dict[str, str | None]
     unit: str = "tokens"
@@ -56,39 +57,49 @@ def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = N
 
 def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> TrainingData:
     data, evaluation, batch_size = recipe.data, recipe.evaluation, recipe.training.batch_size
-    corpus = load_text(data, data_dir=data_dir, pieces=True)
+    texts, weights = [load_text(text, data_dir=data_dir, pieces=True) for text in data.texts()], data.weights()
     if data.tokenizer == "bpe":
-        tokenizer = prepare_tokenizer(corpus["train"], data.vocab_size)
+        tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
     else:
         tokenizer = build_tokenizer(data.tokenizer)
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
 
     def blocks(split: str, limit: int | None) -> Any:
-        name = f"the {split} split"
-        if data.streaming:
-            return make_blocks(corpus[split], tokenizer, **form, limit=limit, name=name)
-        text = prepare(corpus[split], tokenizer, name=name, processes=processes)
-        return TextBlocks(text, **form, pad_token_id=tokenizer.pad_token_id, limit=limit, name=name)
+        """Returns the blocks of all texts; of a limited number, each text has its share."""
+        parts: list[Any] = []
+        for number, (text, weight) in enumerate(zip(texts, weights), 1):
+            name = f"the {split} split" + (f" of data.mixture's text {number}" if data.mixture else "")
+            some = None if limit is None else math.ceil(limit * weight)
+            if data.streaming:
+                parts.append(make_blocks(text[split], tokenizer, **form, limit=some, name=name))
+            else:
+                prepared = prepare(text[split], tokenizer, name=name, processes=processes)
+                pad = tokenizer.pad_token_id
+                parts.append(TextBlocks(prepared, **form, pad_token_id=pad, limit=some, name=name))
+        if not data.mixture:
+            return parts[0]
+        return join_blocks(parts) if data.streaming else MixedBlocks(parts)
 
-    held_out: dict[str, Any] = {split: blocks(split, limit) for split in ("validation", "test") if split in corpus}
+    common = [split for split in ("validation", "test") if all(split in text for text in texts)]
+    held_out: dict[str, Any] = {split: blocks(split, limit) for split in common}
     batches: ShuffledBatches | StreamedBatches
-    digest = blocks_sha256 if data.streaming else operator.attrgetter("text.sha256")
+    digest = blocks_sha256 if data.streaming else operator.attrgetter("sha256")
     sha256: dict[str, str | None] = {"train": None}
+    options: dict[str, Any] = {"batch_size": batch_size, "seed": recipe.seed}
     if data.streaming:
-        batches = StreamedBatches(
-            corpus["train"],
-            tokenizer,
-            **form,
-            batch_size=batch_size,
-            seed=recipe.seed,
-            shuffle_buffer=data.shuffle_buffer,
-        )
+        rows = [text["train"] for text in texts]
+        options |= {"shuffle_buffer": data.shuffle_buffer, "weights": weights}
+        batches = StreamedBatches(rows, tokenizer, **form, **options)
     else:
         train = blocks("train", None)
-        batches = ShuffledBatches(train, batch_size, recipe.seed)
+        batches = MixedBatches(train, **options, weights=weights) if data.mixture else ShuffledBatches(train, **options)
         sha256["train"] = digest(train)
-    own = data.train_file and not data.validation_file
+    own = [
+        text["validation"].info.description
+        for text, source in zip(texts, data.texts())
+        if source.train_file and not source.validation_file
+    ]
     return TrainingData(
         tokenizer=tokenizer,
         batches=batches,
@@ -96,7 +107,7 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         splits_sha256={**sha256, **{split: digest(some) for split, some in held_out.items()}},
         unit="sequences" if data.pack == "separate" else "tokens",
         bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
-        note=corpus["validation"].info.description if own else "",
+        note="; ".join(own),
     )
 
 

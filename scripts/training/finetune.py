@@ -9,13 +9,13 @@ of optimiser, schedule and random numbers with `torch.load(weights_only=True)`, 
 not read. Do not load that file yourself from a folder you do not trust.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import datasets
 import peft
 import torch
 from accelerate import PartialState
@@ -32,10 +32,11 @@ from ..cards.command import write_card
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
 from ..data.corpora import CORPORA, load_corpus
 from ..data.corpus import load_text
-from ..data.pack import add_labels, endless_blocks, make_blocks
+from ..data.pack import add_labels, make_blocks
 from ..data.prepared import TextBlocks, prepare
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource, find_files
+from ..data.stream import StreamedBatches
 from ..data.tokenize import build_tokenizer, bytes_per_token
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import describe_data
@@ -53,6 +54,9 @@ _CHECKPOINTING = (
     else "gradient_checkpointing"
 )
 
+
+# The place of each process in a stream, beside Trainer's files.
+STREAM = "stream-{}.json"
 
 Length = Annotated[int, Field(ge=2)]
 
@@ -80,7 +84,7 @@ class Settings(Checked):
     splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/corpus.py)")
     text_field: str = Field("text", description="column of the documents; default text")
     streaming: bool = Field(False, description="stream the training text")
-    shuffle_buffer: Count = Field(256, description="sequences in the shuffle buffer of --streaming; default 256")
+    shuffle_buffer: Count = Field(256, description="documents in the shuffle buffer of --streaming; default 256")
     tokenizer: str | None = Field(None, description="default: the checkpoint's own")
     sequence_length: Length | None = Field(None, description="default: the model's max_position_embeddings")
     evaluation_blocks: Count = Field(256, description="sequences to evaluate on; default 256")
@@ -242,7 +246,11 @@ def _finetune(
 
     with stop_signals() as received:
         trainer = _trainer(model, options, output, blocks, received)
-        last = _newest_checkpoint(folder) if resume else None
+        last = _newest_checkpoint(folder, options.streaming) if resume else None
+        if last and options.streaming:
+            files = [Path(last, STREAM.format(rank)) for rank in range(len(list(Path(last).glob(STREAM.format("*")))))]
+            states = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+            blocks["train"].load_state_dict(states, (processes.process_index, processes.num_processes))
         # Keeps the random numbers of training independent of this evaluation.
         with torch.random.fork_rng():
             before = trainer.evaluate()["eval_loss"]
@@ -358,12 +366,18 @@ def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[An
             return make_blocks(corpus[of], tokenizer, sequence_length=length, limit=limit, name=name)
         return TextBlocks(prepare(corpus[of], tokenizer, name=name), length, limit=limit, name=name)
 
+    train: Any
     if options.streaming:
-        train = datasets.IterableDataset.from_generator(
-            endless_blocks,
-            gen_kwargs={"documents": corpus["train"], "tokenizer": tokenizer, "sequence_length": length},
+        processes = PartialState()
+        train = StreamedBatches(
+            [corpus["train"]],
+            tokenizer,
+            sequence_length=length,
+            pack="concat",
+            batch_size=options.batch_size * processes.num_processes,
+            seed=options.seed,
+            shuffle_buffer=options.shuffle_buffer,
         )
-        train = train.shuffle(seed=options.seed, buffer_size=options.shuffle_buffer).with_format("torch")
     else:
         train = blocks("train", None)
     test = blocks(split, options.evaluation_blocks)
@@ -406,9 +420,23 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
             if received:
                 control.should_save = control.should_training_stop = True
 
+    class SaveStream(TrainerCallback):
+        """Writes each process's place in the stream into the checkpoint."""
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_json(folder / STREAM.format(args.process_index), blocks["train"].state_dict())
+
+    class StreamTrainer(Trainer):
+        """Takes the batches of a stream as they are; each process has its own."""
+
+        def get_train_dataloader(self) -> Any:
+            share = (self.args.process_index, self.args.world_size)
+            return blocks["train"].loader(share, workers=1, pin_memory=not self.args.use_cpu)
+
     renamed: dict[str, Any] = {_CHECKPOINTING: options.activation_checkpointing}
     default_rate = 2e-4 if options.lora else 5e-5
-    return Trainer(
+    return (StreamTrainer if options.streaming else Trainer)(
         model=model,
         args=TrainingArguments(
             output_dir=str(output / "checkpoints"),
@@ -430,19 +458,22 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
             save_only_model=options.dp_shard > 1,
             use_cpu=options.cpu or not torch.accelerator.is_available(),
             report_to="none",
+            # The stream continues at its place by itself.
+            ignore_data_skip=options.streaming,
         ),
         train_dataset=blocks["train"],
         eval_dataset=blocks["test"],
         data_collator=lambda rows: add_labels({"input_ids": torch.stack([row["input_ids"] for row in rows])}),
-        callbacks=[StopOnSignal()],
+        callbacks=[StopOnSignal(), *([SaveStream()] if options.streaming else [])],
     )
 
 
-def _newest_checkpoint(folder: RunFolder) -> str | None:
+def _newest_checkpoint(folder: RunFolder, streaming: bool) -> str | None:
     """Returns the newest complete one of Trainer's checkpoints, which does not check that itself; None without one."""
     for path in reversed(folder.checkpoints()):
-        # Trainer writes the last of these files last.
-        names = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "*.safetensors", "trainer_state.json")
+        # Trainer writes the last of these files last, and then we write the place in the stream.
+        names = ["optimizer.pt", "scheduler.pt", "rng_state*.pth", "*.safetensors", "trainer_state.json"]
+        names += [STREAM.format("*")] if streaming else []
         if all(any(path.glob(name)) for name in names):
             return str(path)
         print(f"{str(path)!r} is incomplete: looking for an earlier checkpoint")

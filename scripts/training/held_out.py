@@ -79,7 +79,9 @@ def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) 
     about: dict[str, Any] = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
     if data.train_file:
         about |= {"train_file": data.train_file, "validation_file": data.validation_file}
-    if data.source == "corpus":
+    if data.mixture:
+        about["mixture"] = [text.model_dump(exclude_defaults=True) | {"source": text.source} for text in data.mixture]
+    if any(text.source == "corpus" for text in data.texts()):
         about["place"] = "local files" if local else "the Hub"
     names = ("bits_per_byte", "perplexity", "loss")
     return {

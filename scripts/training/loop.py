@@ -53,9 +53,10 @@ from .distributed import (
     whole,
 )
 from .errors import Interrupted, TrainingError
+from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate
 from .model import FAMILIES, build_config, build_model, build_optimizer
-from .progress import Progress, stop_signals
+from .progress import Progress, peak_memory, stop_signals
 from .recipe import DistributedRecipe, Recipe, RecipeError
 from .run_folder import RunFolder
 
@@ -112,10 +113,10 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
         build_config(recipe)
     except RecipeError as error:
         problems += error.problems
-    data = recipe.data
-    if data.source == "local":
+    for text in recipe.data.texts():
         try:
-            find_files(data, data_dir)
+            if text.source == "local":
+                find_files(text, data_dir)
         except ValueError as error:
             problems.append(f"data.{error}")
     if problems:
@@ -138,6 +139,7 @@ class Run:
         self.recipe, self.output, self.folder = recipe, output, RunFolder(output)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
+        self._flops_per_token: float | None = None
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
@@ -223,8 +225,9 @@ class Run:
                 if last or self.step % training.log_every == 0:
                     values = self._finite(loss, norm)
                     speed = progress.speed(self.step, values["loss"])
-                    counts = {unit: self.step * per_step, f"{unit}_per_second": speed, "data_wait_seconds": waited}
-                    self.log({**values, "learning_rate": rate, **counts})
+                    costs = {"data_wait_seconds": waited, "peak_memory_gb": peak_memory() / 1e9, **self.costs(speed)}
+                    counts = {unit: self.step * per_step, f"{unit}_per_second": speed}
+                    self.log({**values, "learning_rate": rate, **counts, **costs})
                     waited = 0.0
                 progress.advance(self.step, loss)
                 if every and (last or self.step % every == 0):
@@ -239,15 +242,29 @@ class Run:
                     self.checkpoints.wait()
                     raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
 
+    def costs(self, speed: float) -> dict[str, float]:
+        """Returns the speed for each device, and on a known GPU the model FLOPs utilisation (see `flops_per_token`)."""
+        if self.data.unit != "tokens":
+            return {}
+        each = speed / self.accelerator.num_processes
+        if not (peak := peak_flops(self.accelerator.device)):
+            return {"tokens_per_second_per_device": each}
+        if self._flops_per_token is None:
+            config = self.whole_model.config
+            self._flops_per_token = flops_per_token(config, self.recipe.data.sequence_length)
+        return {
+            "tokens_per_second_per_device": each,
+            "model_flops_utilisation": each * self._flops_per_token / peak,
+        }
+
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
-        accelerator, workers = self.accelerator, self.recipe.data.workers
+        accelerator, workers, streaming = self.accelerator, self.recipe.data.workers, self.recipe.data.streaming
         on_cpu = accelerator.device.type == "cpu"
         if workers is None:
-            workers = 0 if on_cpu else 2
-        if self.recipe.data.streaming:
-            # A stream is read in order.
-            workers = min(workers, 1)
+            workers = 2 if not on_cpu else int(streaming)
+        if streaming:
+            return self.data.batches.loader(self.layout.data_share, workers=workers, pin_memory=not on_cpu)
         loader = torch.utils.data.DataLoader(
             Steps(self.data.batches, self.layout.data_share),
             batch_size=None,
@@ -340,12 +357,15 @@ class Run:
         Raises:
             TrainingError: the previous checkpoint could not be written; raised in all processes.
         """
+        # Tensor-parallel processes read the same share.
+        streams = gather_object([self.data.batches.state_dict()]) if self.recipe.data.streaming else None
         state = {
             "step": self.step,
             "seconds": self.seconds,
             "layout": dataclasses.asdict(self.layout),
             "splits_sha256": self.data.splits_sha256,
             "random": gather_object([random_state(self.accelerator.device)]),
+            "streams": streams and streams[:: self.layout.tp],
             "parameter_groups": parameter_groups(self.whole_model, self.optimizer),
         }
         self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state, self.best)
@@ -363,6 +383,8 @@ class Run:
             self.say("no checkpoint yet, starting from the beginning")
         else:
             state = self._read(folders)
+            if self.recipe.data.streaming:
+                self.data.batches.load_state_dict(state["streams"], self.layout.data_share)
             self._check_origin(state)
             load_checkpoint(folders[-1], self.whole_model, self.optimizer, self.scheduler, state)
             self.say(f"resuming after step {state['step']:,}")

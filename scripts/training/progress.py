@@ -62,6 +62,18 @@ class Progress:
         )
 
 
+def peak_memory() -> int:
+    """Returns the largest memory in bytes: allocated on this process's GPU, or resident without a GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # Windows has no such module.
+    import resource
+
+    # In KiB on Linux, in bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
     """Collects SIGINT, SIGTERM and SIGUSR1 in the yielded list; a second SIGINT raises KeyboardInterrupt."""

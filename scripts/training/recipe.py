@@ -12,7 +12,7 @@ from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
 from whatwhere.position_base import suggest
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused, parse
-from ..data.source import TextSource
+from ..data.source import MixedText, TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 from .run_folder import differences as differences
@@ -31,14 +31,18 @@ class RecipeError(Refused):
 class DataRecipe(TextSource):
     """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `iterate_blocks`.
 
+    With `source` "mixture", training sequences are drawn from the texts of `mixture` by their weights, see
+    `MixedBatches`. Held-out data are those of all texts.
+
     With `source` "task", the data are samples of a toy task, defined by `task` and the keys after it; see `TaskConfig`,
     `TaskSamples` and `ShuffledBatches`.
     """
 
-    source: Literal["stdlib", "hub", "local", "corpus", "task"] = "stdlib"  # type: ignore[assignment]
+    source: Literal["stdlib", "hub", "local", "corpus", "mixture", "task"] = "stdlib"  # type: ignore[assignment]
+    mixture: Annotated[list[MixedText], Field(min_length=1)] | None = None
     sequence_length: Annotated[int, Field(ge=2)]
     shuffle_buffer: Count = 1000
-    # Processes that read batches ahead; by default 2 on a GPU, 0 on a CPU. At most 1 reads a stream.
+    # Processes that read batches ahead; by default 2 on a GPU; on a CPU 0, or 1 for a stream.
     workers: NotNegative | None = None
     tokenizer: str = "bytes"
     vocab_size: Annotated[int, Field(ge=258)] | None = None
@@ -64,6 +68,25 @@ class DataRecipe(TextSource):
             yield "pack", f"tokenizer={self.tokenizer!r} has no token that ends a document. Allowed: 'separate'"
         if self.tokenizer == "bpe" and self.streaming:
             yield "streaming", "tokenizer='bpe' is trained on the whole training split"
+
+        if self.source == "mixture" and self.mixture is None:
+            yield "mixture", "source='mixture' needs a list of texts with weights"
+        if self.source != "mixture" and self.mixture is not None:
+            yield "source", "with data.mixture, it must be 'mixture'"
+        for number, text in enumerate(self.texts() if self.mixture and self.streaming else ()):
+            for name, reason in TextSource.problems(text):
+                yield "streaming", f"data.mixture[{number}].{name}: {reason}"
+
+    def texts(self) -> list[TextSource]:
+        """Returns the texts of the mixture, or the only one."""
+        if self.mixture is None:
+            return [self]
+        return [text.model_copy(update={"streaming": self.streaming}) for text in self.mixture]
+
+    def weights(self) -> list[float]:
+        """Returns the share of each text in the training sequences; their sum is 1."""
+        weights = [text.weight for text in self.mixture or ()] or [1.0]
+        return [weight / sum(weights) for weight in weights]
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
         """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
@@ -247,7 +270,7 @@ class Recipe(Checked):
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]
-        for key in ("train_file", "validation_file"):
+        for key in ("train_file", "validation_file", "mixture"):
             if values["data"][key] is None:
                 del values["data"][key]
         return values
@@ -309,7 +332,7 @@ def load_recipe(
     if train_file or validation_file:
         data = values.get("data")
         if isinstance(data, dict):
-            kept = {key: value for key, value in data.items() if key not in TextSource.model_fields}
+            kept = {key: value for key, value in data.items() if key not in (*TextSource.model_fields, "mixture")}
             own = {"train_file": train_file, "validation_file": validation_file}
             values["data"] = {**kept, "source": "local", **{key: list(value) for key, value in own.items() if value}}
     for override in overrides:
@@ -339,9 +362,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         RecipeError: the recipe is not valid; the message has all errors.
     """
     values = dict(values)
-    data, model = values.get("data"), values.get("model")
-    if isinstance(data, dict) and data.get("train_file") and "source" not in data:
-        values["data"] = {**data, "source": "local"}
+    model = values.get("model")
     problems: list[str] = []
     try:
         recipe = parse(Recipe, values, error=RecipeError)

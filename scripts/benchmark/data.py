@@ -1,0 +1,174 @@
+"""Preparation and reading of text: speed, memory, start and waiting; see `__main__.py`."""
+
+import dataclasses
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Megabytes of text: the two sizes whose memory is compared; a small and a large number with `--quick`.
+SIZES, QUICK_SIZES = (120, 1200), (40, 80)
+STEPS, QUICK_STEPS = 30, 6
+VOCABULARY = 4096
+
+# Times the start of a run after imports, up to its first batch, and the steps that follow.
+RUN = """
+import json, sys, time
+from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.recipe import load_recipe
+
+recipe = load_recipe(sys.argv[1], json.loads(sys.argv[2]), train_file=[sys.argv[3]], validation_file=[sys.argv[4]])
+begun = time.monotonic()
+run = Run(recipe, sys.argv[5])
+batches = run.batches()
+batch = next(batches)
+start, waited, worked = time.monotonic() - begun, 0.0, 0.0
+for step in range(recipe.training.steps - 1):
+    begun = time.monotonic()
+    run.train_step(batch)
+    middle = time.monotonic()
+    batch = next(batches)
+    # The first step is slower.
+    if step:
+        worked, waited = worked + middle - begun, waited + time.monotonic() - middle
+print(json.dumps({"start": start, "waited": waited, "worked": worked}))
+run.accelerator.end_training()
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A figure, its unit, and what it should be: at least or at most `aim`."""
+
+    what: str
+    value: float
+    unit: str
+    aim: float
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        met = self.value >= self.aim if self.at_least else self.value <= self.aim
+        bound = "at least" if self.at_least else "at most"
+        return f"{self.what:<72} {self.value:8.2f} {self.unit:<3} {bound} {self.aim:g}: {'met' if met else 'NOT MET'}"
+
+
+def _documents(seed: int) -> Iterator[str]:
+    """Yields texts of words of a made-up language, some frequent and most rare; every document is a different one."""
+    draw = random.Random(seed)
+    syllables = [first + vowel + last for first in "bdfklmnprstvz" for vowel in "aeiou" for last in ("", "n", "s", "r")]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(20_000)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]
+    pages = [" ".join(draw.choices(words, weights, k=400)) for _ in range(2000)]
+    number = 0
+    while True:
+        for page in pages:
+            number += 1
+            yield f"{number} {page}"
+
+
+def write_text(file: Path, megabytes: float, seed: int = 0) -> None:
+    """Writes a jsonl file of at least this size."""
+    size = 0
+    with file.open("w", encoding="utf-8") as content:
+        for text in _documents(seed):
+            size += content.write(json.dumps({"text": text}) + "\n")
+            if size >= megabytes * 1e6:
+                return
+
+
+def _train_tokenizer(folder: Path, text: Path) -> str:
+    """Saves a byte-level BPE, trained on a file."""
+    from ..data.tokenize import build_tokenizer
+
+    with text.open(encoding="utf-8") as content:
+        texts = [json.loads(line)["text"] for line in content]
+    build_tokenizer("bpe", vocab_size=VOCABULARY, texts=texts).save_pretrained(folder)
+    return str(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What `whatwhere prepare` took: tokens a second, and the memory of its largest process in MB."""
+
+    speed: float
+    memory: float
+
+
+class _Workplace:
+    """A temporary folder with texts, a tokenizer and caches, and the commands that use them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.held_out = root, root / "held_out.jsonl"
+        write_text(self.held_out, 1, seed=1)
+        self.settings = [
+            f"data.tokenizer={_train_tokenizer(root / 'tokenizer', self.held_out)}",
+            "data.vocab_size=null",
+        ]
+
+    def text(self, megabytes: int) -> Path:
+        file = self.root / f"{megabytes}.jsonl"
+        if not file.exists():
+            write_text(file, megabytes)
+        return file
+
+    def _start(self, cache: str, arguments: list[str], **streams: Any) -> subprocess.Popen:
+        environment = {
+            **os.environ,
+            "HF_DATASETS_CACHE": str(self.root / "datasets"),
+            "WHATWHERE_CACHE": str(self.root / cache),
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        }
+        return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **streams)
+
+    def prepare(self, megabytes: int, processes: int, cache: str) -> Prepared:
+        """Runs `whatwhere prepare` on a text."""
+        files = ["--train-file", str(self.text(megabytes)), "--validation-file", str(self.held_out)]
+        command = ["-m", "whatwhere", "prepare", "wikitext103_small", *files, "--processes", str(processes)]
+        command += [word for setting in self.settings for word in ("--set", setting)]
+        log = self.root / "log"
+        with log.open("w", encoding="utf-8") as output:
+            process = self._start(cache, command, stdout=output, stderr=output)
+            # Of the largest of its processes.
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        said = log.read_text(encoding="utf-8")
+        speed = re.search(r"tokenised the train split: .*\(([\d,]+) tokens/s", said)
+        if process.returncode or speed is None:
+            raise RuntimeError(f"whatwhere prepare failed: {said[-2000:]}")
+        # Linux gives KiB, macOS bytes.
+        return Prepared(float(speed[1].replace(",", "")), usage.ru_maxrss / (1e3 if sys.platform != "darwin" else 1e6))
+
+    def run(self, megabytes: int, steps: int, cache: str) -> dict[str, float]:
+        """Starts a run of `wikitext103_small` on prepared text, and takes a few steps."""
+        settings = [*self.settings, f"training.steps={steps}", "training.warmup_steps=0"]
+        files = [str(self.text(megabytes)), str(self.held_out), str(self.root / "run")]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = self._start(cache, ["-c", RUN, "wikitext103_small", json.dumps(settings), *files], **pipes)
+        said, errors = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"the run failed: {errors[-2000:]}")
+        return json.loads(said.splitlines()[-1])
+
+
+def benchmark_data(quick: bool) -> Iterator[Line]:
+    """Yields the figures as they come. Everything is written into a temporary folder, of about 5 GB without `quick`."""
+    (small, large), steps = (QUICK_SIZES, QUICK_STEPS) if quick else (SIZES, STEPS)
+    with tempfile.TemporaryDirectory(prefix="whatwhere-benchmark-") as folder:
+        place = _Workplace(Path(folder))
+        one, two = (place.prepare(small, processes, f"cache{processes}") for processes in (1, 2))
+        name = f"tokenising {small} MB, {one.speed / 1e6:.2f} million tokens/s, with 2 processes"
+        yield Line(name, two.speed / one.speed, "x", 1.7, at_least=True)
+        more = place.prepare(large, 2, "cache2")
+        name = f"peak memory: {two.memory:.0f} MB for {small} MB of text, {more.memory:.0f} MB for {large} MB"
+        yield Line(name, abs(more.memory / two.memory - 1) * 100, "%", 10)
+        took = place.run(large, steps, "cache2")
+        yield Line(f"start of a run on {large} MB of prepared text, after imports", took["start"], "s", 10)
+        share = took["waited"] / (took["waited"] + took["worked"]) * 100
+        step = took["worked"] / (steps - 2)
+        yield Line(f"waiting for data in a step of wikitext103_small ({step:.2f} s)", share, "%", 2)

@@ -1,0 +1,211 @@
+"""Streams: documents that are read, tokenised and packed while training, with an exact state.
+
+A stream is divided into parts, one for each worker process of each process that trains. A part has its own files if
+they can be divided evenly, or else every n-th document. It is read in windows of `shuffle_buffer` documents, which are
+shuffled one after the other. Its state is that of the documents where the window begins
+(`datasets.IterableDataset.state_dict`), the tokens left over from the window before, and the number of blocks since: to
+resume, one window is read again, and of the current file what is before it.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import datasets
+import fsspec.asyn
+import numpy as np
+import torch
+from datasets.distributed import split_dataset_by_node
+from datasets.iterable_dataset import SkipExamplesIterable, TakeExamplesIterable
+from torch.utils.data import DataLoader, get_worker_info
+from transformers import PreTrainedTokenizerBase
+
+from .pack import Packer, add_labels, pad_blocks
+from .tokenize import single_threaded
+
+
+class StreamedBlocks:
+    """The blocks of a part of a stream, again from its start after the last one."""
+
+    def __init__(
+        self,
+        rows: datasets.IterableDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sequence_length: int,
+        pack: str,
+        seed: int,
+        shuffle_buffer: int,
+    ) -> None:
+        """Takes the documents of the part; `sequence_length` and `pack` as in `iterate_blocks`."""
+        self.rows, self.seed, self.shuffle_buffer = rows, seed, shuffle_buffer
+        self.form = (tokenizer, sequence_length, pack)
+        self._begun: dict[str, Any] = {"epoch": 0, "window": 0, "documents": None, "rest": {}}
+        # As text: it is sent with every batch, and changes with the window only.
+        self._begun_text, self._blocks = json.dumps(self._begun), 0
+
+    def state(self) -> tuple[str, int]:
+        """Returns the state at the beginning of the window, as JSON, and the number of blocks since."""
+        return self._begun_text, self._blocks
+
+    def load(self, begun: str, blocks: int) -> None:
+        """Sets a result of `state`, from which `__iter__` continues."""
+        self._begun, self._begun_text, self._blocks = json.loads(begun), begun, blocks
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        if self._begun["documents"] is not None:
+            self.rows.load_state_dict(self._begun["documents"])
+        while True:
+            epoch, some = self._begun["epoch"], self._begun["window"] + self._blocks > 0
+            if self.shuffle_buffer > 1:
+                # This decides the order of files; 0 is their order by name.
+                self.rows.set_epoch(int(np.random.default_rng([self.seed, epoch]).integers(1, 1 << 31)))
+            packer = Packer(*self.form, self._begun["rest"])
+            # Unlike `iter(rows)`, `iter` does not divide the rows among workers once more.
+            documents = (row["text"][0] for row in self.rows.iter(batch_size=1))
+            while window := list(itertools.islice(documents, self.shuffle_buffer)):
+                after = self.rows.state_dict()
+                number = self._begun["window"]
+                order = np.random.default_rng([self.seed, epoch, number]).permutation(len(window))
+                blocks = packer({"text": window[place]} for place in order)
+                for block in itertools.islice(blocks, self._blocks, None):
+                    some = True
+                    self._blocks += 1
+                    yield block
+                self._begin({"epoch": epoch, "window": number + 1, "documents": after, "rest": packer.rest()})
+            if not some:
+                raise ValueError(
+                    f"sequence_length={self.form[1]!r} is not valid: a process's part of the stream has fewer tokens."
+                )
+            self._begin({"epoch": epoch + 1, "window": 0, "documents": None, "rest": {}})
+
+    def _begin(self, state: dict[str, Any]) -> None:
+        self._begun, self._begun_text, self._blocks = state, json.dumps(state), 0
+
+
+class StreamedBatches(torch.utils.data.IterableDataset):
+    """The share of a process of the batches of a stream, or of a mixture of streams.
+
+    The order depends on the number of processes and of workers. `loader` returns the batches from the beginning, or
+    from the state of `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[datasets.IterableDataset],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sequence_length: int,
+        pack: str,
+        batch_size: int,
+        seed: int,
+        shuffle_buffer: int,
+        weights: Sequence[float] = (1.0,),
+    ) -> None:
+        """Takes the texts, and the share of blocks that is read from each; `batch_size` is the global one."""
+        self.texts, self.tokenizer, self.batch_size, self.seed = texts, tokenizer, batch_size, seed
+        self.weights = np.array(weights) / np.sum(weights)
+        self.form: dict[str, Any] = {"sequence_length": sequence_length, "pack": pack, "shuffle_buffer": shuffle_buffer}
+        self._share: tuple[int, int] = (0, 1)
+        # Of each part of this process, and the part whose batch is next.
+        self._states: list[Any] = []
+        self._next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place of this process after the last batch of `loader`; it is JSON."""
+        return {"parts": self._states, "next": self._next}
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]], share: tuple[int, int]) -> None:
+        """Sets the place of a process; `states` are those of all processes, in order, and `share` is as in `loader`.
+
+        Raises:
+            ValueError: the states are of another number of processes.
+        """
+        if len(states) != share[1]:
+            raise ValueError(
+                f"streaming=True is not valid: the run's stream was read by {len(states)} processes, and cannot be "
+                f"continued by {share[1]}, because the order of the text depends on their number. Continue with "
+                f"{len(states)}, or train on prepared text (streaming=False, `whatwhere prepare`)."
+            )
+        self._states, self._next = states[share[0]]["parts"], states[share[0]]["next"]
+
+    def loader(
+        self, share: tuple[int, int] = (0, 1), *, workers: int = 0, pin_memory: bool = False
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Returns an iterator over the batches, with labels.
+
+        Args:
+            share: (i, n) for the i-th of n processes that read different data.
+            workers: processes that read ahead; with 0, this one reads.
+            pin_memory: as in `DataLoader`.
+
+        Raises:
+            ValueError: the state is of another number of workers; from the iterator: the stream cannot be read.
+        """
+        self._share, parts = share, max(1, workers)
+        self._states = self._states or [None] * parts
+        if parts != len(self._states):
+            raise ValueError(
+                f"workers={workers!r} is not valid: the run's stream was read by {len(self._states)} in each process, "
+                "and cannot be continued by another number."
+            )
+        # Otherwise, `DataLoader` draws a random number of the training's.
+        options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
+        with single_threaded():
+            return self._received(iter(DataLoader(self, batch_size=None, num_workers=workers, **options)))
+
+    def _received(self, items: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
+        for item in items:
+            if isinstance(item, ValueError):
+                raise item
+            batch, part, self._states[part] = item
+            self._next = (part + 1) % len(self._states)
+            yield batch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields batches of a part with its number and the state after each; an error is the last item."""
+        worker = get_worker_info()
+        workers = 1 if worker is None else worker.num_workers
+        if worker is not None:
+            # As `datasets` does in workers.
+            fsspec.asyn.reset_lock()
+        part = (self._next + (0 if worker is None else worker.id)) % workers
+        place, places = self._share[0] * workers + part, self._share[1] * workers
+        sources = [
+            StreamedBlocks(_part(rows, place, places), self.tokenizer, seed=self.seed, **self.form)
+            for rows in self.texts
+        ]
+        batches = 0
+        if self._states[part] is not None:
+            batches, states = self._states[part]
+            for source, state in zip(sources, states):
+                source.load(*state)
+        iterators = [iter(source) for source in sources]
+        first, stop = (self.batch_size * process // self._share[1] for process in (self._share[0], self._share[0] + 1))
+        try:
+            while True:
+                random = np.random.default_rng([self.seed, place, batches])
+                chosen = random.choice(len(sources), size=stop - first, p=self.weights)
+                blocks = [next(iterators[source]) for source in chosen]
+                batches += 1
+                yield self._batch(blocks), part, [batches, [source.state() for source in sources]]
+        except ValueError as error:
+            yield error
+
+    def _batch(self, blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        if self.form["pack"] == "separate":
+            ids = [block["input_ids"] for block in blocks]
+            return pad_blocks(ids, self.tokenizer.pad_token_id, self.form["sequence_length"])
+        return add_labels(
+            {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
+        )
+
+
+def _part(rows: datasets.IterableDataset, part: int, parts: int) -> datasets.IterableDataset:
+    # skip() and take() are divided among files: documents that are held out from training would be in a part.
+    inner, is_slice = rows._ex_iterable, False
+    while inner is not None:
+        is_slice = is_slice or isinstance(inner, (SkipExamplesIterable, TakeExamplesIterable))
+        inner = getattr(inner, "ex_iterable", None)
+    return split_dataset_by_node(rows, part, parts, strategy="examples" if is_slice else "auto")
