@@ -23,5 +23,5 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=["auto"],
-        help="continue from the newest checkpoint; auto: also begin a new run, or do nothing for a finished one",
+        help="continue from the newest checkpoint; auto: or begin, or end if finished",
     )

@@ -9,7 +9,7 @@ from .common import command_parser
 
 DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
 
-    whatwhere prepare openwebtext --processes 32
+    whatwhere prepare wikitext103 --processes 32
     whatwhere prepare demo_rope --train-file mytext/*.txt
 
 `whatwhere train` does this too, if it was not done. Text is tokenised once for all runs with the same text and
