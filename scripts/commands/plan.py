@@ -91,8 +91,9 @@ def _report(recipe: Any, found: Any, options: argparse.Namespace, peak: float | 
         *(f"  {name:<18}{size / 1e9:8.2f}" for name, size in dataclasses.asdict(memory).items()),
         f"  {'total':<18}{memory.total / 1e9:8.2f}",
     ]
-    start = found.parameters * 4
-    if layout.is_sharded:
+    # FSDP divides one layer after the other; tensor parallelism needs the whole model first.
+    start = found.parameters * 4 if found.layout.tp > 1 else 0
+    if start:
         lines.append(f"  {'at the start':<18}{start / 1e9:8.2f} (all weights, before they are divided)")
     if options.device_memory is not None:
         needed, usable = max(memory.total, start) / 1e9, USABLE * options.device_memory

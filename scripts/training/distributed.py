@@ -158,7 +158,9 @@ def distribute(model: Any, layout: Layout, accelerator: Accelerator, training: T
     """
     if not layout.is_sharded:
         return accelerator.prepare_model(model)
-    model.to(accelerator.device)
+    if layout.tp > 1:
+        # FSDP moves one layer after the other to the device.
+        model.to(accelerator.device)
     sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
     mesh = init_device_mesh(accelerator.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if layout.tp > 1:
