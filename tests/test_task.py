@@ -193,7 +193,7 @@ def test_two_processes_equal_one(runs, stock, two_processes, tmp_path):
         for name, scores_ in one[0]["test_sets"].items():
             found = two[0]["test_sets"][name]
             assert {**found, "probability": 0} == {**scores_, "probability": 0}
-            assert found.get("probability") == pytest.approx(scores_.get("probability"), rel=1e-5)
+            assert found.get("probability", 0) == pytest.approx(scores_.get("probability", 0), rel=1e-5)
 
 
 # --- questions in words

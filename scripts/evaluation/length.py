@@ -15,7 +15,7 @@ CoPE's Figure 3, WikiText-103 with its articles joined by the end-of-text token,
     whatwhere length runs/relative runs/cope --data wikitext103_v1:validation --windows 512,1024,2048,4096 \\
         --variants relative-capped,relative-none --output results
 
-On several GPUs, each with a share of the windows (`torchrun --nproc_per_node 2 -m whatwhere length` on CPUs):
+On several GPUs, each with a share of the windows (on CPUs: `torchrun --nproc_per_node 2 -m whatwhere length ...`):
 
     accelerate launch -m whatwhere length runs/rope runs/pope --data pg19 --output results
 

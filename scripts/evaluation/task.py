@@ -8,6 +8,8 @@ On a GPU, with another test set than the recipe's (JSON with the parameters that
 
     whatwhere task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 --device cuda
 
+On several GPUs, each with a share of the samples: accelerate launch -m whatwhere task ... (on CPUs: torchrun)
+
 A checkpoint is a folder or a Hub id. The recipe in the folder's `results.json` gives the task, its parameters and its
 test sets; --task names the task of a checkpoint without a recipe, with the task's default parameters. Checkpoints whose
 recipes differ only in the seed are averaged as one system.

@@ -8,7 +8,7 @@ On a GPU, all questions from the Hub, for our models and others:
 
     whatwhere zero-shot runs/pope openai-community/gpt2 --device cuda --batch-size 64
 
-On several GPUs, each with a share of the requests (`torchrun --nproc_per_node 2 -m whatwhere zero-shot` on CPUs):
+On several GPUs, each with a share of the requests (on CPUs: `torchrun --nproc_per_node 2 -m whatwhere zero-shot ...`):
 
     accelerate launch -m whatwhere zero-shot runs/pope --batch-size 64
 
