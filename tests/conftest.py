@@ -16,6 +16,8 @@ os.environ.setdefault("WHATWHERE_CACHE", os.path.join(tempfile.gettempdir(), f"w
 import inspect
 import pathlib
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -90,5 +92,23 @@ def refused(capsys):
             cli.main(list(map(str, arguments)))
         assert stop.value.code not in (0, None)
         return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def two_processes():
+    """Runs `whatwhere` with arguments in two processes on CPUs, and returns what they print."""
+
+    def run(*arguments):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "whatwhere"]
+        done = subprocess.run(
+            [sys.executable, *launcher, *map(str, arguments), "--device", "cpu"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
 
     return run

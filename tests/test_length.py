@@ -15,6 +15,7 @@ from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import length_report, variants, windows
 from whatwhere.scripts.evaluation.checkpoints import Loading, longest_length, trained_length_of
+from whatwhere.scripts.evaluation.processes import Processes
 from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.evaluation.schema import Cell
 
@@ -98,6 +99,33 @@ def test_standard_error_is_over_documents_or_over_the_windows_of_one(texts):
     assert cell.standard_error is None
     with pytest.raises(ValueError, match="windows=128"):
         windows.measure_windows(model, texts, None, 128, trained_length=16)
+
+
+class InTurn(Processes):
+    """Processes that run one after the other: the last has the sums of all."""
+
+    given = []
+
+    def summed(self, values):
+        self.given.append(values)
+        return torch.stack(self.given).sum(0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_shares_of_processes_add_up(texts, count, monkeypatch):
+    """Of 6 windows in 5 batches, and of one window; the other processes have nothing to do."""
+    model, byte_counts = small("rope"), torch.arange(258) % 5
+    for length, windows_ in ((32, 6), (80, 1)):
+        given = {"trained_length": 16, "batch_tokens": 64}
+        cell, by_position = windows.measure_windows(model, texts, byte_counts, length, **given)
+        assert cell.windows == windows_
+        monkeypatch.setattr(InTurn, "given", [])
+        for rank in range(count):
+            found = windows.measure_windows(model, texts, byte_counts, length, **given, processes=InTurn(rank, count))
+        assert len(InTurn.given) == count, "one sum for each cell"
+        # Sums by position are added in another order.
+        assert found[0] == cell
+        assert found[1] == {**by_position, "loss": pytest.approx(by_position["loss"], rel=1e-12)}
 
 
 def test_logits_are_computed_in_pieces(texts):
@@ -510,6 +538,52 @@ def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, a
         run(names, *(argument.format(root=root) for argument in arguments))
     assert message in f"{stop.value.code} {capsys.readouterr().err}"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environment", "device", "message"),
+    [
+        ({}, "cpu", "WORLD_SIZE=2 is not valid without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"LOCAL_RANK": "1"}, "cuda:1", "device='cuda:1' is not valid with 2 processes. Allowed: 'cpu', 'cuda'"),
+        ({"LOCAL_RANK": "1"}, "cuda", "LOCAL_RANK=1: this machine has 1 GPUs, and each process needs its own"),
+    ],
+)
+def test_processes_that_do_not_fit(environment, device, message, root, refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    fixed = {"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"} if environment else {}
+    for name, value in {"WORLD_SIZE": "2", **fixed, **environment}.items():
+        monkeypatch.setenv(name, value)
+    for command in ("length", "zero-shot", "task"):
+        output = [] if command == "task" else ["--output", tmp_path / "out"]
+        assert message in refused(command, root / "rope", "--device", device, *output)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(root, run, two_processes, tmp_path):
+    """Books fill 6, 2 and 1 windows, each a batch, and shares are uneven; some cells need no model."""
+    arguments = ["--windows", "64,128,192", "--batch-tokens", "64", "--data", "pg19", "--data-dir", root / "data"]
+    printed = two_processes("length", root / "rope", root / "absolute", *arguments, "--output", tmp_path / "two")
+    assert printed.count("± standard error") == 1
+    content = json.loads((tmp_path / "two/length_pg19.json").read_text(encoding="utf-8"))
+    expected = run(["rope", "absolute"], *map(str, arguments[:4]))
+    assert content["data"] == expected["data"]
+    assert [cell["windows"] for cell in expected["checkpoints"][0]["cells"]] == [6, 2, 1]
+    for entry, other in zip(content["checkpoints"], expected["checkpoints"], strict=True):
+        for kind in ("cells", "by_position"):
+            for found, wanted in zip(entry.pop(kind), other.pop(kind), strict=True):
+                for name, value in wanted.items():
+                    numbers = isinstance(value, float) or (name == "loss" and isinstance(value, list))
+                    assert found[name] == (pytest.approx(value, rel=1e-6) if numbers else value), name
+        assert entry == other
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
+        "length_pg19.json",
+        "length_pg19.png",
+        "length_pg19.svg",
+    ]
+    # Nothing is left to measure: no process waits for another.
+    again = two_processes("length", root / "rope", root / "absolute", *arguments, "--output", tmp_path / "two")
+    assert again == printed
 
 
 def test_names_of_folders_that_end_alike(root, tmp_path):

@@ -177,6 +177,25 @@ def test_count_errors_by_hand():
     assert summarise(counts.tolist()) == {"token_error": 1 / 3, "sequence_error": 0.5, "tokens": 3, "sequences": 2}
 
 
+@pytest.mark.slow
+def test_two_processes_equal_one(runs, stock, two_processes, tmp_path):
+    """Of 5 samples one process has 3; and 2 questions of each test set, with 6 answers."""
+    for saved in stock:
+        saved.save_pretrained(tmp_path / "stock")
+    for arguments in (
+        [runs / "rope-0", "--samples", 5, "--batch-size", 1],
+        [tmp_path / "stock", "--task", "alice", "--samples", 2],
+    ):
+        printed = two_processes("task", *arguments, "--json", tmp_path / "two.json")
+        script.main([*map(str, arguments), "--device", "cpu", "--json", str(tmp_path / "one.json")])
+        two, one = (json.loads((tmp_path / f"{name}.json").read_text())["checkpoints"] for name in ("two", "one"))
+        assert printed.count("| system |") == 1
+        for name, scores_ in one[0]["test_sets"].items():
+            found = two[0]["test_sets"][name]
+            assert {**found, "probability": 0} == {**scores_, "probability": 0}
+            assert found.get("probability", 0) == pytest.approx(scores_.get("probability", 0), rel=1e-5)
+
+
 # --- questions in words
 
 

@@ -538,9 +538,38 @@ def test_mistakes(options, message, tmp_path, monkeypatch, refused):
     assert message in refused("zero-shot", *options)
 
 
-def test_one_process_only(monkeypatch, refused):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "WORLD_SIZE='2': this command runs in one process" in refused("zero-shot", "model")
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path, monkeypatch, capsys, local_data, two_processes):
+    """43 requests of tasks with one question each; many are truncated."""
+    save_model(tmp_path / "model", "absolute", "gpt2", max_position_embeddings=200)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model").symlink_to(tmp_path / "model")
+    options = ["--data-dir", local_data, "--tasks", "lambada,cbt,piqa", "--limit", 1, "--batch-size", 4]
+    contents, printed = {}, {}
+    for folder in ("one", "two"):
+        monkeypatch.chdir(tmp_path / folder)
+        given = ["model", *options, "--output", "out"]
+        if folder == "two":
+            printed[folder] = two_processes("zero-shot", *given)
+        else:
+            monkeypatch.setattr(zero_shot, "task_manager", manager)
+            printed[folder] = run_command([*given, "--device", "cpu"], capsys)
+        contents[folder] = json.loads((tmp_path / "model/lm_eval.json").read_text())
+        (tmp_path / "model/lm_eval.json").unlink()
+    one, two = contents.values()
+    assert one["truncated_requests"] == two["truncated_requests"] > 0
+    assert one["tasks"].keys() == two["tasks"].keys()
+    pairs = [(one["tasks"][name], two["tasks"][name]) for name in one["tasks"]]
+    pairs += [
+        (part, second["subtasks"][name]) for first, second in pairs for name, part in first.get("subtasks", {}).items()
+    ]
+    for first, second in pairs:
+        assert first["samples"] == second["samples"]
+        for metric, score in first["metrics"].items():
+            value = pytest.approx(score["value"], rel=1e-5) if metric == "perplexity" else score["value"]
+            assert second["metrics"][metric] == {**score, "value": value}
+    assert printed["two"] == printed["one"]
 
 
 # lm-eval's command line, in a process that fails if anything but the checkpoint's own code defines the model.

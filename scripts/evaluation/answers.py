@@ -7,6 +7,7 @@ import torch
 
 from ..data.pack import IGNORED
 from ..data.samples import TaskSamples
+from .processes import ALONE, Processes
 
 
 def count_errors(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -43,17 +44,20 @@ def summarise(counts: Sequence[float]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def score_samples(model: Any, samples: TaskSamples, *, batch_size: int = 64) -> dict[str, Any]:
+def score_samples(
+    model: Any, samples: TaskSamples, *, batch_size: int = 64, processes: Processes = ALONE
+) -> dict[str, Any]:
     """Returns the errors (see `summarise`) of a model on all of the samples.
 
     Args:
         model: a causal language model, in evaluation mode.
         samples: with labels for answers only.
         batch_size: samples in a batch.
+        processes: they divide the batches, and all return the same.
     """
     total = torch.zeros(4, dtype=torch.float64)
-    for start in range(0, len(samples), batch_size):
+    for start in processes.share(range(0, len(samples), batch_size)):
         batch = samples[range(start, min(start + batch_size, len(samples)))]
         logits = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits
         total += count_errors(logits, batch["labels"]).cpu()
-    return summarise(total.tolist())
+    return summarise(processes.summed(total).tolist())

@@ -15,6 +15,10 @@ CoPE's Figure 3, WikiText-103 with its articles joined by the end-of-text token,
     whatwhere length runs/relative runs/cope --data wikitext103_v1:validation --windows 512,1024,2048,4096 \\
         --variants relative-capped,relative-none --output results
 
+On several GPUs, each with a share of the windows (on CPUs: `torchrun --nproc_per_node 2 -m whatwhere length ...`):
+
+    accelerate launch -m whatwhere length runs/rope runs/pope --data pg19 --output results
+
 Windows are given in tokens, or as multiples of the trained length (`1x,2x,4x`). The trained length is read from the
 checkpoint's `results.json`, else from `config.max_position_embeddings`; `--trained-length` replaces it.
 `whatwhere.scripts.evaluation.windows` describes how windows are cut and scored. `--variants` adds curves with changes
@@ -49,6 +53,7 @@ from ..commands.common import command_parser
 from . import variants, windows
 from .checkpoints import Loading, add_loading, at_least_one, loading_of, longest_length, names_of, trained_length_of
 from .length_report import METRICS, draw, label, table
+from .processes import ALONE, Processes, join
 from .results import check_writable, provenance, read_json, write_json
 from .schema import Cell
 
@@ -157,25 +162,43 @@ class LengthResults:
     runs before it).
     """
 
-    def __init__(self, folder: pathlib.Path, data: dict[str, Any], *, origin: dict[str, Any]) -> None:
-        """Reads the file in `folder` if it exists; `data` determines its name, `origin` is from `provenance`.
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        data: dict[str, Any],
+        *,
+        origin: dict[str, Any],
+        processes: Processes = ALONE,
+    ) -> None:
+        """Reads the file in `folder` if it exists.
+
+        Args:
+            folder: of the file.
+            data: determines its name.
+            origin: from `provenance`.
+            processes: the first of them writes the file.
 
         Raises:
             ValueError: the file belongs to other data, or is broken.
         """
         corpus, split = data["corpus"], data["split"].partition("[")[0]
         parts = ["length"] if corpus in SOURCES else ["length", corpus, *([split] if split != "test" else [])]
+        self.processes = processes
         self.path, self.data, self.origin = folder / f"{'_'.join(parts)}.json", data, origin
         self.checkpoints: list[dict[str, Any]] = []
         self.earlier: list[dict[str, Any]] = []
-        if not self.path.is_file():
-            return
+        if self.path.is_file():
+            self._read()
+        # All processes measure the same cells, also on a machine that does not have the file.
+        self.checkpoints = processes.of_first(self.checkpoints)
+
+    def _read(self) -> None:
         content = read_json(self.path)
         before, self.checkpoints = content["data"], content["checkpoints"]
-        self.earlier = [*content.get("earlier", []), {key: content[key] for key in origin}]
+        self.earlier = [*content.get("earlier", []), {key: content[key] for key in self.origin}]
         changed = [
             f"{_OPTIONS.get(key, key)}: {before.get(key)!r} → {value!r}"
-            for key, value in data.items()
+            for key, value in self.data.items()
             if before.get(key) != value
         ]
         if changed:
@@ -212,7 +235,8 @@ class LengthResults:
         entry["cells"] = sorted([*entry["cells"], cell.model_dump()], key=lambda one: one["length"])
         if by_position is not None:
             entry["by_position"] = sorted([*entry["by_position"], by_position], key=lambda one: one["length"])
-        self.write(self.path.parent)
+        if self.processes.is_first:
+            self.write(self.path.parent)
 
     def write(self, folder: pathlib.Path, *, weights: str | None = None) -> None:
         """Writes the file into a folder, with `weights` (a fingerprint) only the entries with these weights.
@@ -315,7 +339,7 @@ def compare(
     Args:
         curves: what is measured.
         texts: returns a new iterator over the documents.
-        results: the results file; its `data` describes the text.
+        results: the results file; its `data` describes the text, and its `processes` share the work.
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
         loading: how checkpoints are loaded. The loss is computed in float32 for every dtype.
         batch_tokens: windows are batched up to this many tokens.
@@ -391,6 +415,7 @@ def compare(
                 trained_length=curve.trained_length,
                 batch_tokens=batch_tokens,
                 name=f"{label(entry)} at {length}",
+                processes=results.processes,
             )
             results.add(entry, cell, by_position)
 
@@ -461,6 +486,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
         options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
     check_writable(options.output)
+    processes = join(options.device)
     loading = loading_of(options)
     curves = curves_of(
         options.checkpoints,
@@ -483,7 +509,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         "document_limit": options.documents,
         "text_tokens": options.tokens,
     }
-    results = LengthResults(options.output, data, origin=origin)
+    results = LengthResults(options.output, data, origin=origin, processes=processes)
     books = BOOK_WINDOWS if source in SEPARATE_DOCUMENTS else DEFAULT_WINDOWS
     names = {"data_dir": options.data_dir, "dataset": options.dataset, "files": options.test_files}
     compare(
@@ -494,6 +520,8 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         loading,
         batch_tokens=options.batch_tokens,
     )
+    if not processes.is_first:
+        return results
     stem = results.path.with_suffix("")
     draw(results.checkpoints, stem, metric=options.metric, title=f"{source}, {split}")
     print(table(results.checkpoints, metric=options.metric))
@@ -502,4 +530,5 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
 
 
 def _report(text: str) -> None:
-    print(text, file=sys.stderr)
+    if not int(os.environ.get("RANK", "0")):
+        print(text, file=sys.stderr)

@@ -8,6 +8,8 @@ On a GPU, with another test set than the recipe's (JSON with the parameters that
 
     whatwhere task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 --device cuda
 
+On several GPUs, each with a share of the samples: accelerate launch -m whatwhere task ... (on CPUs: torchrun)
+
 A checkpoint is a folder or a Hub id. The recipe in the folder's `results.json` gives the task, its parameters and its
 test sets; --task names the task of a checkpoint without a recipe, with the task's default parameters. Checkpoints whose
 recipes differ only in the seed are averaged as one system.
@@ -39,6 +41,7 @@ from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
 from ..toy_tasks.registry import PROBES, TASKS, task_config
 from .answers import score_samples
 from .checkpoints import MAX_LENGTH, Loading, add_loading, at_least_one, loading_of, longest_length, names_of
+from .processes import ALONE, Processes, join, scorer
 from .results import check_writable, markdown_table, provenance, read_json, write_json
 
 DESCRIPTION = "Answer errors of checkpoints on toy tasks, over seeds."
@@ -125,6 +128,7 @@ def evaluate(
     samples: int | None = None,
     seed: int = 0,
     batch_size: int = 64,
+    processes: Processes = ALONE,
 ) -> list[dict[str, Any]]:
     """Evaluates every checkpoint on its test sets.
 
@@ -134,6 +138,7 @@ def evaluate(
         task, sets, samples: as in `test_sets`; the task may also be a probe.
         seed: of the samples; 0 gives the samples of the final evaluation in training.
         batch_size: samples in a batch.
+        processes: they divide the samples, and all return the same.
 
     Returns:
         for each checkpoint its `checkpoint`, `name`, `recipe` (None without one), `task`, and `test_sets` with the
@@ -159,7 +164,7 @@ def evaluate(
         scores = {}
         for name, test in configs.items():
             if named in PROBES:
-                scores[name] = ask(model, tokenizer, test)
+                scores[name] = ask(model, tokenizer, test, processes)
                 continue
             length = (block or config.max_position_embeddings) if test.may_be_cut else None
             limit = longest_length(model)
@@ -169,7 +174,7 @@ def evaluate(
                     f"{length or test.longest} tokens, and the position encoding supports at most {limit}."
                 )
             rows = TaskSamples(test, tokenizer, "test", count=test.test_samples, block=length)
-            scores[name] = score_samples(model, rows, batch_size=batch_size)
+            scores[name] = score_samples(model, rows, batch_size=batch_size, processes=processes)
         recipe = recipes[checkpoint]
         entries.append(
             {
@@ -183,24 +188,24 @@ def evaluate(
     return entries
 
 
-def ask(model: Any, tokenizer: Any, config: AliceConfig) -> dict[str, Any]:
-    """Asks a model the questions of the Alice probe.
+def ask(model: Any, tokenizer: Any, config: AliceConfig, processes: Processes = ALONE) -> dict[str, Any]:
+    """Asks a model the questions of the Alice probe, which the processes divide.
 
     Returns:
         `accuracy`; `probability`; `questions` (their number); `accuracy_by_place` (for words only in the last sentence,
         only before it, in both, or in neither); `most_common` (the accuracy of always giving the most common answer).
     """
     from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
 
     rows = [config.row(config.sample("test", index)) for index in range(config.test_samples)]
     prompts = [row["prompt"] + "\n\nAnswer:" for row in rows]
     if any(tokenizer.unk_token_id in tokenizer(prompt)["input_ids"] for prompt in prompts if tokenizer.unk_token):
         raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} does not know every word of {prompts[0][:60]!r}.")
     answers = range(LARGEST_ANSWER + 1)
-    scorer = HFLM(model, tokenizer=tokenizer, max_length=longest_length(model) or MAX_LENGTH, batch_size=len(answers))
+    limit = longest_length(model) or MAX_LENGTH
+    asker = scorer(processes, model, tokenizer=tokenizer, max_length=limit, batch_size=len(answers))
     asked = [Instance("loglikelihood", {}, (prompt, f" {answer}"), 0) for prompt in prompts for answer in answers]
-    found = torch.tensor([likelihood for likelihood, _ in scorer.loglikelihood(asked, disable_tqdm=True)])
+    found = torch.tensor([likelihood for likelihood, _ in asker.loglikelihood(asked, disable_tqdm=True)])
     places = collections.defaultdict(list)
     probability = 0.0
     for row, chances in zip(rows, found.view(-1, len(answers)).softmax(-1)):
@@ -301,6 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.json:
         check_writable(options.json.parent)
+    processes = join(options.device)
     entries = evaluate(
         options.checkpoints,
         loading_of(options),
@@ -309,7 +315,10 @@ def main(arguments: list[str] | None = None) -> None:
         samples=options.samples,
         seed=options.seed,
         batch_size=options.batch_size,
+        processes=processes,
     )
+    if not processes.is_first:
+        return
     systems = summarise(entries, solved=options.solved)
     if options.json:
         content = {"systems": systems, "checkpoints": entries, "solved": options.solved, "seed": options.seed}

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from .processes import ALONE, Processes
 from .schema import Cell
 
 
@@ -102,6 +103,7 @@ def measure_windows(
     trained_length: int,
     batch_tokens: int = 4096,
     name: str = "",
+    processes: Processes = ALONE,
 ) -> tuple[Cell, dict[str, Any]]:
     """Scores all windows of one length.
 
@@ -113,6 +115,7 @@ def measure_windows(
         trained_length: for `Cell.multiple`.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
         name: of the progress bar.
+        processes: the batches are divided among them, and all return the same.
 
     Returns:
         the cell; and the losses by position: `length`, `edges` (buckets + 1), `loss` (mean nats per token) and
@@ -125,34 +128,43 @@ def measure_windows(
     counts = windows_in(texts, length)
     model.eval()
     plain_head = has_plain_head(model, texts[0][None, : min(16, length)].to(model.device, torch.int64))
-    by_position = torch.zeros(length, dtype=torch.float64)
-    # (nats, tokens, bytes) of each window, and of each text with windows.
-    windows: list[tuple[float, float, float]] = []
-    documents: list[tuple[float, ...]] = []
+    # Nats and bytes of each window, and nats at each position; the processes add them up.
+    parts = [sum(counts), sum(counts), length]
+    sums = torch.zeros(sum(parts), dtype=torch.float64)
+    nats, bytes_, by_position = sums.split(parts)
     step = max(1, batch_tokens // length)
-    with tqdm(total=sum(counts) * length, desc=name, unit="token", leave=False, disable=None) as bar:
-        for ids, count in zip(texts, counts):
-            first = len(windows)
-            for start in range(0, count, step):
-                some = ids[start * length : min(start + step, count) * length + 1].to(torch.int64)
-                inputs, targets = some[:-1].view(-1, length), some[1:].view(-1, length)
-                losses = token_losses(
-                    model, inputs.to(model.device), targets.to(model.device), plain_head=plain_head
-                ).to("cpu", torch.float64)
-                by_position += losses.sum(0)
-                bytes_ = torch.zeros(len(targets)) if byte_counts is None else byte_counts[targets.cpu()].sum(1)
-                windows += [(nats, length, size) for nats, size in zip(losses.sum(1).tolist(), bytes_.tolist())]
-                bar.update(targets.numel())
-            if count:
-                documents.append(tuple(map(sum, zip(*windows[first:]))))
-    clusters, parts = ("documents", documents) if len(documents) > 1 else ("windows", windows)
-    nats, tokens, bytes_ = torch.tensor(parts, dtype=torch.float64).T
+    batches = processes.share(
+        [
+            (ids, before, start, min(start + step, count))
+            for ids, count, before in zip(texts, counts, itertools.accumulate(counts, initial=0))
+            for start in range(0, count, step)
+        ]
+    )
+    tokens_here = sum(stop - start for *_, start, stop in batches) * length
+    hidden = None if processes.is_first else True
+    with tqdm(total=tokens_here, desc=name, unit="token", leave=False, disable=hidden) as bar:
+        for ids, before, start, stop in batches:
+            some = ids[start * length : stop * length + 1].to(torch.int64)
+            inputs, targets = some[:-1].view(-1, length), some[1:].view(-1, length)
+            losses = token_losses(model, inputs.to(model.device), targets.to(model.device), plain_head=plain_head).to(
+                "cpu", torch.float64
+            )
+            by_position += losses.sum(0)
+            nats[before + start : before + stop] = losses.sum(1)
+            if byte_counts is not None:
+                bytes_[before + start : before + stop] = byte_counts[targets.cpu()].sum(1)
+            bar.update(targets.numel())
+    nats, bytes_, by_position = processes.summed(sums).split(parts)
+    number, documents = len(nats), [count for count in counts if count]
+    clusters, sizes = ("documents", documents) if len(documents) > 1 else ("windows", [1] * number)
+    nats, bytes_ = (torch.stack([part.sum() for part in each.split(sizes)]) for each in (nats, bytes_))
+    tokens = torch.tensor(sizes, dtype=torch.float64) * length
     loss = (nats.sum() / tokens.sum()).item()
     error = None
-    if len(parts) > 1:
-        spread = (nats - loss * tokens).square().sum() * len(parts) / (len(parts) - 1)
+    if len(sizes) > 1:
+        spread = (nats - loss * tokens).square().sum() * len(sizes) / (len(sizes) - 1)
         error = (spread.sqrt() / tokens.sum()).item()
-    total = len(windows) * length
+    total = number * length
     cell = Cell(
         length=length,
         multiple=length / trained_length,
@@ -163,14 +175,14 @@ def measure_windows(
         perplexity=math.exp(loss),
         tokens=total,
         bytes=int(bytes_.sum().item()) if byte_counts is not None else None,
-        windows=len(windows),
+        windows=number,
         clusters=clusters,
         documents=len(documents),
         short_documents=counts.count(0),
         dropped_tokens=sum(len(ids) - 1 for ids in texts) - total,
     )
     edges = position_edges(length)
-    sums = [by_position[start:stop].sum().item() for start, stop in itertools.pairwise(edges)]
-    sizes = [(stop - start) * len(windows) for start, stop in itertools.pairwise(edges)]
-    means = [total_ / size for total_, size in zip(sums, sizes)]
-    return cell, {"length": length, "edges": edges, "loss": means, "tokens": sizes}
+    nats_of = [by_position[start:stop].sum().item() for start, stop in itertools.pairwise(edges)]
+    tokens_at = [(stop - start) * number for start, stop in itertools.pairwise(edges)]
+    means = [nats_at / size for nats_at, size in zip(nats_of, tokens_at)]
+    return cell, {"length": length, "edges": edges, "loss": means, "tokens": tokens_at}

@@ -8,6 +8,10 @@ On a GPU, all questions from the Hub, for our models and others:
 
     whatwhere zero-shot runs/pope openai-community/gpt2 --device cuda --batch-size 64
 
+On several GPUs, each with a share of the requests (on CPUs: `torchrun --nproc_per_node 2 -m whatwhere zero-shot ...`):
+
+    accelerate launch -m whatwhere zero-shot runs/pope --batch-size 64
+
 A checkpoint is a folder or a Hub id that AutoModelForCausalLM and AutoTokenizer can load. With `--data-dir` or
 WHATWHERE_DATA_DIR the questions are read from local files (listed in `lm_eval/zero_shot_files.py`), otherwise from the
 Hub. Both use lm-eval's task definitions, except CBT, which lm-eval does not have. lm-eval's command line can run the
@@ -44,12 +48,15 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ...position_registry import max_length
 from ..commands.common import command_parser
 from .checkpoints import MAX_LENGTH, Loading, add_loading, at_least_one, checked_loading, loading_of, names_of
 from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_files
+from .processes import ALONE, Processes, join, scorer
 from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
 
 DESCRIPTION = "Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy."
@@ -161,8 +168,11 @@ def run(
     local: bool,
     limit: int | None = None,
     batch_size: int | str = 8,
-) -> dict[str, Any]:
+    processes: Processes = ALONE,
+) -> dict[str, Any] | None:
     """Evaluates one checkpoint and returns lm-eval's report, with `truncated_requests` added.
+
+    The processes divide the requests; all but the first return None.
 
     Questions longer than the model's configured length are truncated at the beginning; `truncated_requests` counts the
     truncated requests (one for each possible answer). Questions are never truncated for our models whose position
@@ -176,12 +186,12 @@ def run(
         local: read local files instead of the Hub.
         limit: maximum number of questions of each task, or of each part of BLiMP and CBT; None for all.
         batch_size: requests in a batch, or "auto" for the largest that fits.
+        processes: from `join`.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.
     """
     import lm_eval
-    from lm_eval.models.huggingface import HFLM
 
     options: dict[str, Any] = (
         {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
@@ -190,7 +200,8 @@ def run(
     if hasattr(config, "position_encoding") and max_length(config) is None:
         options["max_length"] = MAX_LENGTH
     with checked_loading(checkpoint):
-        model = HFLM(
+        model = scorer(
+            processes,
             pretrained=checkpoint,
             backend="causal",
             device=loading.device,
@@ -218,7 +229,8 @@ def run(
     finally:
         for logger in loggers:
             logger.removeFilter(log_filter)
-    return {**report, "truncated_requests": log_filter.truncated}
+    truncated = int(processes.summed(torch.tensor(log_filter.truncated)))
+    return {**report, "truncated_requests": truncated} if processes.is_first else None
 
 
 def content(report: Mapping[str, Any], origin: Mapping[str, Any], loading: Loading, *, local: bool) -> dict[str, Any]:
@@ -351,24 +363,22 @@ def main(arguments: list[str] | None = None) -> None:
     if options.output is None:
         alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
         options.output = pathlib.Path(options.checkpoints[0] if alone else "zero_shot")
-    print(evaluate(options, provenance("zero-shot", arguments)))
-    print(f"Written: {options.output / 'zero_shot.md'}. Model cards: whatwhere card FOLDER")
-
-
-def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
-    """Evaluates every checkpoint, writes all results and returns the table in Markdown."""
     if not options.checkpoints:
         raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
     names_of(options.checkpoints)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']!r}: this command runs in one process. lm-eval's command line can "
-            "run the same tasks with accelerate."
-        )
+    processes = join(options.device)
+    text = evaluate(options, provenance("zero-shot", arguments), processes)
+    if text is not None:
+        print(text)
+        print(f"Written: {options.output / 'zero_shot.md'}. Model cards: whatwhere card FOLDER")
+
+
+def evaluate(options: argparse.Namespace, origin: dict[str, Any], processes: Processes) -> str | None:
+    """Evaluates every checkpoint. The first process writes all results and returns the table in Markdown."""
     local = bool(options.data_dir or os.environ.get(DATA_DIR_VARIABLE))
     data_dir = data_folder(options.data_dir) if local else None
     tasks, left_out = choose_tasks(options.tasks, data_dir)
-    for name, files in left_out.items():
+    for name, files in left_out.items() if processes.is_first else ():
         print(f"{TASKS[name].title} is left out: {str(data_dir)!r} has no {', '.join(files)}.")
     # Raises errors before the first model runs.
     loading = loading_of(options)
@@ -384,10 +394,20 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str:
     contents = {}
     for checkpoint, folder in zip(options.checkpoints, folders):
         report = run(
-            checkpoint, tasks, manager, loading, local=local, limit=options.limit, batch_size=options.batch_size
+            checkpoint,
+            tasks,
+            manager,
+            loading,
+            local=local,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            processes=processes,
         )
-        contents[checkpoint] = content(report, origin, loading, local=local)
-        save(folder, contents[checkpoint], report)
+        if report is not None:
+            contents[checkpoint] = content(report, origin, loading, local=local)
+            save(folder, contents[checkpoint], report)
+    if not processes.is_first:
+        return None
     text = table(contents, tasks, local=local, left_out=left_out)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "zero_shot.md").write_text(text, encoding="utf-8")
