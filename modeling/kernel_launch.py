@@ -93,13 +93,13 @@ def launch(
         kernel: a `triton.jit` function.
         grid: the grid, or a function that returns it for some tiles.
         candidates: tiles, the preferred first.
-        key: what the choice depends on besides kernel and device: head dim, dtype, flags.
+        key: what the choice depends on besides kernel, device, type of the first argument and precision: head dim, flags.
         arguments: the positional arguments, a tensor or `Heads` first.
         constants: the constants, without the tile sizes.
         repeatable: False for a kernel that adds to its results.
 
     Raises:
-        RuntimeError: no candidate compiles and fits the device.
+        RuntimeError: no candidate compiles and fits the device, or the device reports an error.
     """
 
     def run(tiles: Tiles) -> None:
@@ -109,6 +109,7 @@ def launch(
         run(choose(kernel.fn.__name__, candidates, lambda tiles: None, None))
         return
     first = arguments[0].data if isinstance(arguments[0], Heads) else arguments[0]
+    key = (*key, first.dtype, constants.get("PRECISION"))
     with torch.cuda.device_of(first):
         slot = (kernel.fn.__name__, torch.cuda.current_device(), *key)
         if slot not in CHOSEN:
@@ -129,10 +130,14 @@ def _name(kernel: Any, key: tuple[Hashable, ...]) -> str:
 
 
 def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], tiles: Tiles) -> Exception | None:
-    """Compiles and loads a kernel; returns the error, if there is one."""
+    """Compiles and loads a kernel; returns the error if it does not compile or fit. Errors of the device are raised."""
     try:
-        kernel.warmup(*arguments, **constants, **_options(tiles), grid=(1,))._init_handles()
-    except Exception as error:  # Compilers fail in many ways: too much shared memory, an assertion, a crash of ptxas.
+        compiled = kernel.warmup(*arguments, **constants, **_options(tiles), grid=(1,))
+    except Exception as error:  # Compilers fail in many ways: an assertion, a crash of ptxas.
+        return error
+    try:
+        compiled._init_handles()
+    except triton.runtime.errors.OutOfResources as error:
         return error
     return None
 
@@ -159,6 +164,9 @@ def choose(
 def precision(dtype: torch.dtype) -> str:
     """Returns how products of the dtype are computed: float32 as PyTorch would (TF32 only if it is allowed)."""
     if dtype != torch.float32 or not torch.cuda.is_available():
+        return "ieee"
+    # Triton has it on one AMD architecture only.
+    if torch.version.hip and not torch.cuda.get_device_properties().gcnArchName.startswith("gfx942"):
         return "ieee"
     # Follows `allow_tf32` too, which cannot be read once `fp32_precision` is set, as Transformers does.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
