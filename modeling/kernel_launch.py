@@ -93,7 +93,7 @@ def launch(
         kernel: a `triton.jit` function.
         grid: the grid, or a function that returns it for some tiles.
         candidates: tiles, the preferred first.
-        key: what the choice depends on besides kernel, device, type of the first argument and precision: head dim, flags.
+        key: what the choice depends on besides kernel, device, precision and type of the first argument: sizes, flags.
         arguments: the positional arguments, a tensor or `Heads` first.
         constants: the constants, without the tile sizes.
         repeatable: False for a kernel that adds to its results.
@@ -137,7 +137,7 @@ def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], t
         return error
     try:
         compiled._init_handles()
-    except triton.runtime.errors.OutOfResources as error:
+    except triton.runtime.OutOfResources as error:
         return error
     return None
 

@@ -28,7 +28,9 @@ even if a check failed, since it checks each measurement itself.
 In FOLDER: `checks.csv` and `benchmark.csv`, written as rows come; `tiles.json`, the fastest tiles, for WHATWHERE_TILES,
 with all times in `tiles.csv`; `cache`, the compiled kernels (elsewhere: `--cache`), which can be copied to another
 machine with the same software and kind of GPU; `summary.txt`. What the files have from the same code, versions and
-device is not repeated. The exit code is 1 if a check failed, and 2 if there is no GPU. Speeds do not affect it.
+device is not repeated, but for failed cases, which come last in their group; the latest row of a case counts. What was
+out of memory runs once more at the end, alone. The exit code is 1 if a check failed or nothing was checked, and 2 if
+there is no GPU. Speeds do not affect it.
 """
 
 import argparse
@@ -55,7 +57,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
-from .benchmark.measure import CheckFailed, device_is_lost, one_line
+from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
 from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
 from .kernel_cases import KERNELS, MASKS, Case, case
@@ -64,6 +66,8 @@ from .kernel_cases import KERNELS, MASKS, Case, case
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
 # The share of the time that the check may take, if the benchmark follows.
 CHECK_SHARE = 0.5
+# Device memory for a process.
+JOB_BYTES = 4 << 30
 FIELDS = ("date", "group", "case", "status", "comparisons", "error", "seconds", "code", "device", "torch", "triton")
 # What tells whether a row is about the present state.
 STATE = ("code", "device", "torch", "triton")
@@ -322,6 +326,8 @@ def _work(group: Group, device: str, cache: str, connection: Any) -> None:
             # Continue with the other cases, if the GPU can be used.
             lost = device_is_lost(error)
             row["status"] = f"{type(error).__name__}: {one_line(error)}"
+            if out_of_memory(error):
+                row["again"] = "alone"
         connection.send({**row, "seconds": f"{time.perf_counter() - start:.1f}"})
         if lost:
             return
@@ -330,7 +336,22 @@ def _work(group: Group, device: str, cache: str, connection: Any) -> None:
 def check_all(
     groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
 ) -> Iterator[tuple[Group, dict[str, str]]]:
-    """Yields groups with rows of their cases as they come, up to a time of the monotonic clock."""
+    """Yields groups with rows of their cases as they come, up to a time of the monotonic clock.
+
+    Cases that were out of memory run once more at the end, alone: they have two rows.
+    """
+    short = []
+    for group, row in _check_all(groups, device, cache, jobs, until):
+        if row.pop("again", None):
+            short.append(dataclasses.replace(group, cases=tuple(one for one in group.cases if str(one) == row["case"])))
+        yield group, row
+    for group, row in _check_all(short, device, cache, 1, until):
+        yield group, {name: value for name, value in row.items() if name != "again"}
+
+
+def _check_all(
+    groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
+) -> Iterator[tuple[Group, dict[str, str]]]:
     # A fork of a process that asked for the GPU cannot use it, and some imports ask.
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
@@ -338,6 +359,8 @@ def check_all(
     waiting = list(groups)
     running: dict[Any, tuple[Group, Any]] = {}
     current: dict[Any, str] = {}
+    # How many cases of a group have a row.
+    done: dict[Any, int] = {}
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < until:
             group = waiting.pop(0)
@@ -345,7 +368,7 @@ def check_all(
             process = context.Process(target=_work, args=(group, device, str(cache), sender))
             process.start()
             sender.close()
-            running[receiver] = group, process
+            running[receiver], done[receiver] = (group, process), 0
         left = until - time.monotonic()
         if left <= 0:
             for _, process in running.values():
@@ -359,13 +382,16 @@ def check_all(
             except EOFError:
                 process.join()
                 del running[receiver]
-                if receiver in current:
+                left = group.cases[done.pop(receiver) :]
+                # After a case that made the GPU unusable it ends with 0.
+                if receiver in current or (left and (process.exitcode or left == group.cases)):
                     died = {"status": f"its process ended with exit code {process.exitcode}"}
-                    yield group, {"case": current.pop(receiver), **died}
+                    yield group, {"case": current.pop(receiver, str(left[0])), **died}
                 continue
             if isinstance(message, str):
                 current[receiver] = message
             else:
+                done[receiver] += 1
                 yield group, {"case": current.pop(receiver), **message}
 
 
@@ -448,7 +474,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark")
-    parser.add_argument("--jobs", type=int, default=None, help="processes; default: half the cores, at most 12")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=None,
+        help=f"processes; default: half the cores, at most 12, and one for {JOB_BYTES >> 30} GiB of free device memory",
+    )
     parser.add_argument("--only", action="append", default=[], help="groups whose name contains this; repeatable")
     parser.add_argument("--case", help="one case, by its whole name, in this process; no files")
     parser.add_argument("--no-benchmark", action="store_true", help="check only")
@@ -475,10 +506,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels would not run on the GPU")
     if parsed.device == "cpu" and not interpreted:
         parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1: kernels need a GPU otherwise")
-    if parsed.jobs is None:
-        parsed.jobs = min(12, max(1, (os.cpu_count() or 2) // 2)) if parsed.device == "cuda" else 1
     parsed.cache = parsed.cache or parsed.output / "cache"
     return parsed
+
+
+def default_jobs(device: str) -> int:
+    """Returns how many processes check at a time."""
+    if device == "cpu":
+        return 1
+    return max(1, min(12, (os.cpu_count() or 2) // 2, torch.cuda.mem_get_info()[0] // JOB_BYTES))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -500,22 +536,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = {"device": device_name(device), **versions(device)}
     state = {name: state[name] for name in STATE}
     file = parsed.output / "checks.csv"
-    rows = read_rows(file, **state)
-    known = {(row["group"], row["case"]) for row in rows}
+    # The latest row of each case.
+    latest = {(row["group"], row["case"]): row for row in read_rows(file, **state)}
     open_groups = []
     for group in groups:
-        cases = tuple(one for one in group.cases if (group.name, str(one)) not in known)
+        known = {one: latest.get((group.name, str(one)), {}).get("status") for one in group.cases}
+        # What failed may end the process again, and comes last.
+        cases = [one for one in group.cases if known[one] is None]
+        cases += [one for one in group.cases if known[one] not in (None, "ok")]
         if cases:
-            open_groups.append(dataclasses.replace(group, cases=cases))
-    if rows:
-        print(f"{len(rows)} cases are in {file} already")
+            open_groups.append(dataclasses.replace(group, cases=tuple(cases)))
+    if latest:
+        failed = sum(row["status"] != "ok" for row in latest.values())
+        print(f"{len(latest)} cases are in {file} already; {failed} failed and are repeated")
     until = start + 60 * parsed.minutes
     benchmark = parsed.device == "cuda" and not parsed.no_benchmark
     check_until = start + 60 * parsed.minutes * (CHECK_SHARE if benchmark else 1)
-    for group, found in check_all(open_groups, parsed.device, parsed.cache, parsed.jobs, check_until):
+    jobs = parsed.jobs or default_jobs(parsed.device)
+    for group, found in check_all(open_groups, parsed.device, parsed.cache, jobs, check_until):
         row = {**dict.fromkeys(FIELDS, ""), **state, "date": now(), "group": group.name, **found}
         append_row(file, FIELDS, row)
-        rows.append(row)
+        latest[row["group"], row["case"]] = row
         if row["status"] == "ok":
             print(f"{group.name:32} {row['case']:72} {row['error']:>6} {row['seconds']:>6} s", flush=True)
             continue
@@ -523,11 +564,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAILED {row['case']}: {row['status']}\n    {again}", file=sys.stderr, flush=True)
     code = run_benchmark(parsed.output, parsed.cache, until) if benchmark else 0
     names = {group.name for group in groups}
-    lines = summary(groups, [row for row in rows if row["group"] in names], parsed.output, state)
+    rows = [row for row in latest.values() if row["group"] in names]
+    lines = summary(groups, rows, parsed.output, state)
     lines.append(f"{(time.monotonic() - start) / 60:.1f} minutes; files in {parsed.output}")
     (parsed.output / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("", *lines, sep="\n")
-    return 1 if code or any(row["status"] != "ok" for row in rows if row["group"] in names) else 0
+    if not rows:
+        print("nothing was checked", file=sys.stderr)
+    return 1 if code or not rows or any(row["status"] != "ok" for row in rows) else 0
 
 
 if __name__ == "__main__":

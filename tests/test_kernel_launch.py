@@ -10,7 +10,9 @@ import types
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+from triton.runtime import OutOfResources
 
 from whatwhere import kernel_launch
 from whatwhere.kernel_launch import Tiles
@@ -78,7 +80,7 @@ def test_errors_of_the_device_are_raised(a_gpu):
         with pytest.raises(RuntimeError, match="No tiles compile"):
             run(Kernel(compilation=error))
     with pytest.raises(RuntimeError, match="No tiles compile"):
-        run(Kernel(loading=triton.runtime.errors.OutOfResources(2, 1, "shared memory")))
+        run(Kernel(loading=OutOfResources(2, 1, "shared memory")))
     for text in ("an illegal memory access was encountered", "out of memory"):
         with pytest.raises(RuntimeError, match=text):
             run(Kernel(loading=RuntimeError(f"Triton Error [CUDA]: {text}")))
@@ -98,7 +100,12 @@ def test_tiles_are_chosen_for_a_type_and_a_precision(a_gpu):
 
 @pytest.mark.parametrize(
     ("hip", "arch", "expected"),
-    [(None, "", "tf32"), ("6.4", "gfx942:sramecc+:xnack-", "tf32"), ("6.4", "gfx90a", "ieee"), ("7.0", "gfx950", "ieee")],
+    [
+        (None, "", "tf32"),
+        ("6.4", "gfx942:sramecc+:xnack-", "tf32"),
+        ("6.4", "gfx90a", "ieee"),
+        ("7.0", "gfx950", "ieee"),
+    ],
 )
 def test_tf32_only_where_triton_has_it(monkeypatch, hip, arch, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
