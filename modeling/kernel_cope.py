@@ -31,8 +31,7 @@ All programs are along the first axis of a grid: the others have at most 65,535.
 
 Closed gates never reach P - 1: then the window is the whole row, correct and slower.
 
-With knots (CoPE_MLP) z_i is linear between these, not between integers, and P is the number of pieces: a binary search
-finds the piece of a position, z and its slope have a table each, and rows may skip pieces.
+With knots (CoPE_MLP) z_i is linear between these, not between integers: see `kernel_knots`.
 
 Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
 P positions.
@@ -53,17 +52,15 @@ from .kernel_flash import (
     flash_backward_rows,
     flash_decode,
     flash_forward,
-    load,
-    pointer,
     row_chunk,
     row_limits,
     row_products,
     running_sums,
     seen_keys,
     softmax_step,
-    store,
 )
-from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from .kernel_knots import UNWRITTEN, check_knots, fill_skipped, knot_left, knot_piece, knots_argument
+from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
 from .kernel_terms import (
     check_decay,
     check_relative,
@@ -95,8 +92,6 @@ NOTHING = tl.constexpr(1e30)
 WINDOW_ROWS = 64
 # Row blocks that a program examines in one step to find those whose windows have its keys.
 SCAN = tl.constexpr(32)
-# The sums of a piece that a row skips; no pair has these bits.
-UNWRITTEN = -1
 # Columns of a window program, at most.
 MOST_COLUMNS = 64
 # Scratch memory of the backward pass, as a multiple of the query's, and at least so many bytes.
@@ -183,32 +178,14 @@ def _last(knots, P, BITS: tl.constexpr):
 
 
 @triton.jit
-def _piece(knots, position, P):
-    """The pieces of fixed-point positions: how many of the P - 1 knots are smaller."""
-    piece = position * 0
-    choices = P
-    while choices > 1:
-        half = choices // 2
-        piece += tl.where(tl.load(knots + piece + (half - 1)) < position, half, 0)
-        choices -= half
-    return piece
-
-
-@triton.jit
-def _left(knots, piece):
-    """The knots that fixed-point positions of pieces are larger than, -1 if there is none."""
-    return tl.load(knots + piece - 1, mask=piece > 0, other=-1)
-
-
-@triton.jit
 def _interpolate(z, position, seen, knots, P, BITS: tl.constexpr):
     """Returns piece, the offset in it, its value and its slope at fixed-point positions.
 
     Without knots: floor, fraction, z[floor], z[floor + 1] - z[floor]. At the largest position the slope is 0.
     """
     if knots is not None:
-        piece = _piece(knots, position, P)
-        offset = position - tl.maximum(_left(knots, piece), 0)
+        piece = knot_piece(knots, position, P)
+        offset = position - tl.maximum(knot_left(knots, piece), 0)
     else:
         piece = position >> BITS
         offset = position & ((1 << BITS) - 1)
@@ -469,7 +446,7 @@ def _window_rows(
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
         if knots is not None:
-            leaving = seen & (tl.maximum(after, 0) <= _left(knots, level))
+            leaving = seen & (tl.maximum(after, 0) <= knot_left(knots, level))
         else:
             leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
         part = dlogits * fraction
@@ -484,7 +461,7 @@ def _window_rows(
         places = (member * tl.minimum(chunk_rows, Q - first_row) + local) * (relative.last + 1) + relative.last
         tl.store(relative.grad + places, grad_last, mask=inside)
     # Every row ends at position 0.
-    bottom = _piece(knots, rows * 0, P) if knots is not None else 0
+    bottom = knot_piece(knots, rows * 0, P) if knots is not None else 0
     tl.store(levels + here * P + bottom, _pack(sum_before, fraction_before), mask=inside)
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
@@ -662,9 +639,7 @@ class _Pass:
         bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
         self.bits, self.knots = {"BITS": bits}, None
         if knots is not None:
-            # The last piece is the largest position; all of the first may be left of 0.
-            largest = ((num_positions - 1) << bits) - 1
-            self.knots = (knots.double() * (1 << bits)).floor().clamp(-1, largest).int()
+            self.knots = knots_argument(knots, num_positions, bits)
         optional = (ranges, gate_key, decay, relative, seed, knots)
         self.tune = (self.D, query.dtype, *(one is not None for one in optional))
 
@@ -770,11 +745,7 @@ class _Pass:
         low = 0 if self.ranges is None else self.ranges[:, :, rows, 0]
         plain = window.start.repeat_interleave(WINDOW_ROWS, dim=-1)[:, :, rows] > low
         if self.knots is not None:
-            # A row may skip pieces: there the sums are those of the next one that it does not skip.
-            written = levels.view(self.B, self.H, self.chunk, self.P)[:, :, : rows.stop - rows.start] != UNWRITTEN
-            pieces = torch.where(written, torch.arange(self.P, device=levels.device), self.P)
-            pieces = pieces.flip(-1).cummin(-1).values.flip(-1)[..., None].expand(sums.shape)
-            sums = torch.nn.functional.pad(sums, (0, 0, 0, 1)).gather(-2, pieces)
+            sums = fill_skipped(sums)
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
         per_level = sums - torch.nn.functional.pad(sums[..., 1:, :], (0, 0, 0, 1))
         if self.knots is not None:
@@ -1114,13 +1085,8 @@ def cope_attention(
     check_inputs(query, key, value, scaling, ranges)
     if value.shape != key.shape:
         raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
-    if knots is not None and (knots.dim() != 1 or table.shape[1:] != (2 * len(knots) + 2,) or knots.requires_grad):
-        raise ValueError(
-            f"knots={tuple(knots.shape)!r} is not valid: for a table of {tuple(table.shape)!r} it must be (P - 1,), P "
-            "half the width of the table, and not require a gradient."
-        )
-    if knots is not None and (num_positions is None or num_positions < 2):
-        raise ValueError(f"num_positions={num_positions!r} is not valid: with knots it must be at least 2.")
+    if knots is not None:
+        check_knots(knots, table, num_positions)
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."

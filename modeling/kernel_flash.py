@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_polar import polar_argument, polar_products, polar_query
 from .kernel_terms import FAR, decay_argument, decay_bias, load_pair, relative_bias, relative_gradient
 
 try:
@@ -28,25 +29,6 @@ try:
     import triton.language as tl
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
-
-
-class Polar(NamedTuple):
-    """The phases of PoPE in decoding: two magnitudes q, k have the score q k cos(phase_q - shift - phase_k).
-
-    Attributes:
-        cos_q, sin_q: float32 or float16 (1 or B, 1, R), of the query.
-        cos_k, sin_k: the same (1 or B, K, R), of the keys.
-        shift: float32 (H, R), or None.
-        batch_q, batch_k: the strides of the batch.
-    """
-
-    cos_q: Any
-    sin_q: Any
-    cos_k: Any
-    sin_k: Any
-    shift: Any
-    batch_q: Any
-    batch_k: Any
 
 
 class Dropout(NamedTuple):
@@ -72,41 +54,6 @@ SCAN = tl.constexpr(512)
 
 
 # Parts of kernels.
-
-
-@triton.jit
-def pointer(matrices, b, h):
-    """The pointer of `Heads` to the matrix of batch entry b and head h."""
-    return matrices.data + b * matrices.batch + h * matrices.head
-
-
-@triton.jit
-def load(
-    data, stride, start, length, other, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr
-):
-    """Rows start.. of a (length, D) matrix as a (BLOCK, BLOCK_D) tile, `other` outside. WHOLE: no row is outside."""
-    rows = tl.arange(0, BLOCK)[:, None]
-    channels = tl.arange(0, BLOCK_D)[None, :]
-    # 64 bits for the address of the tile only.
-    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
-    if WHOLE and D == BLOCK_D:
-        tile = tl.load(pointers)
-    elif WHOLE:
-        tile = tl.load(pointers, mask=channels < D, other=other)
-    elif D == BLOCK_D:
-        tile = tl.load(pointers, mask=start + rows < length, other=other)
-    else:
-        tile = tl.load(pointers, mask=(start + rows < length) & (channels < D), other=other)
-    return tile
-
-
-@triton.jit
-def store(data, stride, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes a (BLOCK, BLOCK_D) tile to rows start.. of a (length, D) matrix."""
-    rows = tl.arange(0, BLOCK)[:, None]
-    channels = tl.arange(0, BLOCK_D)[None, :]
-    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
-    tl.store(pointers, tile.to(data.dtype.element_ty), mask=(start + rows < length) & (channels < D))
 
 
 @triton.jit
@@ -188,13 +135,6 @@ def softmax_step(acc, total, top, logits, seen, v, dropout, member, rows, keys, 
     kept = apply_dropout(weights, dropout, member, rows, keys)
     acc = dot(kept.to(v.dtype), v, acc * decay[:, None], PRECISION)
     return acc, total * decay + tl.sum(weights, 1), new_top
-
-
-@triton.jit
-def subtract_phase(cos, sin, shift):
-    """Cosines and sines of phase - shift."""
-    shift_cos, shift_sin = tl.cos(shift), tl.sin(shift)
-    return cos * shift_cos + sin * shift_sin, sin * shift_cos - cos * shift_sin
 
 
 @triton.jit
@@ -565,14 +505,7 @@ def decode_kernel(
 
     q = load(pointer(query, b, g * groups), query.head, 0, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
     if polar is not None:
-        channels = tl.arange(0, BLOCK_D)[None, :]
-        cos = tl.load(polar.cos_q + b * polar.batch_q + channels, mask=channels < R, other=1.0).to(tl.float32)
-        sin = tl.load(polar.sin_q + b * polar.batch_q + channels, mask=channels < R, other=0.0).to(tl.float32)
-        if polar.shift is not None:
-            shift = load(polar.shift + g * groups * R, R, 0, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
-            cos, sin = subtract_phase(cos, sin, shift)
-        imaginary = (q.to(tl.float32) * sin).to(q.dtype)
-        q = (q.to(tl.float32) * cos).to(q.dtype)
+        q, imaginary = polar_query(polar, q, b, g, groups, R, BLOCK_M, BLOCK_D)
     if decay is not None:
         heads = g * groups + rows
         row_decay = decay.rows + b * decay.batch_rows
@@ -588,10 +521,7 @@ def decode_kernel(
     for begin in range(start, tl.minimum(start + size, last), BLOCK_N):
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         if polar is not None:
-            key_cos = load(polar.cos_k + b * polar.batch_k, R, begin, K, 1.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
-            key_sin = load(polar.sin_k + b * polar.batch_k, R, begin, K, 0.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
-            logits = dot(q, tl.trans((k.to(tl.float32) * key_cos).to(k.dtype)), None, PRECISION)
-            logits = dot(imaginary, tl.trans((k.to(tl.float32) * key_sin).to(k.dtype)), logits, PRECISION)
+            logits = polar_products(polar, q, imaginary, k, b, begin, K, R, BLOCK_N, BLOCK_D, PRECISION)
         else:
             logits = dot(q, tl.trans(k), None, PRECISION)
         logits *= scaling * LOG2_E
@@ -1059,11 +989,7 @@ def flash_decode(
         raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, 1)!r}.")
     initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
     ranges, constant = _contiguous(ranges), _contiguous(constant)
-    tables, R = None, 0
-    if polar is not None:
-        cos_q, sin_q, cos_k, sin_k = (table.contiguous() for table in polar[:4])
-        batch_q, batch_k = (0 if table.shape[0] == 1 else table.stride(0) for table in (cos_q, cos_k))
-        tables, R = Polar(cos_q, sin_q, cos_k, sin_k, _contiguous(polar[4]), batch_q, batch_k), cos_q.shape[-1]
+    tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     splits = _decode_splits(query, B * G, K)
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)

@@ -148,6 +148,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "position_cope_gates": any(getattr(given, "gates", "key") != "key" for _, given in parts),
             # Some only give arguments.
             "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
+            "kernel_knots": any("knots" in layer for layer in kernels),
+            "kernel_polar": any("kernel_pope import" in layer for layer in kernels),
             "kernel_terms": any(re.search(r"^$|kernel_(plain|relative) import|return \{", layer) for layer in kernels),
         }
         for path in (registry, *folder.glob("kernel_*.py")):

@@ -26,19 +26,16 @@ from whatwhere.kernel_flash import (
     LN_2,
     LOG2_E,
     MASKED,
-    Polar,
     _decode_splits,
     decode_kernel,
     flash_backward_columns,
     flash_backward_rows,
     flash_forward,
-    load,
-    pointer,
     row_products,
     softmax_step,
-    store,
 )
-from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from whatwhere.kernel_polar import polar_argument
 
 # Rows and keys of a block of FlexAttention's mask.
 BLOCK = 128
@@ -387,10 +384,7 @@ def decode_once(
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
     out = torch.empty(B, H, 1, V, dtype=query.dtype, device=query.device)
-    tables, R = None, 0
-    if polar is not None:
-        tables = Polar(*polar, *(0 if table.shape[0] == 1 else table.stride(0) for table in (polar[0], polar[2])))
-        R = polar[0].shape[-1]
+    tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     rows = block_width(H // G)
     launch(
         decode_once_kernel,
