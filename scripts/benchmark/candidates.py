@@ -104,7 +104,7 @@ class _CoPEFlex(torch.autograd.Function):
         scaling: float,
         position_scale: float,
     ) -> torch.Tensor:
-        attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
+        attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
         window = attention.window_forward()
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         with torch.enable_grad():
@@ -262,7 +262,7 @@ class _OnChip(torch.autograd.Function):
         scaling: float,
         position_scale: float,
     ) -> torch.Tensor:
-        attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
+        attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
         B, H, Q, K, P, D = attention.B, attention.H, attention.Q, attention.K, attention.P, attention.D
         per_row, per_block = (B, H, Q), (B, H, attention.blocks)
         window = Window(
@@ -301,7 +301,7 @@ class _OnChip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, table, out, lse, *rest = ctx.saved_tensors
-        attention = _Pass(query, key, value, table, None, None, None, *ctx.settings)
+        attention = _Pass([query, key, value, table, *[None] * 10], *ctx.settings)
         window, delta = Window(out, lse, *rest), row_products(grad, out)
         grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, window)
         plain = (grad, query, key, value, lse - window.constant, delta)
@@ -338,7 +338,7 @@ def decode_once_kernel(
 ):  # fmt: skip
     """`decode_kernel`; the last program of a key head joins its splits. done: int32 (B * G), 0 before and after."""
     decode_kernel(
-        query, key, value, parts, top_lse, ranges, None, polar, None, None, scaling, G, groups, K, splits,
+        query, key, value, parts, top_lse, ranges, None, polar, None, scaling, G, groups, K, splits,
         D, V, R, PRECISION, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     tl.debug_barrier()
