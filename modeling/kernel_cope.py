@@ -259,12 +259,12 @@ def _window_forward(
     if added is not None:
         if SHARED:
             # Row 0 of each head.
-            row = tl.minimum(rows, row_count - 1)[:, None]
-            places = h * row_count + row, member * row_count + row, row * 0, inside[:, None]
-            of_rows = added_rows(added, b, *places, 1, K)
+            row = tl.minimum(rows, row_count - 1)
+            heads = h * row_count + row[:, None]
+            of_rows = added_rows(added, b, heads, member * row_count + row, row * 0, inside, 1, K, 1)
         else:
             count_rows = tl.minimum(chunk_rows, row_count - first_row)
-            of_rows = added_rows(added, b, h, member, local[:, None], inside[:, None], count_rows, K)
+            of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
 
     sees = high > low
     bottom = tl.min(tl.where(sees, low, K))
@@ -357,6 +357,23 @@ def _window_gradients(
     return kept, grad_logits, grad_gates, grad_position, counts, after, level, fraction
 
 
+@triton.jit
+def _load_rows(
+    grad, query, window, delta, ranges, b, h, member, first, Q, K,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What both backward kernels read of the rows first..: limits, queries, gradients, and numbers of the rows."""
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < Q
+    low, high = row_limits(ranges, None, 1, rows, Q, K)
+    q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    lse = tl.load(window.lse + member * Q + rows, mask=inside, other=NOTHING)
+    row_delta = tl.load(delta + member * Q + rows, mask=inside, other=0.0)
+    stop = tl.load(window.stop + member * Q + rows, mask=inside, other=0)
+    return rows, inside, low, tl.where(inside, high, 0), q, do, lse, row_delta, stop
+
+
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
     grad, query, key, gate_key, value, values, knots, ranges, added, window, delta, dropout, grad_query, levels,
@@ -375,25 +392,17 @@ def _window_rows(
     b = member // H
     h = member % H
     local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = first_row + local
-    inside = rows < Q
     if ranges is not None:
         ranges += b * (Q + K) * 2
-    low, high = row_limits(ranges, None, 1, rows, Q, K)
-    high = tl.where(inside, high, 0)
-    first = first_row + row_block * BLOCK_M
-    q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    flat = member * Q + rows
-    row_lse = tl.load(window.lse + flat, mask=inside, other=NOTHING)
-    row_delta = tl.load(delta + flat, mask=inside, other=0.0)
-    row_stop = tl.load(window.stop + flat, mask=inside, other=0)
+    rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
+        grad, query, window, delta, ranges, b, h, member, first_row + row_block * BLOCK_M, Q, K, D, BLOCK_D, BLOCK_M
+    )
     here = member * chunk_rows + local
     z = values + here * P
     carries = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
 
     # The count of the keys that are still ahead, the one at the left edge of the block included.
-    count = tl.load(window.total + flat, mask=inside, other=0)
+    count = tl.load(window.total + member * Q + rows, mask=inside, other=0)
     slope = tl.zeros([BLOCK_M], tl.float32)
     sum_before = tl.zeros([BLOCK_M], tl.float32)
     fraction_before = tl.zeros([BLOCK_M], tl.float32)
@@ -402,7 +411,7 @@ def _window_rows(
     older = _triangle(tl.float32 if q.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
     if added is not None:
         count_rows = tl.minimum(chunk_rows, Q - first_row)
-        of_rows = added_rows(added, b, h, member, local[:, None], inside[:, None], count_rows, K)
+        of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
         grad_last = tl.zeros([BLOCK_M], tl.float32)
     this = member * blocks + first_row // BLOCK_M + row_block
     oldest = tl.load(window.start + this)
@@ -505,25 +514,18 @@ def _window_columns(
             oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
             if oldest < begin + BLOCK_N:
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-                rows = first_row + local
-                inside = rows < Q
-                low, high = row_limits(ranges, None, 1, rows, Q, K)
-                high = tl.where(inside, high, 0)
-                seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
                 first = first_row + row_block * BLOCK_M
-                q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-                do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-                flat = of_head * Q + rows
-                row_lse = tl.load(window.lse + flat, mask=inside, other=NOTHING)
-                row_delta = tl.load(delta + flat, mask=inside, other=0.0)
-                row_stop = tl.load(window.stop + flat, mask=inside, other=0)
+                rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
+                    grad, query, window, delta, ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
+                )
+                seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
                 carry = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
                 count = tl.load(carried_count + carry, mask=inside, other=0)
                 slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
                 bias = None
                 if added is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
-                    of_rows = added_rows(added, b, h, of_head, local[:, None], inside[:, None], count_rows, K)
+                    of_rows = added_rows(added, b, h, of_head, local, inside, count_rows, K, 1)
                     bias = added_bias(added, of_rows, columns[None, :], K)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
@@ -576,13 +578,9 @@ class _Pass:
     """What the forward and the backward pass share: shapes, constants, chunks, positions."""
 
     def __init__(
-        self,
-        tensors: Sequence[Any],
-        scaling: float,
-        position_scale: float,
-        num_positions: int | None = None,
+        self, tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int | None = None,
         dropout: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         query, key, value, table, gate_key, position_query, *others, ranges, knots, seed = tensors
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
@@ -607,11 +605,8 @@ class _Pass:
         self.chunk = _chunk_rows(query, self.K, entries, self.backward_tiles[0].columns, distances)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
-        self.constants: dict[str, Any] = {
-            "D": self.D,
-            "BLOCK_D": block_width(self.D),
-            "PRECISION": precision(query.dtype),
-        }
+        self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
+        self.constants["PRECISION"] = precision(query.dtype)
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         num_positions = num_positions or self.P
         bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
@@ -623,10 +618,6 @@ class _Pass:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
-
-    def chunks(self) -> range:
-        """The first rows of the chunks."""
-        return range(0, self.Q, self.chunk)
 
     def added(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
         """The decay or the relative positions of some rows as an argument of a kernel, or None."""
@@ -765,7 +756,7 @@ class _Pass:
         for first in range(0, Q, chunk):
             self.position_values(first, values)
             levels.fill_(0 if self.knots is None else UNWRITTEN)
-            place = (first, chunk, self.blocks)
+            place = (Q, K, P, first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
             added = self.added(rows, grad=True)
             inputs = (heads(grad), *self.matrices, values, self.knots, self.ranges, added, window, delta, self.dropout)
@@ -774,10 +765,7 @@ class _Pass:
                 (triton.cdiv(rows.stop - first, WINDOW_ROWS) * members,),
                 self.backward_tiles,
                 self.tune,
-                (
-                    *(*inputs, window_query, levels, counts, slopes),
-                    *(self.scaling, H, groups, Q, K, P, *place),
-                ),
+                (*inputs, window_query, levels, counts, slopes, self.scaling, H, groups, *place),
                 {**self.constants, **self.bits},
                 repeatable=self.relative is None,
             )
@@ -799,10 +787,7 @@ class _Pass:
                 (triton.cdiv(ahead, columns) * B * self.G,),
                 self.backward_tiles,
                 self.tune,
-                (
-                    *(*inputs, counts, slopes, grad_key, grad_gate_key, grad_value),
-                    *(self.scaling, self.G, groups, Q, K, P, *place),
-                ),
+                (*inputs, counts, slopes, grad_key, grad_gate_key, grad_value, self.scaling, self.G, groups, *place),
                 {**self.constants, **self.bits},
                 repeatable=False,
             )
@@ -827,17 +812,14 @@ def _forward(
 ) -> list[torch.Tensor]:  # fmt: skip
     attention = _Pass(_all(tensors, places), scaling, position_scale, num_positions, dropout)
     window = attention.window_forward()
-    parts = [
-        flash_forward(
-            attention.query[:, :, rows],
-            attention.key[:, :, keys],
-            attention.value[:, :, keys],
-            **options,
-            constant=window.constant[:, :, rows],
-            initial=(window.out[:, :, rows], window.lse[:, :, rows]),
-        )
-        for rows, keys, options in attention.plain_parts(window, grad=False)
-    ]
+    parts = []
+    for rows, keys, options in attention.plain_parts(window, grad=False):
+        states = (attention.query[:, :, rows], attention.key[:, :, keys], attention.value[:, :, keys])
+        options |= {
+            "constant": window.constant[:, :, rows],
+            "initial": (window.out[:, :, rows], window.lse[:, :, rows]),
+        }
+        parts.append(flash_forward(*states, **options))
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
     return [out, lse, *window[2:]]
 
@@ -901,9 +883,7 @@ def _decode(
     attention = _Pass(given, scaling, position_scale, num_positions)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
-        query,
-        attention.key,
-        attention.value,
+        *(query, attention.key, attention.value),
         scaling=scaling,
         ranges=attention.ranges,
         added=attention.added(slice(None)),
@@ -995,24 +975,20 @@ def cope_attention(
             not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
-    if value.shape != key.shape:
-        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
     if knots is not None:
         check_knots(knots, table, num_positions)
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
         )
-    if gate_key is not None and (gate_key.shape != key.shape or gate_key.dtype != key.dtype):
-        raise ValueError(
-            f"gate_key={tuple(gate_key.shape)!r} of type {gate_key.dtype!r} is not valid: it must be as the keys, "
-            f"{tuple(key.shape)!r} of type {key.dtype!r}."
-        )
-    if position_query is not None and (position_query.shape != query.shape or position_query.dtype != query.dtype):
-        raise ValueError(
-            f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
-            f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
-        )
+    keys, queries = ("keys", key), ("query", query)
+    given = (("value", value, *keys), ("gate_key", gate_key, *keys), ("position_query", position_query, *queries))
+    for name, one, other, like in given:
+        if one is not None and (one.shape != like.shape or one.dtype != like.dtype):
+            raise ValueError(
+                f"{name}={tuple(one.shape)!r} of type {one.dtype!r} is not valid: it must be as the {other}, "
+                f"{tuple(like.shape)!r} of type {like.dtype!r}."
+            )
     if decay is not None:
         check_decay(decay, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
@@ -1025,8 +1001,8 @@ def cope_attention(
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
     tensors += [*(decay or (None, None)), ranges, knots, dropout_seed(query, dropout)]
     places = [place for place, one in enumerate(tensors) if one is not None]
-    given = [tensors[place] for place in places]
+    present = [tensors[place] for place in places]
     settings = (scaling, position_scale, table.shape[1] if num_positions is None else num_positions)
     if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(given, places, *settings)
-    return _forward(given, places, *settings, dropout)[0]
+        return _decode(present, places, *settings)
+    return _forward(present, places, *settings, dropout)[0]

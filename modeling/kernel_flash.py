@@ -235,7 +235,7 @@ def forward_kernel(
     first, full, last = _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
     q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     if added is not None:
-        of_rows = added_rows(added, b, h, member, rows[:, None], inside[:, None], Q, K)
+        of_rows = added_rows(added, b, h, member, rows, inside, Q, K, 1)
 
     # The constant of a row only shifts its log-sum-exp.
     offset = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -316,7 +316,7 @@ def backward_rows_kernel(
     row_lse = tl.load(lse + member * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
     row_delta = tl.load(delta + member * Q + rows, mask=rows < Q, other=0.0)
     if added is not None:
-        of_rows = added_rows(added, b, h, member, rows[:, None], (rows < Q)[:, None], Q, K)
+        of_rows = added_rows(added, b, h, member, rows, rows < Q, Q, K, 1)
         grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     scale = scaling * LOG2_E
@@ -403,8 +403,7 @@ def backward_columns_kernel(
             row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
             logits = dot(k, tl.trans(q), None, PRECISION) * scale
             if added is not None:
-                places = g * GROUPS + h, member * GROUPS + h, rows[None, :], (rows < Q)[None, :]
-                of_rows = added_rows(added, b, *places, Q, K)
+                of_rows = added_rows(added, b, g * GROUPS + h, member * GROUPS + h, rows, rows < Q, Q, K, 0)
                 logits += added_bias(added, of_rows, keys[:, None], K) * LOG2_E
             weights = tl.exp2(logits - row_lse[None, :])
             if not whole:
@@ -476,9 +475,8 @@ def decode_kernel(
         q, imaginary = polar_query(polar, q, b, g, groups, R, BLOCK_M, BLOCK_D)
     if added is not None:
         # Row 0 of each head.
-        of_group = tl.minimum(rows, groups - 1)[:, None]
-        places = g * groups + of_group, member * groups + of_group, of_group * 0, (rows < groups)[:, None]
-        of_rows = added_rows(added, b, *places, 1, K)
+        head = g * groups + tl.minimum(rows, groups - 1)
+        of_rows = added_rows(added, b, head[:, None], b * G * groups + head, rows * 0, rows < groups, 1, K, 1)
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
@@ -653,17 +651,10 @@ class _Call:
     """What the launchers share: the options of `flash_forward`, checked, as arguments of a kernel."""
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        ranges: torch.Tensor | None = None,
-        added: Any = None,
-        dropout: Dropout | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float,
+        ranges: torch.Tensor | None = None, added: Any = None, dropout: Dropout | None = None,
         bound: tuple[torch.Tensor, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_inputs(query, key, value, scaling, ranges)
         start, bound_rows = bound or (None, 1)
         if start is not None and start.dtype != torch.int32:
@@ -747,18 +738,15 @@ def flash_forward(
     call = _Call(query, key, value, **options)
     B, H, G, Q, _, V = call.shape
     constant = _contiguous(constant)
-    initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
+    before = [_contiguous(one) for one in initial or (None, None)]
     out = torch.empty(B, H, Q, V, dtype=query.dtype, device=query.device)
     lse = torch.empty(B, H, Q, dtype=torch.float32, device=query.device)
     launch(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_FORWARD, call),
-        call.key(constant, initial_out),
-        (
-            *(*call.matrices, out, lse, *call.options, constant, initial_out, initial_lse),
-            *(call.scaling, H, H // G, *call.lengths),
-        ),
+        call.key(constant, before[0]),
+        (*call.matrices, out, lse, *call.options, constant, *before, call.scaling, H, H // G, *call.lengths),
         call.constants,
     )
     return out, lse
@@ -821,17 +809,17 @@ def flash_backward_columns(
     """
     call = _Call(query, key, value, **options)
     B, H, G, _, K, _ = call.shape
-    initial_key, initial_value = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
+    before = [_contiguous(one) for one in initial or (None, None)]
     grad_key, grad_value = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (key, value))
     grad_decay = torch.empty(B, H, K, dtype=torch.float32, device=key.device) if decay_gradient else None
     launch(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
         _candidates(_COLUMNS, call),
-        (*call.key(grad_decay, initial_key), H // G),
+        (*call.key(grad_decay, before[0]), H // G),
         (
             *(heads(grad), *call.matrices, lse.contiguous(), delta.contiguous(), grad_key, grad_value, grad_decay),
-            *(*call.options, initial_key, initial_value, call.scaling, G, *call.lengths),
+            *(*call.options, *before, call.scaling, G, *call.lengths),
         ),
         {**call.constants, "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
     )
@@ -886,7 +874,7 @@ def flash_decode(
     if start is not None and start.shape != (B, G, 1):
         raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, 1)!r}.")
     constant = _contiguous(constant)
-    initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
+    before = [_contiguous(one) for one in initial or (None, None)]
     tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     splits = _decode_splits(query, B * G, K)
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
@@ -898,10 +886,7 @@ def flash_decode(
         lambda tiles: (splits * B * G,),
         [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
         (*call.key(tables and tables.shift), R, rows),
-        (
-            *(*call.matrices, parts, top_lse, ranges, start, tables, added),
-            *(call.scaling, G, H // G, K, splits),
-        ),
+        (*call.matrices, parts, top_lse, ranges, start, tables, added, call.scaling, G, H // G, K, splits),
         {**call.constants, "R": R},
     )
     launch(
@@ -909,7 +894,7 @@ def flash_decode(
         lambda tiles: (B * H,),
         _COMBINE,
         (V, query.dtype),
-        (parts, top_lse, out, constant, initial_out, initial_lse, H // G, splits),
+        (parts, top_lse, out, constant, *before, H // G, splits),
         {"V": V, "BLOCK_V": block_width(V)},
     )
     return out

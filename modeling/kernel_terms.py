@@ -53,21 +53,24 @@ def _load_pair(data, index, mask, other):
 
 
 @triton.jit
-def added_rows(added, b, h, member, rows, inside, Q, K):
+def added_rows(added, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
     """What `added_bias` and `added_gradient` need of `rows`, those of head h that are `inside`; member: b * H + h.
 
+    Of one axis each, to which AXIS is added. Rows of several heads have h with that axis, and member without.
     Of a decay, c in two parts and where c of the keys is; of relative positions, where the numbers of the rows are,
     the positions of the rows and where those of the keys are.
     """
     if added.z is None:
         # Rows that are not there get no weights.
-        first, second = _load_pair(added.rows + b * added.batch_rows + h * Q * 2, rows, inside, MASKED)
+        at = added.rows + b * added.batch_rows + h * Q * 2
+        first, second = _load_pair(at, tl.expand_dims(rows, AXIS), tl.expand_dims(inside, AXIS), MASKED)
         keys = added.keys + b * added.batch_keys + h * K * 2
     else:
-        first = (member * Q + rows) * (added.last + 1)
+        first = tl.expand_dims(member * Q + rows, AXIS) * (added.last + 1)
         second = tl.load(added.rows + b * added.batch_rows + rows, mask=inside, other=FAR)
+        second = tl.expand_dims(second, AXIS)
         keys = added.keys + b * added.batch_keys
-    return first, second, keys, inside
+    return first, second, keys, tl.expand_dims(inside, AXIS)
 
 
 @triton.jit
@@ -78,14 +81,15 @@ def added_bias(added, of_rows, columns, K):
         key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
         bias = tl.minimum((first - key_high) + (second - key_rest), 0.0)
     else:
+        z = added.z + first
         positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
         # Far from the rows there is nothing to gather.
         if tl.min(second) - tl.max(positions) >= added.last:
-            bias = tl.load(added.z + first + added.last, mask=inside, other=0.0)
+            bias = tl.load(z + added.last, mask=inside, other=0.0)
             bias += (second - positions).to(tl.float32) * 0.0
         else:
             distance = tl.minimum(tl.maximum(second - positions, 0), added.last)
-            bias = tl.load(added.z + first + distance, mask=inside & (distance >= 0), other=0.0)
+            bias = tl.load(z + distance, mask=inside & (distance >= 0), other=0.0)
     return bias
 
 
@@ -96,6 +100,7 @@ def added_gradient(added, of_rows, columns, K, grad):
     if added.grad is None:
         beyond = 0.0
     else:
+        z = added.grad + first
         positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
         if tl.min(second) - tl.max(positions) >= added.last:
             beyond = tl.sum(grad, 1)
@@ -103,8 +108,7 @@ def added_gradient(added, of_rows, columns, K, grad):
             distance = tl.maximum(second - positions, 0)
             near = distance < added.last
             # Sums, since positions may repeat; what is not seen has the gradient 0.
-            to = added.grad + first + distance
-            tl.atomic_add(to, grad, mask=inside & near & (grad != 0.0), sem="relaxed")
+            tl.atomic_add(z + distance, grad, mask=inside & near & (grad != 0.0), sem="relaxed")
             beyond = tl.sum(tl.where(near, 0.0, grad), 1)
     return beyond
 
