@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: their arguments and the selection of their tile sizes.
+"""What all Triton kernels share: matrices as arguments, products, launches and the selection of tile sizes.
 
 Imported only if Triton is installed. A kernel takes its tile sizes as constants: `BLOCK_M` query rows, `BLOCK_N` keys.
 """
@@ -33,6 +33,41 @@ def dot(left, right, acc, PRECISION: tl.constexpr):
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def pointer(matrices, b, h):
+    """The pointer of `Heads` to the matrix of batch entry b and head h."""
+    return matrices.data + b * matrices.batch + h * matrices.head
+
+
+@triton.jit
+def load(
+    data, stride, start, length, other, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Rows start.. of a (length, D) matrix as a (BLOCK, BLOCK_D) tile, `other` outside. WHOLE: no row is outside."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    # 64 bits for the address of the tile only.
+    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
+    if WHOLE and D == BLOCK_D:
+        tile = tl.load(pointers)
+    elif WHOLE:
+        tile = tl.load(pointers, mask=channels < D, other=other)
+    elif D == BLOCK_D:
+        tile = tl.load(pointers, mask=start + rows < length, other=other)
+    else:
+        tile = tl.load(pointers, mask=(start + rows < length) & (channels < D), other=other)
+    return tile
+
+
+@triton.jit
+def store(data, stride, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a (BLOCK, BLOCK_D) tile to rows start.. of a (length, D) matrix."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
+    tl.store(pointers, tile.to(data.dtype.element_ty), mask=(start + rows < length) & (channels < D))
 
 
 class Heads(NamedTuple):

@@ -23,11 +23,9 @@ from .kernel_flash import (
     flash_backward,
     flash_decode,
     flash_forward,
-    load,
-    pointer,
-    subtract_phase,
 )
-from .kernel_launch import Tiles, block_width, heads, launch
+from .kernel_launch import Tiles, block_width, heads, launch, load, pointer
+from .kernel_polar import subtract_phase
 
 try:
     import triton

@@ -67,7 +67,7 @@ def _forward(
             value[:, :, keys],
             scaling=scaling,
             ranges=visible,
-            relative=relative_argument(part, table, query_positions[:, rows], key_positions[:, keys], scaling),
+            added=relative_argument(part, table, query_positions[:, rows], key_positions[:, keys], scaling),
             dropout=_dropout(seed, rows, dropout),
         )
     return out, lse
@@ -113,7 +113,7 @@ def _backward(
             lse[:, :, rows],
             scaling=scaling,
             ranges=visible,
-            relative=relative,
+            added=relative,
             dropout=_dropout(seed, rows, dropout),
         )
         from_relative = relative_gradients(relative, part, table, scaling)
@@ -141,7 +141,7 @@ def _decode(
     scaling: float,
 ) -> torch.Tensor:
     relative = relative_argument(query, table, query_positions, key_positions, scaling)
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, relative=relative)
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, added=relative)
 
 
 @_decode.register_fake

@@ -42,15 +42,12 @@ from .kernel_flash import (
     check_inputs,
     dropout_arguments,
     dropout_seed,
-    load,
-    pointer,
     row_limits,
     running_sums,
     seen_keys,
     softmax_step,
-    store,
 )
-from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
 
 try:
     import triton

@@ -26,19 +26,16 @@ from whatwhere.kernel_flash import (
     LN_2,
     LOG2_E,
     MASKED,
-    Polar,
     _decode_splits,
     decode_kernel,
     flash_backward_columns,
     flash_backward_rows,
     flash_forward,
-    load,
-    pointer,
     row_products,
     softmax_step,
-    store,
 )
-from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from whatwhere.kernel_polar import polar_argument
 
 # Rows and keys of a block of FlexAttention's mask.
 BLOCK = 128
@@ -107,7 +104,7 @@ class _CoPEFlex(torch.autograd.Function):
         scaling: float,
         position_scale: float,
     ) -> torch.Tensor:
-        attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
+        attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
         window = attention.window_forward()
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         with torch.enable_grad():
@@ -265,7 +262,7 @@ class _OnChip(torch.autograd.Function):
         scaling: float,
         position_scale: float,
     ) -> torch.Tensor:
-        attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
+        attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
         B, H, Q, K, P, D = attention.B, attention.H, attention.Q, attention.K, attention.P, attention.D
         per_row, per_block = (B, H, Q), (B, H, attention.blocks)
         window = Window(
@@ -304,7 +301,7 @@ class _OnChip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, table, out, lse, *rest = ctx.saved_tensors
-        attention = _Pass(query, key, value, table, None, None, None, *ctx.settings)
+        attention = _Pass([query, key, value, table, *[None] * 10], *ctx.settings)
         window, delta = Window(out, lse, *rest), row_products(grad, out)
         grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, window)
         plain = (grad, query, key, value, lse - window.constant, delta)
@@ -341,7 +338,7 @@ def decode_once_kernel(
 ):  # fmt: skip
     """`decode_kernel`; the last program of a key head joins its splits. done: int32 (B * G), 0 before and after."""
     decode_kernel(
-        query, key, value, parts, top_lse, ranges, None, polar, None, None, scaling, G, groups, K, splits,
+        query, key, value, parts, top_lse, ranges, None, polar, None, scaling, G, groups, K, splits,
         D, V, R, PRECISION, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     tl.debug_barrier()
@@ -387,10 +384,7 @@ def decode_once(
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
     out = torch.empty(B, H, 1, V, dtype=query.dtype, device=query.device)
-    tables, R = None, 0
-    if polar is not None:
-        tables = Polar(*polar, *(0 if table.shape[0] == 1 else table.stride(0) for table in (polar[0], polar[2])))
-        R = polar[0].shape[-1]
+    tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     rows = block_width(H // G)
     launch(
         decode_once_kernel,
