@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -65,6 +66,7 @@ class Target:
 
 TARGETS = {
     "sm_80": Target("cuda", 80, 32, 163 << 10, 255, 164 << 10, 65536, 64),
+    "sm_89": Target("cuda", 89, 32, 99 << 10, 255, 100 << 10, 65536, 48),
     "sm_90": Target("cuda", 90, 32, 227 << 10, 255, 228 << 10, 65536, 64),
     "sm_100": Target("cuda", 100, 32, 227 << 10, 255, 228 << 10, 65536, 64),
     # A compute unit has four SIMD units of 512 registers for each of 64 lanes.
@@ -179,22 +181,38 @@ class _Driver:
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Yields name and call of `kernel_cases`, forward and backward, and decoding.
 
-    All variants with head dim 64 in bfloat16; other head dims and float32 without options.
+    All variants with head dim 64 in bfloat16; other head dims, float32 and float32 with TF32 without options.
     """
-    types = (("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("bfloat16", 40), ("float32", 64))
+    halves = [("bfloat16", width) for width in (64, 128, 256, 40)]
+    types = (*halves, *itertools.product(("float32", "tf32"), (64, 128, 256)))
     for (dtype, head_dim), (name, kernel), rows in itertools.product(types, KERNELS.items(), (1024, 1)):
         for variant in kernel.variants if (dtype, head_dim) == types[0] else kernel.variants[:1]:
             flags = [name, dtype, f"D={head_dim}", *(f"{key}={value}" for key, value in variant.items())]
-            one = case(name, dtype, head_dim, rows, 1024, **{"batch": 1, **variant})
-            yield " ".join([*flags, *(["decoding"] if rows == 1 else [])]), functools.partial(_run, one)
+            given = {"batch": 1, **variant}
+            one = case(name, "float32" if dtype == "tf32" else dtype, head_dim, rows, 1024, **given)
+            call = functools.partial(_run, one, dtype == "tf32")
+            yield " ".join([*flags, *(["decoding"] if rows == 1 else [])]), call
 
 
-def _run(one: Case) -> None:
+def _run(one: Case, tf32: bool) -> None:
     call = KERNELS[one.kernel].call(one, torch.device("cpu"))
     inputs = [tensor.requires_grad_(one.queries > 1) for tensor in call.inputs]
-    out = call.kernel(*inputs)
-    if one.queries > 1:
-        out.backward(torch.empty_like(out))
+    with allowed_tf32() if tf32 else contextlib.nullcontext():
+        out = call.kernel(*inputs)
+        if one.queries > 1:
+            out.backward(torch.empty_like(out))
+
+
+@contextlib.contextmanager
+def allowed_tf32() -> Iterator[None]:
+    """Within it, products of float32 are those that a GPU would have if TF32 is allowed."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        with mock.patch("torch.cuda.is_available", lambda: True):
+            yield
+    finally:
+        products.fp32_precision = before
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:
