@@ -665,7 +665,7 @@ class _Call:
         self.scaling, self.shape = float(scaling), (B, H, G, Q, K, V)
         self.lengths = (Q, K, 0 if start is None else start.shape[-1], bound_rows)
         widths = {"D": D, "V": V, "BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
-        self.constants = {**widths, "PRECISION": precision(query.dtype)}
+        self.constants: dict[str, Any] = {**widths, "PRECISION": precision(query.dtype)}
         self.kind = (query.dtype, self.constants["PRECISION"], D, V, Q >= LONG)
 
     def key(self, *optional: object) -> tuple[Any, ...]:

@@ -73,6 +73,6 @@ def polar_argument(
     cos_q: torch.Tensor, sin_q: torch.Tensor, cos_k: torch.Tensor, sin_k: torch.Tensor, shift: torch.Tensor | None
 ) -> Polar:
     """Returns the tensors of `Polar` as an argument of a kernel."""
-    tables = [table.contiguous() for table in (cos_q, sin_q, cos_k, sin_k)]
-    strides = (0 if table.shape[0] == 1 else table.stride(0) for table in (tables[0], tables[2]))
-    return Polar(*tables, None if shift is None else shift.contiguous(), *strides)
+    cos_q, sin_q, cos_k, sin_k = (table.contiguous() for table in (cos_q, sin_q, cos_k, sin_k))
+    batch_q, batch_k = (0 if table.shape[0] == 1 else table.stride(0) for table in (cos_q, cos_k))
+    return Polar(cos_q, sin_q, cos_k, sin_k, None if shift is None else shift.contiguous(), batch_q, batch_k)
