@@ -46,6 +46,7 @@ import torch
 from .kernel_flash import (
     apply_dropout,
     check_inputs,
+    decode_rows,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
@@ -85,7 +86,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
-# Query rows of a window program; `start` has one entry for so many rows.
+# Query rows of a window program, at most; `start` has one entry for so many rows.
 WINDOW_ROWS = 64
 # Row blocks that a program examines in one step to find those whose windows have its keys.
 SCAN = tl.constexpr(32)
@@ -557,21 +558,23 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
     warps, and 8 warps do some work twice. Those of the backward pass have the same columns: carries depend on it.
     """
     if dtype == torch.float32:
-        tiles = [Tiles(WINDOW_ROWS, 16, warps=8), Tiles(WINDOW_ROWS, 16)]
+        # Of shared memory some devices have 99 KiB.
+        rows = min(WINDOW_ROWS, 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16)
+        tiles = [Tiles(rows, 16, warps=8), Tiles(rows, 16)]
         return tiles, tiles
     narrow = [Tiles(WINDOW_ROWS, 16), Tiles(WINDOW_ROWS, 16, warps=8)]
     wide = [Tiles(WINDOW_ROWS, 32), Tiles(WINDOW_ROWS, 32, warps=8)]
     return wide + narrow[:1], wide if head_dim <= 64 else narrow
 
 
-def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, columns: int, distances: int) -> int:
+def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, tiles: Tiles, distances: int) -> int:
     """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
     B, H, Q, D = query.shape
-    per_row = 4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, columns)
-    per_row = B * H * (per_row + 8 * distances)
+    per_row = 4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, tiles.columns)
+    per_row = max(1, B) * H * (per_row + 8 * distances)
     budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
-    fitting, all_blocks = max(1, budget // (per_row * WINDOW_ROWS)), triton.cdiv(Q, WINDOW_ROWS)
-    return WINDOW_ROWS * min(all_blocks, fitting)
+    fitting, all_blocks = max(1, budget // (per_row * tiles.rows)), triton.cdiv(Q, tiles.rows)
+    return tiles.rows * min(all_blocks, fitting)
 
 
 class _Pass:
@@ -588,7 +591,7 @@ class _Pass:
         self.own_position_query = position_query is not None
         self.table = table.contiguous()
         self.ranges = ranges.contiguous() if ranges is not None else None
-        self.relative = None if others[0] is None else others[:3]
+        self.relative = None if others[0] is None else [one.contiguous() for one in others[:3]]
         self.decay = None if others[3] is None else others[3:]
         self.seed = seed
         self.scaling, self.position_scale = scaling, position_scale
@@ -598,15 +601,16 @@ class _Pass:
         # Entries of the table: positions, or pieces between knots.
         self.P = table.shape[1] if knots is None else knots.shape[0] + 1
         self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
-        self.blocks = triton.cdiv(self.Q, WINDOW_ROWS)
+        self.rows = self.forward_tiles[0].rows
+        self.blocks = triton.cdiv(self.Q, self.rows)
         distances = 0 if self.relative is None else self.relative[0].shape[0]
         # With knots `grad_values` needs more.
         entries = self.P if knots is None else 3 * self.P
-        self.chunk = _chunk_rows(query, self.K, entries, self.backward_tiles[0].columns, distances)
+        self.chunk = _chunk_rows(query, self.K, entries, self.backward_tiles[0], distances)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
         self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
-        self.constants["PRECISION"] = precision(query.dtype)
+        self.constants["PRECISION"] = precision(query.dtype, self.D)
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         num_positions = num_positions or self.P
         bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
@@ -638,10 +642,10 @@ class _Pass:
         for first in range(0, self.Q, size):
             rows = slice(first, min(first + size, self.Q))
             keys, ranges = row_chunk(rows, self.Q, self.K, self.ranges)
-            blocks = slice(first // WINDOW_ROWS, triton.cdiv(rows.stop, WINDOW_ROWS))
+            blocks = slice(first // self.rows, triton.cdiv(rows.stop, self.rows))
             options: dict[str, Any] = {"scaling": self.scaling, "ranges": ranges}
             options["added"] = self.added(rows, keys, grad=grad)
-            options["bound"] = (window.start[:, :, blocks], WINDOW_ROWS)
+            options["bound"] = (window.start[:, :, blocks], self.rows)
             # Each part counts its rows from 0.
             seed = self.seed + first if self.seed is not None and first else self.seed
             yield rows, keys, {**options, "dropout": dropout_arguments(seed, self.probability)}
@@ -649,6 +653,7 @@ class _Pass:
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
         half = self.query.dtype != torch.float32
+        constants = {"SLOPES": self.knots is not None, "D": self.D, "PRECISION": self.constants["PRECISION"]}
         launch(
             _position_values,
             lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
@@ -658,12 +663,7 @@ class _Pass:
                 *(heads(self.position_query), self.table, into, self.position_scale),
                 *(self.H, self.P, first, into.shape[1], self.Q),
             ),
-            {
-                "SLOPES": self.knots is not None,
-                "D": self.D,
-                "PRECISION": self.constants["PRECISION"],
-                "BLOCK_K": min(self.constants["BLOCK_D"], 64 if half else 16),
-            },
+            {**constants, "BLOCK_K": min(self.constants["BLOCK_D"], 64 if half else 16)},
         )
 
     def window_forward(self, *, shared_rows: bool = False) -> Window:
@@ -672,7 +672,7 @@ class _Pass:
         shared_rows: all rows see what row 0 of the ranges, or the last row of causal attention, sees (decoding).
         """
         B, H, Q = self.B, self.H, self.Q
-        rows = max(16, triton.next_power_of_2(Q)) if shared_rows else WINDOW_ROWS
+        rows = decode_rows(Q) if shared_rows else self.rows
         chunk = Q if shared_rows else self.chunk
         blocks = triton.cdiv(Q, rows)
         window = Window(
@@ -692,7 +692,7 @@ class _Pass:
             launch(
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
-                [Tiles(rows, 32)] if shared_rows else self.forward_tiles,
+                [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
                 (*self.tune, rows, shared_rows),
                 (
                     *(*self.matrices, values, self.knots, self.ranges, added, window, self.dropout),
@@ -713,7 +713,7 @@ class _Pass:
         """
         sums = levels.view(torch.float32).view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
         low = 0 if self.ranges is None else self.ranges[:, :, rows, 0]
-        plain = window.start.repeat_interleave(WINDOW_ROWS, dim=-1)[:, :, rows] > low
+        plain = window.start.repeat_interleave(self.rows, dim=-1)[:, :, rows] > low
         if self.knots is not None:
             sums = fill_skipped(sums)
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
@@ -762,7 +762,7 @@ class _Pass:
             inputs = (heads(grad), *self.matrices, values, self.knots, self.ranges, added, window, delta, self.dropout)
             launch(
                 _window_rows,
-                (triton.cdiv(rows.stop - first, WINDOW_ROWS) * members,),
+                (triton.cdiv(rows.stop - first, self.rows) * members,),
                 self.backward_tiles,
                 self.tune,
                 (*inputs, window_query, levels, counts, slopes, self.scaling, H, groups, *place),
@@ -829,7 +829,8 @@ def _(tensors, *numbers):
     B, H, Q, D = tensors[0].shape
     per_row = tensors[0].new_empty((B, H, Q), dtype=torch.float32)
     counts = torch.empty_like(per_row, dtype=torch.int32)
-    blocks = counts.new_empty((B, H, -(-Q // WINDOW_ROWS)))
+    rows = _window_tiles(D, tensors[0].dtype)[0][0].rows
+    blocks = counts.new_empty((B, H, -(-Q // rows)))
     like = (per_row, blocks, blocks, counts, counts, per_row)
     return [tensors[0].new_empty(B, H, Q, D), *map(torch.empty_like, like)]
 
@@ -887,7 +888,7 @@ def _decode(
         scaling=scaling,
         ranges=attention.ranges,
         added=attention.added(slice(None)),
-        bound=(window.start, max(16, triton.next_power_of_2(H // G))),
+        bound=(window.start, 0),
         constant=window.constant.view(B, H, 1),
         initial=(window.out.view(B, H, 1, D), window.lse.view(B, H, 1)),
     )

@@ -443,18 +443,20 @@ def decode_kernel(
     D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: all query heads of one key head (a block of rows), and one split of the keys that they see.
+    """One program: BLOCK_M query heads of one key head (rows), and one split of the keys that they see.
 
     Writes float32 out (B, G, S, groups, V) and its log-sum-exp in base 2 (B, G, S, groups), MASKED if it saw nothing.
     With `polar` the first R channels are magnitudes; a channel without a phase is one of phase 0.
     """
     split = tl.program_id(0) % splits
-    member = (tl.program_id(0) // splits).to(tl.int64)
+    blocks = tl.cdiv(groups, BLOCK_M)
+    block = tl.program_id(0) // splits % blocks
+    member = (tl.program_id(0) // splits // blocks).to(tl.int64)
     b = member // G
     g = member % G
     keys = pointer(key, b, g)
     values = pointer(value, b, g)
-    rows = tl.arange(0, BLOCK_M)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     first = 0
     last = K
     if ranges is not None:
@@ -462,7 +464,7 @@ def decode_kernel(
         first = tl.maximum(tl.load(ranges), 0)
         last = tl.minimum(tl.load(ranges + 1), K)
     if bound is not None:
-        last = tl.minimum(last, tl.load(bound + member))
+        last = tl.minimum(last, tl.load(bound + member * blocks + block))
     low = tl.zeros([BLOCK_M], dtype=tl.int32) + first
     high = tl.zeros([BLOCK_M], dtype=tl.int32) + last
     start = first // BLOCK_N * BLOCK_N
@@ -470,9 +472,9 @@ def decode_kernel(
     size = tl.cdiv(tl.maximum(last - start, 0), splits * BLOCK_N) * BLOCK_N
     start = start + split * size
 
-    q = load(pointer(query, b, g * groups), query.head, 0, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
+    q = load(pointer(query, b, g * groups), query.head, block * BLOCK_M, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
     if polar is not None:
-        q, imaginary = polar_query(polar, q, b, g, groups, R, BLOCK_M, BLOCK_D)
+        q, imaginary = polar_query(polar, q, b, g, groups, block * BLOCK_M, R, BLOCK_M, BLOCK_D)
     if added is not None:
         # Row 0 of each head.
         head = g * groups + tl.minimum(rows, groups - 1)
@@ -495,7 +497,7 @@ def decode_kernel(
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     index = (member * splits + split) * groups
-    store(out + index * V, V, 0, groups, acc / total[:, None], V, BLOCK_M, BLOCK_V)
+    store(out + index * V, V, block * BLOCK_M, groups, acc / total[:, None], V, BLOCK_M, BLOCK_V)
     tl.store(top_lse + index + rows, tl.where(nothing, MASKED, top + tl.log2(total)), mask=rows < groups)
 
 
@@ -575,7 +577,8 @@ _COLUMNS: _Table = {
 _SMALLEST = Tiles(16, 16, 4, 1)
 _FLOAT32 = (Tiles(32, 32, 8, 1), _SMALLEST)
 _ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
-_DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1))
+# Their rows are `decode_rows`.
+_DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 _COMBINE = (Tiles(16, 16, 4, 1),)
 
 # Without a GPU decoding splits the keys in this number, on a GPU so that a split has at least this many keys.
@@ -665,7 +668,7 @@ class _Call:
         self.scaling, self.shape = float(scaling), (B, H, G, Q, K, V)
         self.lengths = (Q, K, 0 if start is None else start.shape[-1], bound_rows)
         widths = {"D": D, "V": V, "BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
-        self.constants: dict[str, Any] = {**widths, "PRECISION": precision(query.dtype)}
+        self.constants: dict[str, Any] = {**widths, "PRECISION": precision(query.dtype, V)}
         self.kind = (query.dtype, self.constants["PRECISION"], D, V, Q >= LONG)
 
     def key(self, *optional: object) -> tuple[Any, ...]:
@@ -703,14 +706,9 @@ def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    constant: torch.Tensor | None = None,
-    initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, constant: torch.Tensor | None = None,
+    initial: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Softmax attention.
 
     Args:
@@ -837,6 +835,11 @@ def flash_backward(
     return grad_query, grad_key, grad_value, None if of_rows is None or of_keys is None else (of_rows, of_keys)
 
 
+def decode_rows(groups: int) -> int:
+    """Returns how many of the query heads of a key head are the rows of a program in decoding."""
+    return min(block_width(groups), 32)
+
+
 def _decode_splits(query: torch.Tensor, key_heads: int, K: int) -> int:
     """Returns how many programs share the keys of a key head; `key_heads` is B * G."""
     if query.device.type != "cuda":
@@ -846,22 +849,17 @@ def _decode_splits(query: torch.Tensor, key_heads: int, K: int) -> int:
 
 
 def flash_decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    polar: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-    constant: torch.Tensor | None = None,
-    initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    **options: Any,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, polar: tuple[Any, ...] | None = None,
+    constant: torch.Tensor | None = None, initial: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
     """Attention of one query row, forward only: the keys are shared out over programs. Arguments as in `flash_forward`.
 
     Args:
         query: (B, H, 1, D).
         polar: the tensors of `Polar`: cosines and sines of the query, of the keys, and the shift or None. The first R
             channels of query and key are then magnitudes. None: plain products.
-        bound: (start, rows), start int32 (B, G, 1): the heads that share a key head share it. `rows` is not used.
+        bound: (start, rows), start int32 (B, G, n), one for each `decode_rows` of the heads that share a key head;
+            `rows` is not used.
 
     Returns:
         (B, H, 1, V) in the type of the query; 0 where nothing is seen.
@@ -871,8 +869,10 @@ def flash_decode(
     if Q != 1:
         raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
     ranges, start, added, _ = call.options
-    if start is not None and start.shape != (B, G, 1):
-        raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, 1)!r}.")
+    rows = decode_rows(H // G)
+    blocks = triton.cdiv(H // G, rows)
+    if start is not None and start.shape != (B, G, blocks):
+        raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, blocks)!r}.")
     constant = _contiguous(constant)
     before = [_contiguous(one) for one in initial or (None, None)]
     tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
@@ -880,10 +880,9 @@ def flash_decode(
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
     out = torch.empty(B, H, 1, V, dtype=query.dtype, device=query.device)
-    rows = block_width(H // G)
     launch(
         decode_kernel,
-        lambda tiles: (splits * B * G,),
+        lambda tiles: (splits * blocks * B * G,),
         [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
         (*call.key(tables and tables.shift), R, rows),
         (*call.matrices, parts, top_lse, ranges, start, tables, added, call.scaling, G, H // G, K, splits),

@@ -55,10 +55,10 @@ def fill_skipped(sums: torch.Tensor) -> torch.Tensor:
 
 def check_knots(knots: torch.Tensor, table: torch.Tensor, num_positions: int | None) -> None:
     """Raises ValueError if the shapes of knots (P - 1,) and table (D, 2 P) do not fit, or there are no positions."""
-    if knots.dim() != 1 or table.shape[1:] != (2 * len(knots) + 2,) or knots.requires_grad:
+    if knots.dim() != 1 or not len(knots) or table.shape[1:] != (2 * len(knots) + 2,) or knots.requires_grad:
         raise ValueError(
             f"knots={tuple(knots.shape)!r} is not valid: for a table of {tuple(table.shape)!r} it must be (P - 1,), P "
-            "half the width of the table, and not require a gradient."
+            "half the width of the table and at least 2, and not require a gradient."
         )
     if num_positions is None or num_positions < 2:
         raise ValueError(f"num_positions={num_positions!r} is not valid: with knots it must be at least 2.")

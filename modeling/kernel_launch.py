@@ -110,15 +110,9 @@ CHOSEN: dict[tuple[Hashable, ...], Tiles] = {}
 
 
 def launch(
-    kernel: Any,
-    grid: Callable[[Tiles], tuple[int, ...]] | tuple[int, ...],
-    candidates: Sequence[Tiles],
-    key: tuple[Hashable, ...],
-    arguments: Sequence[Any],
-    constants: dict[str, Any],
-    *,
-    repeatable: bool = True,
-) -> None:
+    kernel: Any, grid: Callable[[Tiles], tuple[int, ...]] | tuple[int, ...], candidates: Sequence[Tiles],
+    key: tuple[Hashable, ...], arguments: Sequence[Any], constants: dict[str, Any], *, repeatable: bool = True,
+) -> None:  # fmt: skip
     """Runs a kernel with the first tiles that compile and fit the device.
 
     The choice is the same in every process. The variable WHATWHERE_TILES names a JSON file with choices that
@@ -178,11 +172,9 @@ def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], t
 
 
 def choose(
-    name: str,
-    candidates: Sequence[Tiles],
-    compiles: Callable[[Tiles], Exception | None],
+    name: str, candidates: Sequence[Tiles], compiles: Callable[[Tiles], Exception | None],
     run: Callable[[Tiles], None] | None,
-) -> Tiles:
+) -> Tiles:  # fmt: skip
     """Returns the tiles of a kernel; `scripts/kernel_tiles.py` replaces this, and times `run` if it is not None."""
     file = os.environ.get("WHATWHERE_TILES")
     known = json.loads(pathlib.Path(file).read_text(encoding="utf-8")) if file else {}
@@ -196,9 +188,12 @@ def choose(
     raise RuntimeError(f"No tiles compile for {name}.") from errors[-1]
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Returns how products of the dtype are computed: float32 as PyTorch would (TF32 only if it is allowed)."""
-    if dtype != torch.float32 or not torch.cuda.is_available():
+def precision(dtype: torch.dtype, width: int) -> str:
+    """Returns how products of the dtype are computed: float32 as PyTorch would (TF32 only if it is allowed).
+
+    But heads of more than 128 channels have no TF32, for which shared memory is too small.
+    """
+    if dtype != torch.float32 or width > 128 or not torch.cuda.is_available():
         return "ieee"
     # Triton has it on one AMD architecture only.
     if torch.version.hip and not torch.cuda.get_device_properties().gcnArchName.startswith("gfx942"):

@@ -45,13 +45,13 @@ def subtract_phase(cos, sin, shift):
 
 
 @triton.jit
-def polar_query(polar, q, b, g, groups, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Real and imaginary parts of magnitudes (BLOCK_M, BLOCK_D): one query row of each head of key head g."""
+def polar_query(polar, q, b, g, groups, first, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Real and imaginary parts of magnitudes (BLOCK_M, BLOCK_D): one query row of the heads first.. of key head g."""
     channels = tl.arange(0, BLOCK_D)[None, :]
     cos = tl.load(polar.cos_q + b * polar.batch_q + channels, mask=channels < R, other=1.0).to(tl.float32)
     sin = tl.load(polar.sin_q + b * polar.batch_q + channels, mask=channels < R, other=0.0).to(tl.float32)
     if polar.shift is not None:
-        shift = load(polar.shift + g * groups * R, R, 0, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
+        shift = load(polar.shift + g * groups * R, R, first, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
         cos, sin = subtract_phase(cos, sin, shift)
     imaginary = (q.to(tl.float32) * sin).to(q.dtype)
     return (q.to(tl.float32) * cos).to(q.dtype), imaginary

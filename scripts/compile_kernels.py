@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for several GPUs, on a machine without a GPU, and shows the resources of the code.
 
-    python -m whatwhere.scripts.compile_kernels                                  # all kernels, four targets
+    python -m whatwhere.scripts.compile_kernels                                  # all kernels, five targets
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward pope bfloat16 D=64"
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
 
@@ -39,7 +39,7 @@ from unittest import mock
 
 import torch
 
-from .kernel_cases import KERNELS, Case, case
+from .kernel_cases import KERNELS, Case, case, precision_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,38 +181,29 @@ class _Driver:
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Yields name and call of `kernel_cases`, forward and backward, and decoding.
 
-    All variants with head dim 64 in bfloat16; other head dims, float32 and float32 with TF32 without options.
+    All variants with head dim 64 in bfloat16; other head dims, float32 and TF32 without options. What needs most shared
+    memory, float32 with head dim 256, decodes with many heads for a key head.
     """
-    halves = [("bfloat16", width) for width in (64, 128, 256, 40)]
-    types = (*halves, *itertools.product(("float32", "tf32"), (64, 128, 256)))
+    types = [("bfloat16", width) for width in (64, 128, 256, 40)]
+    types += [("float32", 64), ("float32", 256), ("tf32", 64), ("tf32", 128)]
     for (dtype, head_dim), (name, kernel), rows in itertools.product(types, KERNELS.items(), (1024, 1)):
         for variant in kernel.variants if (dtype, head_dim) == types[0] else kernel.variants[:1]:
             flags = [name, dtype, f"D={head_dim}", *(f"{key}={value}" for key, value in variant.items())]
             given = {"batch": 1, **variant}
-            one = case(name, "float32" if dtype == "tf32" else dtype, head_dim, rows, 1024, **given)
-            call = functools.partial(_run, one, dtype == "tf32")
-            yield " ".join([*flags, *(["decoding"] if rows == 1 else [])]), call
+            if (dtype, head_dim, rows) == ("float32", 256, 1):
+                given |= {"heads": 128, "groups": 1}
+            one = case(name, dtype, head_dim, rows, 1024, **given)
+            yield " ".join([*flags, *(["decoding"] if rows == 1 else [])]), functools.partial(_run, one)
 
 
-def _run(one: Case, tf32: bool) -> None:
+def _run(one: Case) -> None:
     call = KERNELS[one.kernel].call(one, torch.device("cpu"))
     inputs = [tensor.requires_grad_(one.queries > 1) for tensor in call.inputs]
-    with allowed_tf32() if tf32 else contextlib.nullcontext():
+    # Without a GPU there is no TF32.
+    with precision_of(one), mock.patch("torch.cuda.is_available", return_value=one.dtype == "tf32"):
         out = call.kernel(*inputs)
         if one.queries > 1:
             out.backward(torch.empty_like(out))
-
-
-@contextlib.contextmanager
-def allowed_tf32() -> Iterator[None]:
-    """Within it, products of float32 are those that a GPU would have if TF32 is allowed."""
-    products = torch.backends.cuda.matmul
-    before, products.fp32_precision = products.fp32_precision, "tf32"
-    try:
-        with mock.patch("torch.cuda.is_available", lambda: True):
-            yield
-    finally:
-        products.fp32_precision = before
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:

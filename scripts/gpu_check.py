@@ -10,6 +10,7 @@ The check, for every kernel in `kernel_cases.KERNELS`, with the most important f
 * long: 16,384 and 65,536 tokens in bfloat16, head dims 64 and 128, and decoding;
 * tiles: all tile sizes of every kernel, for every variant of its flags, head dim and type;
 * model: small models with `attn_implementation="triton"` against eager ones, for every encoding that has a kernel;
+* wide: float32 heads of 256 channels, many heads for a key head, and TF32;
 * shapes: lengths from 1 to 1000, more keys than queries, padding on both sides, gaps in the mask, packed documents,
   rows that see nothing, open and closed gates, tables of 2 to 300 positions.
 
@@ -60,7 +61,7 @@ from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_no
 from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
 from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
-from .kernel_cases import KERNELS, MASKS, Case, case
+from .kernel_cases import KERNELS, MASKS, Case, case, precision_of
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
@@ -120,6 +121,11 @@ def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tup
     Raises:
         CheckFailed: something differs.
     """
+    with precision_of(case):
+        return _check_case(case, device, all_tiles)
+
+
+def _check_case(case: Case, device: torch.device, all_tiles: bool) -> tuple[int, float]:
     call = KERNELS[case.kernel].call(case, device)
     inputs = [tensor.detach().requires_grad_() for tensor in call.inputs]
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -137,7 +143,9 @@ def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tup
     names = ["output", *call.names]
     # Rounding errors of a few rows do not average out.
     units = 1.0 if count < FEW_ROWS else 0.5
-    tolerance = 5e-5 if inputs[0].dtype == torch.float32 else units * torch.finfo(inputs[0].dtype).eps
+    # TF32 has as many digits as float16.
+    dtype = torch.float16 if case.dtype == "tf32" else inputs[0].dtype
+    tolerance = 5e-5 if dtype == torch.float32 else units * torch.finfo(dtype).eps
     options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
     checks, largest, index, last = 0, 0.0, 0, 0
     while index <= last:
@@ -266,6 +274,10 @@ def groups_on_gpu() -> Iterator[Group]:
         cases = tuple(case(encoding, dtype, 64, 100, groups=2, **options) for dtype, options in types)
         yield Group(f"model {encoding}", cases, check_model)
     yield from _shapes((("bfloat16", 64),))
+    # Where shared memory is short: wide heads in float32, with many heads for a key head, and TF32.
+    for name in KERNELS:
+        wide = [case(name, dtype, width, 300) for dtype, width in (("tf32", 64), ("tf32", 128), ("float32", 256))]
+        yield Group(f"wide {name}", (*wide, case(name, "float32", 256, 1, 300, heads=128, groups=1)))
     yield from _tiles((("float16", 64), ("float32", 64), ("bfloat16", 256), ("bfloat16", 40), ("float32", 16)))
     yield from _shapes((("float32", 64), ("float16", 80), ("bfloat16", 128)))
 
@@ -382,11 +394,11 @@ def _check_all(
             except EOFError:
                 process.join()
                 del running[receiver]
-                left = group.cases[done.pop(receiver) :]
+                not_done = group.cases[done.pop(receiver) :]
                 # After a case that made the GPU unusable it ends with 0.
-                if receiver in current or (left and (process.exitcode or left == group.cases)):
+                if receiver in current or (not_done and (process.exitcode or not_done == group.cases)):
                     died = {"status": f"its process ended with exit code {process.exitcode}"}
-                    yield group, {"case": current.pop(receiver, str(left[0])), **died}
+                    yield group, {"case": current.pop(receiver, str(not_done[0])), **died}
                 continue
             if isinstance(message, str):
                 current[receiver] = message

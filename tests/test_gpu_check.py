@@ -180,6 +180,23 @@ def test_long_cases(monkeypatch):
         check_case(long, CPU)
 
 
+def test_tf32(monkeypatch):
+    """It is allowed within a case of this type only, and its inputs are exact in it."""
+    right, found = kernel_plain.plain_attention, []
+    before = torch.backends.cuda.matmul.fp32_precision
+
+    def kernel(query, *inputs, **options):
+        assert torch.equal(query, query.bfloat16().float())
+        found.append(torch.backends.cuda.matmul.fp32_precision)
+        # The error of TF32 is allowed.
+        return right(query, *inputs, **options) * (1 + 2**-13)
+
+    monkeypatch.setattr(kernel_plain, "plain_attention", kernel)
+    check_case(case("plain", "tf32", 16, 80, batch=1, heads=2, groups=1), CPU)
+    assert set(found) == {"tf32"}
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
 # Groups in processes of their own; these functions are imported by them.
 
 
@@ -481,11 +498,11 @@ def test_groups():
     assert gpu[0].name.startswith("long cope")
     cases = [one for group in gpu for one in group.cases]
     assert {one.mask for one in cases} == {"causal", *MASKS}
-    assert {one.dtype for one in cases} == {"float32", "bfloat16", "float16"}
+    assert {one.dtype for one in cases} == {"float32", "tf32", "bfloat16", "float16"}
     assert {dict(one.options).get("gates") for one in cases} >= {None, "open", "closed"}
     for kernel in KERNELS:
-        for kind in ("long", "tiles", "shapes"):
-            assert any(group.name.startswith(f"{kind} {kernel} ") for group in gpu)
+        for kind in ("long", "tiles", "shapes", "wide"):
+            assert any(f"{group.name} ".startswith(f"{kind} {kernel} ") for group in gpu)
         assert any(group.name == f"tiles {kernel}" for group in cpu)
     for encoding in ("cope", "cope+rope", "pope", "fox", "fox+rope", "alibi"):
         assert any(group.name == f"model {encoding}" for group in gpu)

@@ -654,6 +654,7 @@ def test_second_derivative_is_refused():
         ({"knots": torch.ones(8), "num_positions": 2}, r"knots=\(8,\) is not valid"),
         ({"knots": torch.ones(7, requires_grad=True), "num_positions": 2}, r"knots=\(7,\) is not valid"),
         ({"knots": torch.ones(7)}, "num_positions=None"),
+        ({"knots": torch.ones(0), "table": torch.zeros(16, 2), "num_positions": 2}, r"knots=\(0,\) is not valid"),
     ],
 )
 def test_bad_inputs(change, message):

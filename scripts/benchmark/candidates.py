@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from whatwhere.kernel_cope import WINDOW_ROWS, Window, _counts, _Pass, _running_counts, _triangle
+from whatwhere.kernel_cope import Window, _counts, _Pass, _running_counts, _triangle
 from whatwhere.kernel_flash import (
     LN_2,
     LOG2_E,
@@ -68,13 +68,13 @@ def causal_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, 
     return result
 
 
-def _left_of(start: torch.Tensor, Q: int, K: int) -> BlockMask:
-    """Returns the mask that shows row i the keys before start[b, h, i // WINDOW_ROWS]; start int32 (B, H, n)."""
-    rows = BLOCK // WINDOW_ROWS
+def _left_of(start: torch.Tensor, count: int, Q: int, K: int) -> BlockMask:
+    """Returns the mask that shows row i the keys before start[b, h, i // count]; start int32 (B, H, n)."""
+    rows = BLOCK // count
     blocks = -(-Q // BLOCK)
     # Rows from Q on do not count.
     some = torch.nn.functional.pad(start, (0, blocks * rows - start.shape[-1])).unflatten(-1, (blocks, rows)).amax(-1)
-    every = start.repeat_interleave(WINDOW_ROWS, -1)[..., :Q]
+    every = start.repeat_interleave(count, -1)[..., :Q]
     every = torch.nn.functional.pad(every, (0, blocks * BLOCK - Q), value=K).unflatten(-1, (blocks, BLOCK)).amin(-1)
     full = every // BLOCK
     partial = (some + BLOCK - 1) // BLOCK - full
@@ -86,7 +86,7 @@ def _left_of(start: torch.Tensor, Q: int, K: int) -> BlockMask:
         full.int(),
         keys.contiguous(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda b, h, q, k: k < start[b, h, q // WINDOW_ROWS],
+        mask_mod=lambda b, h, q, k: k < start[b, h, q // count],
         seq_lengths=(Q, K),
     )
 
@@ -110,13 +110,13 @@ class _CoPEFlex(torch.autograd.Function):
         with torch.enable_grad():
             plain, aux = _attend(query)(
                 *inputs,
-                block_mask=_left_of(window.start, query.shape[2], key.shape[2]),
+                block_mask=_left_of(window.start, attention.rows, query.shape[2], key.shape[2]),
                 scale=scaling,
                 enable_gqa=True,
                 return_aux=AuxRequest(lse=True),
             )
         plain_lse = aux.lse
-        nothing = window.start.repeat_interleave(WINDOW_ROWS, -1)[..., : query.shape[2]] == 0
+        nothing = window.start.repeat_interleave(attention.rows, -1)[..., : query.shape[2]] == 0
         shifted = (plain_lse.detach() + window.constant).masked_fill(nothing, -torch.inf)
         lse = torch.logaddexp(shifted, window.lse)
         share = (shifted - lse).exp()[..., None]
@@ -277,7 +277,7 @@ class _OnChip(torch.autograd.Function):
         launch(
             window_on_chip_kernel,
             (attention.blocks * B * H,),
-            [Tiles(WINDOW_ROWS, 32, 8, 2), Tiles(WINDOW_ROWS, 16, 8, 2)],
+            [Tiles(attention.rows, 32, 8, 2), Tiles(attention.rows, 16, 8, 2)],
             attention.tune,
             (
                 *(heads(query), heads(key), heads(value), attention.table, window, scaling, position_scale),
@@ -290,7 +290,7 @@ class _OnChip(torch.autograd.Function):
             key,
             value,
             scaling=scaling,
-            bound=(window.start, WINDOW_ROWS),
+            bound=(window.start, attention.rows),
             constant=window.constant,
             initial=(window.out, window.lse),
         )
@@ -305,7 +305,7 @@ class _OnChip(torch.autograd.Function):
         window, delta = Window(out, lse, *rest), row_products(grad, out)
         grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, window)
         plain = (grad, query, key, value, lse - window.constant, delta)
-        options: dict[str, Any] = {"scaling": ctx.settings[0], "bound": (window.start, WINDOW_ROWS)}
+        options: dict[str, Any] = {"scaling": ctx.settings[0], "bound": (window.start, attention.rows)}
         grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
         grad_key, grad_value, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
         return grad_query, grad_key, grad_value, grad_table.to(table.dtype), None, None
@@ -396,7 +396,7 @@ def decode_once(
             *(float(scaling), G, H // G, K, splits),
         ),
         {
-            **{"D": D, "V": V, "R": R, "PRECISION": precision(query.dtype), "BLOCK_D": block_width(D)},
+            **{"D": D, "V": V, "R": R, "PRECISION": precision(query.dtype, V), "BLOCK_D": block_width(D)},
             **{"BLOCK_V": block_width(V), "BLOCK_S": block_width(splits)},
         },
     )
