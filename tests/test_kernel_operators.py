@@ -75,7 +75,9 @@ def test_strides_are_those_of_the_fake_operators(name, variant, queries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["relative", "cope", "pope", "stick_breaking", "fox"])
+# Of PyTorch about itself.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("encoding", ["relative", "cope", "pope"])
 def test_compiles_with_inductor(encoding):
     torch.manual_seed(0)
     config = WhatWhereLlamaConfig(
