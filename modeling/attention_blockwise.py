@@ -17,8 +17,8 @@ to the query" are then ordinary cumulative sums, and the oldest keys are at the 
 """
 
 import dataclasses
-import functools
 import hashlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -231,17 +231,10 @@ class _Attention:
     """Geometry, masks and logits that the forward and the backward pass share."""
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        biases: Sequence[tuple[type[Term], Sequence[torch.Tensor], Sequence[float]]],
-        seed: torch.Tensor | None,
-        scaling: float,
-        dropout: float,
-        block_size: int,
-    ) -> None:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+        biases: Sequence[tuple[type[Term], Sequence[torch.Tensor], Sequence[float]]], seed: torch.Tensor | None,
+        scaling: float, dropout: float, block_size: int,
+    ) -> None:  # fmt: skip
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
         self.V = value.shape[3]
@@ -302,10 +295,7 @@ class _Attention:
         """Returns reused memory for a block's logits."""
         while len(self.buffers) <= index:
             self.buffers.append(torch.empty_like(self.buffers[0]))
-        size = 1
-        for length in shape:
-            size *= length
-        return self.buffers[index][:size].view(shape)
+        return self.buffers[index][: math.prod(shape)].view(shape)
 
     def blocks(self) -> Iterator[tuple[slice, Block]]:
         """Yields the chunk of N, and the block, for all blocks in which some row sees some key."""
@@ -408,19 +398,10 @@ def _without_autocast(device: torch.device) -> torch.autocast:
 
 @torch.library.custom_op(f"{_NAMESPACE}::blockwise_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    tensors: Sequence[torch.Tensor],
-    seed: torch.Tensor | None,
-    terms: str,
-    counts: Sequence[int],
-    settings: Sequence[float],
-    scaling: float,
-    dropout: float,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor], seed: torch.Tensor | None, terms: str, counts: Sequence[int],
+    settings: Sequence[float], scaling: float, dropout: float, block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     with torch.no_grad(), _without_autocast(query.device):
         biases = _unpack(terms, counts, tensors, settings)
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
@@ -450,29 +431,17 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, mask, tensors, seed, terms, counts, settings, scaling, dropout, block_size):
+def _(query, key, value, *others):
     out = query.new_empty(query.shape[0], query.shape[1], query.shape[2], value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::blockwise_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    tensors: Sequence[torch.Tensor],
-    seed: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    terms: str,
-    counts: Sequence[int],
-    settings: Sequence[float],
-    scaling: float,
-    dropout: float,
-    block_size: int,
-) -> list[torch.Tensor]:
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+    value: torch.Tensor, mask: torch.Tensor | None, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None,
+    terms: str, counts: Sequence[int], settings: Sequence[float], scaling: float, dropout: float, block_size: int,
+) -> list[torch.Tensor]:  # fmt: skip
     with torch.no_grad(), _without_autocast(query.device):
         biases = _unpack(terms, counts, tensors, settings)
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
@@ -528,7 +497,7 @@ def _differentiable(terms: str, counts: Sequence[int], tensors: Sequence[Any]) -
 
 
 @_backward.register_fake
-def _(grad, query, key, value, mask, tensors, seed, out, lse, terms, counts, settings, scaling, dropout, block_size):
+def _(grad, out, lse, query, key, value, mask, tensors, seed, terms, counts, *numbers):
     tables = [tensor for tensor, wanted in zip(tensors, _differentiable(terms, counts, tensors)) if wanted]
     return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, *tables)]
 
@@ -547,7 +516,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple:
     rest: tuple = (None, None, *(None if numbers else [] for numbers in ctx.settings[1:3]), None, None, None)
     if grad is None:
         return (None, None, None, None, [None] * len(tensors), *rest)
-    results = _backward(grad, query, key, value, mask, tensors, seed, out, lse, *ctx.settings)
+    results = _backward(grad, out, lse, query, key, value, mask, tensors, seed, *ctx.settings)
     tables = iter(results[3:])
     terms, counts, *_ = ctx.settings
     wanted = _differentiable(terms, counts, tensors)
@@ -671,7 +640,10 @@ def blockwise_attention(
             )
     query, key, value = autocast_inputs(query, key, value)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
-        added = functools.partial(_sum, query=query, biases=biases)
+
+        def added(logits: torch.Tensor) -> Any:
+            return sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
+
         return direct_attention(query, key, value, mask, scaling, added, dropout)
     tensors = [tensor for bias in biases for tensor in bias.tensors]
     counts = [count for bias in biases for count in (len(bias.tensors), len(bias.settings))]
@@ -689,10 +661,6 @@ def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(device) or states[0].dtype == torch.float64:
         return states
     return tuple(state.to(torch.get_autocast_dtype(device)) for state in states)
-
-
-def _sum(logits: torch.Tensor, query: torch.Tensor, biases: Sequence[Bias]) -> Any:
-    return sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
 
 
 def blockwise_path(

@@ -31,8 +31,7 @@ All programs are along the first axis of a grid: the others have at most 65,535.
 
 Closed gates never reach P - 1: then the window is the whole row, correct and slower.
 
-With knots (CoPE_MLP) z_i is linear between these, not between integers, and P is the number of pieces: a binary search
-finds the piece of a position, z and its slope have a table each, and rows may skip pieces.
+With knots (CoPE_MLP) z_i is linear between these, not between integers: see `kernel_knots`.
 
 Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
 P positions.
@@ -47,36 +46,32 @@ import torch
 from .kernel_flash import (
     apply_dropout,
     check_inputs,
+    decode_rows,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
     flash_backward_rows,
     flash_decode,
     flash_forward,
-    load,
-    pointer,
     row_chunk,
     row_limits,
     row_products,
     running_sums,
     seen_keys,
     softmax_step,
-    store,
 )
-from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from .kernel_knots import UNWRITTEN, check_knots, fill_skipped, knot_left, knot_piece, knots_argument
+from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
 from .kernel_terms import (
+    added_bias,
+    added_gradient,
+    added_rows,
     check_decay,
     check_relative,
     decay_argument,
-    decay_bias,
-    decay_pairs,
-    decay_tile,
-    load_pair,
     relative_argument,
-    relative_gradient,
     relative_gradients,
-    relative_parts,
-    relative_tile,
+    store_last,
 )
 
 try:
@@ -91,12 +86,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
-# Query rows of a window program; `start` has one entry for so many rows.
+# Query rows of a window program, at most; `start` has one entry for so many rows.
 WINDOW_ROWS = 64
 # Row blocks that a program examines in one step to find those whose windows have its keys.
 SCAN = tl.constexpr(32)
-# The sums of a piece that a row skips; no pair has these bits.
-UNWRITTEN = -1
 # Columns of a window program, at most.
 MOST_COLUMNS = 64
 # Scratch memory of the backward pass, as a multiple of the query's, and at least so many bytes.
@@ -183,32 +176,14 @@ def _last(knots, P, BITS: tl.constexpr):
 
 
 @triton.jit
-def _piece(knots, position, P):
-    """The pieces of fixed-point positions: how many of the P - 1 knots are smaller."""
-    piece = position * 0
-    choices = P
-    while choices > 1:
-        half = choices // 2
-        piece += tl.where(tl.load(knots + piece + (half - 1)) < position, half, 0)
-        choices -= half
-    return piece
-
-
-@triton.jit
-def _left(knots, piece):
-    """The knots that fixed-point positions of pieces are larger than, -1 if there is none."""
-    return tl.load(knots + piece - 1, mask=piece > 0, other=-1)
-
-
-@triton.jit
 def _interpolate(z, position, seen, knots, P, BITS: tl.constexpr):
     """Returns piece, the offset in it, its value and its slope at fixed-point positions.
 
     Without knots: floor, fraction, z[floor], z[floor + 1] - z[floor]. At the largest position the slope is 0.
     """
     if knots is not None:
-        piece = _piece(knots, position, P)
-        offset = position - tl.maximum(_left(knots, piece), 0)
+        piece = knot_piece(knots, position, P)
+        offset = position - tl.maximum(knot_left(knots, piece), 0)
     else:
         piece = position >> BITS
         offset = position & ((1 << BITS) - 1)
@@ -256,8 +231,8 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query, key, gate_key, value, values, knots, ranges, decay, relative, window, dropout, scaling, H, groups, Q, K,
-    P, first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    query, key, gate_key, value, values, knots, ranges, added, window, dropout, scaling, H, groups, Q, K, P, first_row,
+    chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
@@ -282,14 +257,15 @@ def _window_forward(
     v_rows = pointer(value, b, h // groups)
     z = values + (member * chunk_rows + local) * P
     last = _last(knots, P, BITS)
-    if decay is not None:
-        row_decay = decay.rows + b * decay.batch_rows + h * row_count * 2
-        row_high, row_rest = load_pair(row_decay, rows[:, None], inside[:, None], MASKED)
-        key_decay = decay.keys + b * decay.batch_keys + h * K * 2
-        key_row = rows * 0
+    if added is not None:
         if SHARED:
-            key_decay += h * (row_count - 1) * K * 2
-            key_row = rows * K
+            # Row 0 of each head.
+            row = tl.minimum(rows, row_count - 1)
+            heads = h * row_count + row[:, None]
+            of_rows = added_rows(added, b, heads, member * row_count + row, row * 0, inside, 1, K, 1)
+        else:
+            count_rows = tl.minimum(chunk_rows, row_count - first_row)
+            of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
 
     sees = high > low
     bottom = tl.min(tl.where(sees, low, K))
@@ -321,12 +297,8 @@ def _window_forward(
         _, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
-        if decay is not None:
-            known = inside[:, None] & (columns < K)
-            logits += decay_bias(row_high, row_rest, key_decay, key_row[:, None] + columns, known)
-        if relative is not None:
-            count_rows = tl.minimum(chunk_rows, row_count - first_row)
-            logits += relative_tile(relative, member, b, local, inside, columns, K, count_rows) * LOG2_E
+        if added is not None:
+            logits += added_bias(added, of_rows, columns, K) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         acc, weight, top = softmax_step(
             acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -353,12 +325,12 @@ def _window_forward(
 
 @triton.jit
 def _window_gradients(
-    q, k, gk, v, grad, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+    q, k, gk, v, grad, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
     dropout, member, rows, columns, scaling, knots, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
 
-    `added`: (BLOCK_M, BLOCK_N), added to the logits but not to the gates, or None.
+    `bias`: (BLOCK_M, BLOCK_N), added to the logits but not to the gates, or None.
 
     Returns the weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the
     keys right of each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
@@ -373,8 +345,8 @@ def _window_gradients(
     after = count[:, None] - _running_counts(counts, older_counts)
     position = tl.minimum(tl.maximum(after + counts, 0), last)
     level, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
-    if added is not None:
-        logits += added
+    if bias is not None:
+        logits += bias
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
     grad_weights = dot(grad, tl.trans(v), None, PRECISION)
     grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
@@ -386,10 +358,27 @@ def _window_gradients(
     return kept, grad_logits, grad_gates, grad_position, counts, after, level, fraction
 
 
+@triton.jit
+def _load_rows(
+    grad, query, window, delta, ranges, b, h, member, first, Q, K,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What both backward kernels read of the rows first..: limits, queries, gradients, and numbers of the rows."""
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < Q
+    low, high = row_limits(ranges, None, 1, rows, Q, K)
+    q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
+    lse = tl.load(window.lse + member * Q + rows, mask=inside, other=NOTHING)
+    row_delta = tl.load(delta + member * Q + rows, mask=inside, other=0.0)
+    stop = tl.load(window.stop + member * Q + rows, mask=inside, other=0)
+    return rows, inside, low, tl.where(inside, high, 0), q, do, lse, row_delta, stop
+
+
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad, query, key, gate_key, value, values, knots, ranges, decay, relative, window, delta, dropout, grad_query,
-    levels, carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
+    grad, query, key, gate_key, value, values, knots, ranges, added, window, delta, dropout, grad_query, levels,
+    carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -404,32 +393,26 @@ def _window_rows(
     b = member // H
     h = member % H
     local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = first_row + local
-    inside = rows < Q
     if ranges is not None:
         ranges += b * (Q + K) * 2
-    low, high = row_limits(ranges, None, 1, rows, Q, K)
-    high = tl.where(inside, high, 0)
-    first = first_row + row_block * BLOCK_M
-    q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    flat = member * Q + rows
-    row_lse = tl.load(window.lse + flat, mask=inside, other=NOTHING)
-    row_delta = tl.load(delta + flat, mask=inside, other=0.0)
-    row_stop = tl.load(window.stop + flat, mask=inside, other=0)
+    rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
+        grad, query, window, delta, ranges, b, h, member, first_row + row_block * BLOCK_M, Q, K, D, BLOCK_D, BLOCK_M
+    )
     here = member * chunk_rows + local
     z = values + here * P
     carries = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
 
     # The count of the keys that are still ahead, the one at the left edge of the block included.
-    count = tl.load(window.total + flat, mask=inside, other=0)
+    count = tl.load(window.total + member * Q + rows, mask=inside, other=0)
     slope = tl.zeros([BLOCK_M], tl.float32)
     sum_before = tl.zeros([BLOCK_M], tl.float32)
     fraction_before = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     older_counts = _triangle(tl.float16, BLOCK_N, False)
     older = _triangle(tl.float32 if q.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
-    if relative is not None:
+    if added is not None:
+        count_rows = tl.minimum(chunk_rows, Q - first_row)
+        of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
         grad_last = tl.zeros([BLOCK_M], tl.float32)
     this = member * blocks + first_row // BLOCK_M + row_block
     oldest = tl.load(window.start + this)
@@ -444,24 +427,16 @@ def _window_rows(
         gk = None
         if gate_key is not None:
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        added = None
-        if decay is not None:
-            added = decay_tile(decay, b, h, rows, columns, Q, K)
-        if relative is not None:
-            count_rows = tl.minimum(chunk_rows, Q - first_row)
-            added = relative_tile(relative, member, b, local, inside, columns[None, :], K, count_rows)
+        bias = None
+        if added is not None:
+            bias = added_bias(added, of_rows, columns[None, :], K)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
-            q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+            q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
             dropout, member, rows, columns, scaling, knots, P, BITS, PRECISION,
         )  # fmt: skip
-        if relative is not None:
-            offsets, row_positions, key_positions = relative_parts(
-                relative, member, b, local, inside, columns[None, :], K, count_rows
-            )
-            grad_last += relative_gradient(
-                relative.grad + offsets, row_positions, key_positions, dlogits, inside[:, None], relative.last
-            )
+        if added is not None:
+            grad_last += added_gradient(added, of_rows, columns[None, :], K, dlogits)
         if gate_key is not None:
             dq = dot(dgates.to(k.dtype), gk, dq, PRECISION)
             dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
@@ -469,7 +444,7 @@ def _window_rows(
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
         if knots is not None:
-            leaving = seen & (tl.maximum(after, 0) <= _left(knots, level))
+            leaving = seen & (tl.maximum(after, 0) <= knot_left(knots, level))
         else:
             leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
         part = dlogits * fraction
@@ -480,11 +455,10 @@ def _window_rows(
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(dposition, 1)
         count -= tl.sum(counts, 1)
-    if relative is not None:
-        places = (member * tl.minimum(chunk_rows, Q - first_row) + local) * (relative.last + 1) + relative.last
-        tl.store(relative.grad + places, grad_last, mask=inside)
+    if added is not None:
+        store_last(added, of_rows, grad_last)
     # Every row ends at position 0.
-    bottom = _piece(knots, rows * 0, P) if knots is not None else 0
+    bottom = knot_piece(knots, rows * 0, P) if knots is not None else 0
     tl.store(levels + here * P + bottom, _pack(sum_before, fraction_before), mask=inside)
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
@@ -493,7 +467,7 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad, query, key, gate_key, value, values, knots, ranges, decay, relative, window, delta, dropout, carried_count,
+    grad, query, key, gate_key, value, values, knots, ranges, added, window, delta, dropout, carried_count,
     carried_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -541,31 +515,23 @@ def _window_columns(
             oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
             if oldest < begin + BLOCK_N:
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-                rows = first_row + local
-                inside = rows < Q
-                low, high = row_limits(ranges, None, 1, rows, Q, K)
-                high = tl.where(inside, high, 0)
-                seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
                 first = first_row + row_block * BLOCK_M
-                q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-                do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-                flat = of_head * Q + rows
-                row_lse = tl.load(window.lse + flat, mask=inside, other=NOTHING)
-                row_delta = tl.load(delta + flat, mask=inside, other=0.0)
-                row_stop = tl.load(window.stop + flat, mask=inside, other=0)
+                rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
+                    grad, query, window, delta, ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
+                )
+                seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
                 carry = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
                 count = tl.load(carried_count + carry, mask=inside, other=0)
                 slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
-                added = None
-                if decay is not None:
-                    added = decay_tile(decay, b, h, rows, columns, Q, K)
-                if relative is not None:
+                bias = None
+                if added is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
-                    added = relative_tile(relative, of_head, b, local, inside, columns[None, :], K, count_rows)
+                    of_rows = added_rows(added, b, h, of_head, local, inside, count_rows, K, 1)
+                    bias = added_bias(added, of_rows, columns[None, :], K)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
-                    q, k, gk, v, do, z, added, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+                    q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
                     dropout, of_head, rows, columns, scaling, knots, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
@@ -592,52 +558,42 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
     warps, and 8 warps do some work twice. Those of the backward pass have the same columns: carries depend on it.
     """
     if dtype == torch.float32:
-        tiles = [Tiles(WINDOW_ROWS, 16, warps=8), Tiles(WINDOW_ROWS, 16)]
+        # Of shared memory some devices have 99 KiB.
+        rows = min(WINDOW_ROWS, 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16)
+        tiles = [Tiles(rows, 16, warps=8), Tiles(rows, 16)]
         return tiles, tiles
     narrow = [Tiles(WINDOW_ROWS, 16), Tiles(WINDOW_ROWS, 16, warps=8)]
     wide = [Tiles(WINDOW_ROWS, 32), Tiles(WINDOW_ROWS, 32, warps=8)]
     return wide + narrow[:1], wide if head_dim <= 64 else narrow
 
 
-def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, columns: int, distances: int) -> int:
+def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, tiles: Tiles, distances: int) -> int:
     """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
     B, H, Q, D = query.shape
-    per_row = 4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, columns)
-    per_row = B * H * (per_row + 8 * distances)
+    per_row = 4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, tiles.columns)
+    per_row = max(1, B) * H * (per_row + 8 * distances)
     budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
-    fitting, all_blocks = max(1, budget // (per_row * WINDOW_ROWS)), triton.cdiv(Q, WINDOW_ROWS)
-    return WINDOW_ROWS * min(all_blocks, fitting)
+    fitting, all_blocks = max(1, budget // (per_row * tiles.rows)), triton.cdiv(Q, tiles.rows)
+    return tiles.rows * min(all_blocks, fitting)
 
 
 class _Pass:
     """What the forward and the backward pass share: shapes, constants, chunks, positions."""
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        table: torch.Tensor,
-        gate_key: torch.Tensor | None,
-        position_query: torch.Tensor | None,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        position_scale: float,
-        seed: torch.Tensor | None = None,
+        self, tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int | None = None,
         dropout: float = 0.0,
-        decay: tuple[torch.Tensor, torch.Tensor] | None = None,
-        relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-        knots: torch.Tensor | None = None,
-        num_positions: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        query, key, value, table, gate_key, position_query, *others, ranges, knots, seed = tensors
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
         self.position_query = query if position_query is None else position_query
         self.own_position_query = position_query is not None
         self.table = table.contiguous()
         self.ranges = ranges.contiguous() if ranges is not None else None
-        self.decay_pairs, self.decay = decay, decay and decay_argument(decay)
-        self.relative, self.seed = relative, seed
+        self.relative = None if others[0] is None else [one.contiguous() for one in others[:3]]
+        self.decay = None if others[3] is None else others[3:]
+        self.seed = seed
         self.scaling, self.position_scale = scaling, position_scale
         self.probability, self.dropout = dropout, dropout_arguments(seed, dropout)
         self.B, self.H, self.Q, self.D = query.shape
@@ -645,38 +601,32 @@ class _Pass:
         # Entries of the table: positions, or pieces between knots.
         self.P = table.shape[1] if knots is None else knots.shape[0] + 1
         self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
-        self.blocks = triton.cdiv(self.Q, WINDOW_ROWS)
-        distances = 0 if relative is None else relative[0].shape[0]
+        self.rows = self.forward_tiles[0].rows
+        self.blocks = triton.cdiv(self.Q, self.rows)
+        distances = 0 if self.relative is None else self.relative[0].shape[0]
         # With knots `grad_values` needs more.
         entries = self.P if knots is None else 3 * self.P
-        self.chunk = _chunk_rows(query, self.K, entries, self.backward_tiles[0].columns, distances)
+        self.chunk = _chunk_rows(query, self.K, entries, self.backward_tiles[0], distances)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
-        self.constants: dict[str, Any] = {
-            "D": self.D,
-            "BLOCK_D": block_width(self.D),
-            "PRECISION": precision(query.dtype),
-        }
+        self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
+        self.constants["PRECISION"] = precision(query.dtype, self.D)
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         num_positions = num_positions or self.P
         bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
         self.bits, self.knots = {"BITS": bits}, None
         if knots is not None:
-            # The last piece is the largest position; all of the first may be left of 0.
-            largest = ((num_positions - 1) << bits) - 1
-            self.knots = (knots.double() * (1 << bits)).floor().clamp(-1, largest).int()
-        optional = (ranges, gate_key, decay, relative, seed, knots)
+            self.knots = knots_argument(knots, num_positions, bits)
+        optional = (ranges, gate_key, self.decay, self.relative, seed, knots)
         self.tune = (self.D, query.dtype, *(one is not None for one in optional))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def chunks(self) -> range:
-        """The first rows of the chunks."""
-        return range(0, self.Q, self.chunk)
-
-    def relative_rows(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
-        """The relative positions of some rows as an argument of a kernel, or None."""
+    def added(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
+        """The decay or the relative positions of some rows as an argument of a kernel, or None."""
+        if self.decay is not None:
+            return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys])
         if self.relative is None:
             return None
         table, row_positions, key_positions = self.relative
@@ -692,11 +642,10 @@ class _Pass:
         for first in range(0, self.Q, size):
             rows = slice(first, min(first + size, self.Q))
             keys, ranges = row_chunk(rows, self.Q, self.K, self.ranges)
-            decay = self.decay_pairs and (self.decay_pairs[0][:, :, rows], self.decay_pairs[1][:, :, keys])
-            blocks = slice(first // WINDOW_ROWS, triton.cdiv(rows.stop, WINDOW_ROWS))
-            relative = self.relative_rows(rows, keys, grad=grad)
-            options: dict[str, Any] = {"scaling": self.scaling, "ranges": ranges, "decay": decay, "relative": relative}
-            options["bound"] = (window.start[:, :, blocks], WINDOW_ROWS)
+            blocks = slice(first // self.rows, triton.cdiv(rows.stop, self.rows))
+            options: dict[str, Any] = {"scaling": self.scaling, "ranges": ranges}
+            options["added"] = self.added(rows, keys, grad=grad)
+            options["bound"] = (window.start[:, :, blocks], self.rows)
             # Each part counts its rows from 0.
             seed = self.seed + first if self.seed is not None and first else self.seed
             yield rows, keys, {**options, "dropout": dropout_arguments(seed, self.probability)}
@@ -704,6 +653,7 @@ class _Pass:
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
         half = self.query.dtype != torch.float32
+        constants = {"SLOPES": self.knots is not None, "D": self.D, "PRECISION": self.constants["PRECISION"]}
         launch(
             _position_values,
             lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
@@ -713,12 +663,7 @@ class _Pass:
                 *(heads(self.position_query), self.table, into, self.position_scale),
                 *(self.H, self.P, first, into.shape[1], self.Q),
             ),
-            {
-                "SLOPES": self.knots is not None,
-                "D": self.D,
-                "PRECISION": self.constants["PRECISION"],
-                "BLOCK_K": min(self.constants["BLOCK_D"], 64 if half else 16),
-            },
+            {**constants, "BLOCK_K": min(self.constants["BLOCK_D"], 64 if half else 16)},
         )
 
     def window_forward(self, *, shared_rows: bool = False) -> Window:
@@ -727,7 +672,7 @@ class _Pass:
         shared_rows: all rows see what row 0 of the ranges, or the last row of causal attention, sees (decoding).
         """
         B, H, Q = self.B, self.H, self.Q
-        rows = max(16, triton.next_power_of_2(Q)) if shared_rows else WINDOW_ROWS
+        rows = decode_rows(Q) if shared_rows else self.rows
         chunk = Q if shared_rows else self.chunk
         blocks = triton.cdiv(Q, rows)
         window = Window(
@@ -743,14 +688,14 @@ class _Pass:
         seen_from = 1 if shared_rows else Q
         for first in range(0, Q, chunk):
             self.position_values(first, values)
-            relative = self.relative_rows(slice(first, min(first + chunk, Q)))
+            added = self.added(slice(first, min(first + chunk, Q)))
             launch(
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
-                [Tiles(rows, 32)] if shared_rows else self.forward_tiles,
+                [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
                 (*self.tune, rows, shared_rows),
                 (
-                    *(*self.matrices, values, self.knots, self.ranges, self.decay, relative, window, self.dropout),
+                    *(*self.matrices, values, self.knots, self.ranges, added, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, **self.bits, "SHARED": shared_rows},
@@ -768,13 +713,9 @@ class _Pass:
         """
         sums = levels.view(torch.float32).view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
         low = 0 if self.ranges is None else self.ranges[:, :, rows, 0]
-        plain = window.start.repeat_interleave(WINDOW_ROWS, dim=-1)[:, :, rows] > low
+        plain = window.start.repeat_interleave(self.rows, dim=-1)[:, :, rows] > low
         if self.knots is not None:
-            # A row may skip pieces: there the sums are those of the next one that it does not skip.
-            written = levels.view(self.B, self.H, self.chunk, self.P)[:, :, : rows.stop - rows.start] != UNWRITTEN
-            pieces = torch.where(written, torch.arange(self.P, device=levels.device), self.P)
-            pieces = pieces.flip(-1).cummin(-1).values.flip(-1)[..., None].expand(sums.shape)
-            sums = torch.nn.functional.pad(sums, (0, 0, 0, 1)).gather(-2, pieces)
+            sums = fill_skipped(sums)
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
         per_level = sums - torch.nn.functional.pad(sums[..., 1:, :], (0, 0, 0, 1))
         if self.knots is not None:
@@ -815,29 +756,25 @@ class _Pass:
         for first in range(0, Q, chunk):
             self.position_values(first, values)
             levels.fill_(0 if self.knots is None else UNWRITTEN)
-            place = (first, chunk, self.blocks)
+            place = (Q, K, P, first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
-            relative = self.relative_rows(rows, grad=True)
-            terms = (self.ranges, self.decay, relative)
-            inputs = (heads(grad), *self.matrices, values, self.knots, *terms, window, delta, self.dropout)
+            added = self.added(rows, grad=True)
+            inputs = (heads(grad), *self.matrices, values, self.knots, self.ranges, added, window, delta, self.dropout)
             launch(
                 _window_rows,
-                (triton.cdiv(rows.stop - first, WINDOW_ROWS) * members,),
+                (triton.cdiv(rows.stop - first, self.rows) * members,),
                 self.backward_tiles,
                 self.tune,
-                (
-                    *(*inputs, window_query, levels, counts, slopes),
-                    *(self.scaling, H, groups, Q, K, P, *place),
-                ),
+                (*inputs, window_query, levels, counts, slopes, self.scaling, H, groups, *place),
                 {**self.constants, **self.bits},
-                repeatable=relative is None,
+                repeatable=self.relative is None,
             )
             grad_z = self.grad_values(levels, window, rows).to(self.query.dtype)
             queries = self.position_query[:, :, rows].transpose(2, 3)
             grad_table += torch.matmul(queries, grad_z).sum((0, 1), dtype=torch.float32)
             part, from_table = window_query.view(B, H, chunk, D)[:, :, : rows.stop - first], grad_z @ transposed
             if self.relative is not None and grad_relative is not None:
-                from_relative = relative_gradients(relative, self.query[:, :, rows], self.relative[0], self.scaling)
+                from_relative = relative_gradients(added, self.query[:, :, rows], self.relative[0], self.scaling)
                 part = part + from_relative[0]
                 grad_relative += from_relative[1]
             if grad_position_query is None:
@@ -850,107 +787,61 @@ class _Pass:
                 (triton.cdiv(ahead, columns) * B * self.G,),
                 self.backward_tiles,
                 self.tune,
-                (
-                    *(*inputs, counts, slopes, grad_key, grad_gate_key, grad_value),
-                    *(self.scaling, self.G, groups, Q, K, P, *place),
-                ),
+                (*inputs, counts, slopes, grad_key, grad_gate_key, grad_value, self.scaling, self.G, groups, *place),
                 {**self.constants, **self.bits},
                 repeatable=False,
             )
         return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative
 
 
+# The tensors of the operators are those of `cope_attention`: query, key, value, table, gate_key, position_query,
+# relative (3), decay (2), ranges, knots, and the seed of dropout. The first 7 may get a gradient. PyTorch finds no
+# gradients in lists with None: an operator takes the tensors that there are, and their places among these.
+TENSORS, DIFFERENTIABLE = 14, 7
+
+
+def _all(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor | None]:
+    found = dict(zip(places, tensors))
+    return [found.get(place) for place in range(TENSORS)]
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::cope_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    gate_key: torch.Tensor | None,
-    position_query: torch.Tensor | None,
-    relative_table: torch.Tensor | None,
-    query_positions: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    row_decay: torch.Tensor | None,
-    key_decay: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    knots: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    scaling: float,
-    position_scale: float,
-    num_positions: int,
+    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int,
     dropout: float,
-) -> list[torch.Tensor]:
-    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
-    inputs = (query, key, value, table, gate_key, position_query, ranges)
-    relative = _relative(relative_table, query_positions, key_positions)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative, knots, num_positions)
+) -> list[torch.Tensor]:  # fmt: skip
+    attention = _Pass(_all(tensors, places), scaling, position_scale, num_positions, dropout)
     window = attention.window_forward()
-    parts = [
-        flash_forward(
-            query[:, :, rows],
-            key[:, :, keys],
-            value[:, :, keys],
-            **options,
-            constant=window.constant[:, :, rows],
-            initial=(window.out[:, :, rows], window.lse[:, :, rows]),
-        )
-        for rows, keys, options in attention.plain_parts(window, grad=False)
-    ]
+    parts = []
+    for rows, keys, options in attention.plain_parts(window, grad=False):
+        states = (attention.query[:, :, rows], attention.key[:, :, keys], attention.value[:, :, keys])
+        options |= {
+            "constant": window.constant[:, :, rows],
+            "initial": (window.out[:, :, rows], window.lse[:, :, rows]),
+        }
+        parts.append(flash_forward(*states, **options))
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
     return [out, lse, *window[2:]]
 
 
-def _relative(
-    table: torch.Tensor | None, query_positions: torch.Tensor | None, key_positions: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    if table is None or query_positions is None or key_positions is None:
-        return None
-    return table, query_positions, key_positions
-
-
 @_forward.register_fake
-def _(query, *arguments):
-    B, H, Q, D = query.shape
-    per_row, per_block = query.new_empty((B, H, Q), dtype=torch.float32), (B, H, -(-Q // WINDOW_ROWS))
-    return [
-        query.new_empty(B, H, Q, D),
-        torch.empty_like(per_row),
-        query.new_empty(per_block, dtype=torch.int32),
-        query.new_empty(per_block, dtype=torch.int32),
-        query.new_empty((B, H, Q), dtype=torch.int32),
-        query.new_empty((B, H, Q), dtype=torch.int32),
-        torch.empty_like(per_row),
-    ]
+def _(tensors, *numbers):
+    B, H, Q, D = tensors[0].shape
+    per_row = tensors[0].new_empty((B, H, Q), dtype=torch.float32)
+    counts = torch.empty_like(per_row, dtype=torch.int32)
+    rows = _window_tiles(D, tensors[0].dtype)[0][0].rows
+    blocks = counts.new_empty((B, H, -(-Q // rows)))
+    like = (per_row, blocks, blocks, counts, counts, per_row)
+    return [tensors[0].new_empty(B, H, Q, D), *map(torch.empty_like, like)]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cope_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    gate_key: torch.Tensor | None,
-    position_query: torch.Tensor | None,
-    relative_table: torch.Tensor | None,
-    query_positions: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    row_decay: torch.Tensor | None,
-    key_decay: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    knots: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    saved: Sequence[torch.Tensor],
-    scaling: float,
-    position_scale: float,
-    num_positions: int,
-    dropout: float,
-) -> list[torch.Tensor]:
-    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
-    inputs = (query, key, value, table, gate_key, position_query, ranges)
-    relative = _relative(relative_table, query_positions, key_positions)
-    attention = _Pass(*inputs, scaling, position_scale, seed, dropout, decay, relative, knots, num_positions)
+    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
+    scaling: float, position_scale: float, num_positions: int, dropout: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    attention = _Pass(_all(tensors, places), scaling, position_scale, num_positions, dropout)
+    query, key, value, relative = attention.query, attention.key, attention.value, attention.relative
     window = Window(*saved)
     delta = row_products(grad, window.out)
     grad_query, grad_table, grad_key, grad_value, *others = attention.window_backward(grad, delta, window)
@@ -958,94 +849,67 @@ def _backward(
     # A constant added to the logits of a row shifts their log-sum-exp.
     lse = window.lse - window.constant
     for rows, keys, options in attention.plain_parts(window, grad=True):
-        tensors = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
-        plain = (grad[:, :, rows], *tensors, lse[:, :, rows], delta[:, :, rows])
+        part_query = query[:, :, rows]
+        plain = (grad[:, :, rows], part_query, key[:, :, keys], value[:, :, keys], lse[:, :, rows], delta[:, :, rows])
         part, _ = flash_backward_rows(*plain, **options, initial=grad_query[:, :, rows])
         initial = (grad_key, grad_value) if relative is None else None
         *columns, _ = flash_backward_columns(*plain, **options, initial=initial)
         if relative is None:
             grad_query, grad_key, grad_value = part, *columns
         else:
-            from_relative = relative_gradients(options["relative"], tensors[0], relative[0], scaling)
+            from_relative = relative_gradients(options["added"], part_query, relative[0], scaling)
             grad_query[:, :, rows] = part + from_relative[0]
             grad_relative += from_relative[1]
             grad_key[:, :, keys] += columns[0]
             grad_value[:, :, keys] += columns[1]
     results = (grad_query, grad_key, grad_value, grad_table, grad_gate_key, grad_position_query, grad_relative)
-    wanted = (query, key, value, table, gate_key, position_query, relative_table)
-    return [grad.to(one.dtype) for grad, one in zip(results, wanted) if one is not None]
+    return [results[place].to(one.dtype) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
 
 
 @_backward.register_fake
-def _(grad, *arguments):
-    return [tensor.new_empty(tensor.shape) for tensor in arguments[:7] if tensor is not None]
+def _(grad, tensors, saved, places, *numbers):
+    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cope_decode", mutates_args=())
 def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    gate_key: torch.Tensor | None,
-    position_query: torch.Tensor | None,
-    relative_table: torch.Tensor | None,
-    query_positions: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    row_decay: torch.Tensor | None,
-    key_decay: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    knots: torch.Tensor | None,
-    scaling: float,
-    position_scale: float,
-    num_positions: int,
+    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int
 ) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
-    B, H, _, D = query.shape
-    G = key.shape[1]
-    rows = query.reshape(B, G, H // G, D)
-    if position_query is not None:
-        position_query = position_query.reshape(B, G, H // G, D)
-    decay = None if row_decay is None else decay_pairs(row_decay, key_decay)
-    inputs = (rows, key, value, table, gate_key, position_query, ranges)
-    relative = _relative(relative_table, query_positions, key_positions)
-    shared = relative and (relative[0], relative[1].expand(-1, H // G), relative[2])
-    pieces: dict[str, Any] = {"knots": knots, "num_positions": num_positions}
-    attention = _Pass(*inputs, scaling, position_scale, decay=decay, relative=shared, **pieces)
+    given: list[Any] = _all(tensors, places)
+    query, (B, H, _, D), G = given[0], given[0].shape, given[1].shape[1]
+    # Of the query, and of the query of the table.
+    for index in (0, 5):
+        given[index] = None if given[index] is None else given[index].reshape(B, G, H // G, D)
+    attention = _Pass(given, scaling, position_scale, num_positions)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
-        query,
-        key,
-        value,
+        *(query, attention.key, attention.value),
         scaling=scaling,
-        ranges=ranges,
-        decay=decay,
-        relative=relative and relative_argument(query, *relative, scaling),
-        bound=(window.start, max(16, triton.next_power_of_2(H // G))),
+        ranges=attention.ranges,
+        added=attention.added(slice(None)),
+        bound=(window.start, 0),
         constant=window.constant.view(B, H, 1),
         initial=(window.out.view(B, H, 1, D), window.lse.view(B, H, 1)),
     )
 
 
 @_decode.register_fake
-def _(query, *arguments):
-    return query.new_empty(query.shape)
+def _(tensors, *numbers):
+    return tensors[0].new_empty(tensors[0].shape)
 
 
 def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.position_scale, ctx.num_positions, ctx.dropout = inputs
+    tensors, *ctx.settings = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
     # Read once: activation checkpointing allows no second time.
-    saved = list(ctx.saved_tensors)
-    if grads[0] is None:
-        return (None,) * 18
-    settings = (ctx.scaling, ctx.position_scale, ctx.num_positions, ctx.dropout)
-    results = iter(_backward(grads[0], *saved[:14], saved[14:], *settings))
-    return (*(None if tensor is None else next(results) for tensor in saved[:7]), *(None,) * 11)
+    saved, count = list(ctx.saved_tensors), len(ctx.settings[0])
+    results = [] if grads[0] is None else _backward(grads[0], saved[:count], saved[count:], *ctx.settings)
+    return ([*results, *[None] * (count - len(results))], *(None,) * len(ctx.settings))
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -1112,29 +976,20 @@ def cope_attention(
             not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
-    if value.shape != key.shape:
-        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
-    if knots is not None and (knots.dim() != 1 or table.shape[1:] != (2 * len(knots) + 2,) or knots.requires_grad):
-        raise ValueError(
-            f"knots={tuple(knots.shape)!r} is not valid: for a table of {tuple(table.shape)!r} it must be (P - 1,), P "
-            "half the width of the table, and not require a gradient."
-        )
-    if knots is not None and (num_positions is None or num_positions < 2):
-        raise ValueError(f"num_positions={num_positions!r} is not valid: with knots it must be at least 2.")
+    if knots is not None:
+        check_knots(knots, table, num_positions)
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
         )
-    if gate_key is not None and (gate_key.shape != key.shape or gate_key.dtype != key.dtype):
-        raise ValueError(
-            f"gate_key={tuple(gate_key.shape)!r} of type {gate_key.dtype!r} is not valid: it must be as the keys, "
-            f"{tuple(key.shape)!r} of type {key.dtype!r}."
-        )
-    if position_query is not None and (position_query.shape != query.shape or position_query.dtype != query.dtype):
-        raise ValueError(
-            f"position_query={tuple(position_query.shape)!r} of type {position_query.dtype!r} is not valid: it must be "
-            f"as the query, {tuple(query.shape)!r} of type {query.dtype!r}."
-        )
+    keys, queries = ("keys", key), ("query", query)
+    given = (("value", value, *keys), ("gate_key", gate_key, *keys), ("position_query", position_query, *queries))
+    for name, one, other, like in given:
+        if one is not None and (one.shape != like.shape or one.dtype != like.dtype):
+            raise ValueError(
+                f"{name}={tuple(one.shape)!r} of type {one.dtype!r} is not valid: it must be as the {other}, "
+                f"{tuple(like.shape)!r} of type {like.dtype!r}."
+            )
     if decay is not None:
         check_decay(decay, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
@@ -1143,11 +998,12 @@ def cope_attention(
         check_relative(*relative, query, key)
         if decay is not None:
             raise ValueError("relative positions with a decay are not valid: give one of them.")
-    embeddings, *positions = relative or (None, None, None)
-    inputs = (query, key, value, table, gate_key, position_query, embeddings)
-    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
-    arguments = (*inputs, *positions, *(decay or (None, None)), ranges, knots)
+    tensors = [query, key, value, table, gate_key, position_query, *(relative or (None, None, None))]
+    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    tensors += [*(decay or (None, None)), ranges, knots, dropout_seed(query, dropout)]
+    places = [place for place, one in enumerate(tensors) if one is not None]
+    present = [tensors[place] for place in places]
     settings = (scaling, position_scale, table.shape[1] if num_positions is None else num_positions)
     if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(*arguments, *settings)
-    return _forward(*arguments, dropout_seed(query, dropout), *settings, dropout)[0]
+        return _decode(present, places, *settings)
+    return _forward(present, places, *settings, dropout)[0]

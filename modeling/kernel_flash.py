@@ -20,33 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
-from .kernel_terms import FAR, decay_argument, decay_bias, load_pair, relative_bias, relative_gradient
+from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_polar import polar_argument, polar_products, polar_query
+from .kernel_terms import added_bias, added_gradient, added_rows, store_last
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
-
-
-class Polar(NamedTuple):
-    """The phases of PoPE in decoding: two magnitudes q, k have the score q k cos(phase_q - shift - phase_k).
-
-    Attributes:
-        cos_q, sin_q: float32 or float16 (1 or B, 1, R), of the query.
-        cos_k, sin_k: the same (1 or B, K, R), of the keys.
-        shift: float32 (H, R), or None.
-        batch_q, batch_k: the strides of the batch.
-    """
-
-    cos_q: Any
-    sin_q: Any
-    cos_k: Any
-    sin_k: Any
-    shift: Any
-    batch_q: Any
-    batch_k: Any
 
 
 class Dropout(NamedTuple):
@@ -72,41 +54,6 @@ SCAN = tl.constexpr(512)
 
 
 # Parts of kernels.
-
-
-@triton.jit
-def pointer(matrices, b, h):
-    """The pointer of `Heads` to the matrix of batch entry b and head h."""
-    return matrices.data + b * matrices.batch + h * matrices.head
-
-
-@triton.jit
-def load(
-    data, stride, start, length, other, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr
-):
-    """Rows start.. of a (length, D) matrix as a (BLOCK, BLOCK_D) tile, `other` outside. WHOLE: no row is outside."""
-    rows = tl.arange(0, BLOCK)[:, None]
-    channels = tl.arange(0, BLOCK_D)[None, :]
-    # 64 bits for the address of the tile only.
-    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
-    if WHOLE and D == BLOCK_D:
-        tile = tl.load(pointers)
-    elif WHOLE:
-        tile = tl.load(pointers, mask=channels < D, other=other)
-    elif D == BLOCK_D:
-        tile = tl.load(pointers, mask=start + rows < length, other=other)
-    else:
-        tile = tl.load(pointers, mask=(start + rows < length) & (channels < D), other=other)
-    return tile
-
-
-@triton.jit
-def store(data, stride, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes a (BLOCK, BLOCK_D) tile to rows start.. of a (length, D) matrix."""
-    rows = tl.arange(0, BLOCK)[:, None]
-    channels = tl.arange(0, BLOCK_D)[None, :]
-    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
-    tl.store(pointers, tile.to(data.dtype.element_ty), mask=(start + rows < length) & (channels < D))
 
 
 @triton.jit
@@ -191,13 +138,6 @@ def softmax_step(acc, total, top, logits, seen, v, dropout, member, rows, keys, 
 
 
 @triton.jit
-def subtract_phase(cos, sin, shift):
-    """Cosines and sines of phase - shift."""
-    shift_cos, shift_sin = tl.cos(shift), tl.sin(shift)
-    return cos * shift_cos + sin * shift_sin, sin * shift_cos - cos * shift_sin
-
-
-@triton.jit
 def _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The keys that a block of rows sees: `first` (a multiple of BLOCK_N) to `last`; all rows see those before `full`.
 
@@ -272,8 +212,8 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def forward_kernel(
-    query, key, value, out, lse, ranges, bound, decay, relative, dropout, constant, initial_out, initial_lse, scaling,
-    H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, out, lse, ranges, bound, added, dropout, constant, initial_out, initial_lse, scaling, H,
+    groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one head, all keys that they see."""
@@ -294,15 +234,8 @@ def forward_kernel(
     low, high = row_limits(ranges, bound, bound_rows, rows, Q, K)
     first, full, last = _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
     q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    if decay is not None:
-        # Rows from Q on get no weights.
-        row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
-        row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
-        key_decay = decay.keys + b * decay.batch_keys + h * K * 2
-    if relative is not None:
-        z = relative.z + (member * Q + rows)[:, None] * (relative.last + 1)
-        row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=inside, other=FAR)[:, None]
-        key_places = relative.keys + b * relative.batch_keys
+    if added is not None:
+        of_rows = added_rows(added, b, h, member, rows, inside, Q, K, 1)
 
     # The constant of a row only shifts its log-sum-exp.
     offset = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -328,11 +261,8 @@ def forward_kernel(
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION) * scale
             columns = start + tl.arange(0, BLOCK_N)[None, :]
-            if decay is not None:
-                logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
-            if relative is not None:
-                key_positions = tl.load(key_places + columns, mask=columns < K, other=-FAR)
-                logits += relative_bias(z, row_positions, key_positions, inside[:, None], relative.last) * LOG2_E
+            if added is not None:
+                logits += added_bias(added, of_rows, columns, K) * LOG2_E
             seen = seen_keys(ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
                 acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -362,8 +292,8 @@ def row_products_kernel(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_rows_kernel(
-    grad, query, key, value, lse, delta, grad_query, grad_decay, ranges, bound, decay, relative, dropout, initial,
-    scaling, H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    grad, query, key, value, lse, delta, grad_query, grad_decay, ranges, bound, added, dropout, initial, scaling,
+    H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of BLOCK_M query rows of one head."""
@@ -385,17 +315,8 @@ def backward_rows_kernel(
     grad_tile = load(pointer(grad, b, h), grad.row, start_m, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
     row_lse = tl.load(lse + member * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
     row_delta = tl.load(delta + member * Q + rows, mask=rows < Q, other=0.0)
-    if decay is not None:
-        # Rows from Q on get no weights.
-        row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
-        row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
-        key_decay = decay.keys + b * decay.batch_keys + h * K * 2
-    if relative is not None:
-        inside = (rows < Q)[:, None]
-        of_rows = (member * Q + rows)[:, None] * (relative.last + 1)
-        z = relative.z + of_rows
-        row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)[:, None]
-        key_places = relative.keys + b * relative.batch_keys
+    if added is not None:
+        of_rows = added_rows(added, b, h, member, rows, rows < Q, Q, K, 1)
         grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     scale = scaling * LOG2_E
@@ -408,29 +329,24 @@ def backward_rows_kernel(
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION) * scale
             columns = start + tl.arange(0, BLOCK_N)[None, :]
-            if decay is not None:
-                logits += decay_bias(row_high, row_rest, key_decay, columns, columns < K)
-            if relative is not None:
-                key_positions = tl.load(key_places + columns, mask=columns < K, other=-FAR)
-                logits += relative_bias(z, row_positions, key_positions, inside, relative.last) * LOG2_E
+            if added is not None:
+                logits += added_bias(added, of_rows, columns, K) * LOG2_E
             weights = tl.exp2(logits - row_lse[:, None])
             if masked:
                 weights = tl.where(seen_keys(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
             grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
             grad_logits = weights * (grad_weights - row_delta[:, None])
-            if relative is not None:
-                grad_last += relative_gradient(
-                    relative.grad + of_rows, row_positions, key_positions, grad_logits, inside, relative.last
-                )
+            if added is not None:
+                grad_last += added_gradient(added, of_rows, columns, K, grad_logits)
             if grad_decay is not None:
                 sums += tl.sum(grad_logits, 1)
             acc = dot(grad_logits.to(k.dtype), k, acc, PRECISION)
 
     if grad_decay is not None:
         tl.store(grad_decay + member * Q + rows, sums, mask=rows < Q)
-    if relative is not None:
-        tl.store(relative.grad + of_rows + relative.last, grad_last[:, None], mask=inside)
+    if added is not None:
+        store_last(added, of_rows, grad_last)
     acc *= scaling
     if initial is not None:
         acc += load(initial + member * Q * D, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
@@ -439,8 +355,8 @@ def backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_columns_kernel(
-    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, ranges, bound, decay, relative, dropout,
-    initial_key, initial_value, scaling, G, Q, K, bound_blocks, bound_rows, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, ranges, bound, added, dropout, initial_key,
+    initial_value, scaling, G, Q, K, bound_blocks, bound_rows, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -462,8 +378,6 @@ def backward_columns_kernel(
         valid = tl.load(ranges + (Q + keys) * 2, mask=valid, other=0) != 0
     if bound is not None:
         bound += member * GROUPS * bound_blocks
-    if relative is not None:
-        key_positions = tl.load(relative.keys + b * relative.batch_keys + keys, mask=keys < K, other=-FAR)[:, None]
     first, full, last = _row_blocks(ranges, bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_M, BLOCK_N)
     k = load(pointer(key, b, g), key.row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     v = load(pointer(value, b, g), value.row, start_n, K, 0.0, V, BLOCK_N, BLOCK_V, False)
@@ -488,16 +402,9 @@ def backward_columns_kernel(
             # delta are 0.
             row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
             logits = dot(k, tl.trans(q), None, PRECISION) * scale
-            if decay is not None:
-                row_decay = decay.rows + b * decay.batch_rows + (g * GROUPS + h) * Q * 2
-                row_high, row_rest = load_pair(row_decay, rows[None, :], rows[None, :] < Q, MASKED)
-                key_decay = decay.keys + b * decay.batch_keys + (g * GROUPS + h) * K * 2
-                logits += decay_bias(row_high, row_rest, key_decay, keys[:, None], keys[:, None] < K)
-            if relative is not None:
-                z = relative.z + ((member * GROUPS + h) * Q + rows)[None, :] * (relative.last + 1)
-                inside = (rows < Q)[None, :]
-                row_positions = tl.load(relative.rows + b * relative.batch_rows + rows, mask=rows < Q, other=FAR)
-                logits += relative_bias(z, row_positions[None, :], key_positions, inside, relative.last) * LOG2_E
+            if added is not None:
+                of_rows = added_rows(added, b, g * GROUPS + h, member * GROUPS + h, rows, rows < Q, Q, K, 0)
+                logits += added_bias(added, of_rows, keys[:, None], K) * LOG2_E
             weights = tl.exp2(logits - row_lse[None, :])
             if not whole:
                 head_bound = bound
@@ -532,22 +439,24 @@ def backward_columns_kernel(
 
 @triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
 def decode_kernel(
-    query, key, value, out, top_lse, ranges, bound, polar, decay, relative, scaling, G, groups, K, splits,
+    query, key, value, out, top_lse, ranges, bound, polar, added, scaling, G, groups, K, splits,
     D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: all query heads of one key head (a block of rows), and one split of the keys that they see.
+    """One program: BLOCK_M query heads of one key head (rows), and one split of the keys that they see.
 
     Writes float32 out (B, G, S, groups, V) and its log-sum-exp in base 2 (B, G, S, groups), MASKED if it saw nothing.
     With `polar` the first R channels are magnitudes; a channel without a phase is one of phase 0.
     """
     split = tl.program_id(0) % splits
-    member = (tl.program_id(0) // splits).to(tl.int64)
+    blocks = tl.cdiv(groups, BLOCK_M)
+    block = tl.program_id(0) // splits % blocks
+    member = (tl.program_id(0) // splits // blocks).to(tl.int64)
     b = member // G
     g = member % G
     keys = pointer(key, b, g)
     values = pointer(value, b, g)
-    rows = tl.arange(0, BLOCK_M)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     first = 0
     last = K
     if ranges is not None:
@@ -555,7 +464,7 @@ def decode_kernel(
         first = tl.maximum(tl.load(ranges), 0)
         last = tl.minimum(tl.load(ranges + 1), K)
     if bound is not None:
-        last = tl.minimum(last, tl.load(bound + member))
+        last = tl.minimum(last, tl.load(bound + member * blocks + block))
     low = tl.zeros([BLOCK_M], dtype=tl.int32) + first
     high = tl.zeros([BLOCK_M], dtype=tl.int32) + last
     start = first // BLOCK_N * BLOCK_N
@@ -563,55 +472,32 @@ def decode_kernel(
     size = tl.cdiv(tl.maximum(last - start, 0), splits * BLOCK_N) * BLOCK_N
     start = start + split * size
 
-    q = load(pointer(query, b, g * groups), query.head, 0, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
+    q = load(pointer(query, b, g * groups), query.head, block * BLOCK_M, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
     if polar is not None:
-        channels = tl.arange(0, BLOCK_D)[None, :]
-        cos = tl.load(polar.cos_q + b * polar.batch_q + channels, mask=channels < R, other=1.0).to(tl.float32)
-        sin = tl.load(polar.sin_q + b * polar.batch_q + channels, mask=channels < R, other=0.0).to(tl.float32)
-        if polar.shift is not None:
-            shift = load(polar.shift + g * groups * R, R, 0, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
-            cos, sin = subtract_phase(cos, sin, shift)
-        imaginary = (q.to(tl.float32) * sin).to(q.dtype)
-        q = (q.to(tl.float32) * cos).to(q.dtype)
-    if decay is not None:
-        heads = g * groups + rows
-        row_decay = decay.rows + b * decay.batch_rows
-        row_high, row_rest = load_pair(row_decay, heads[:, None], (rows < groups)[:, None], 0.0)
-    if relative is not None:
-        z = relative.z + (member * groups + rows)[:, None] * (relative.last + 1)
-        # The same for all heads.
-        row_position = tl.load(relative.rows + b * relative.batch_rows + rows * 0)[:, None]
-        key_places = relative.keys + b * relative.batch_keys
+        q, imaginary = polar_query(polar, q, b, g, groups, block * BLOCK_M, R, BLOCK_M, BLOCK_D)
+    if added is not None:
+        # Row 0 of each head.
+        head = g * groups + tl.minimum(rows, groups - 1)
+        of_rows = added_rows(added, b, head[:, None], b * G * groups + head, rows * 0, rows < groups, 1, K, 1)
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
     for begin in range(start, tl.minimum(start + size, last), BLOCK_N):
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         if polar is not None:
-            key_cos = load(polar.cos_k + b * polar.batch_k, R, begin, K, 1.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
-            key_sin = load(polar.sin_k + b * polar.batch_k, R, begin, K, 0.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
-            logits = dot(q, tl.trans((k.to(tl.float32) * key_cos).to(k.dtype)), None, PRECISION)
-            logits = dot(imaginary, tl.trans((k.to(tl.float32) * key_sin).to(k.dtype)), logits, PRECISION)
+            logits = polar_products(polar, q, imaginary, k, b, begin, K, R, BLOCK_N, BLOCK_D, PRECISION)
         else:
             logits = dot(q, tl.trans(k), None, PRECISION)
         logits *= scaling * LOG2_E
-        if decay is not None:
-            columns = begin + tl.arange(0, BLOCK_N)[None, :]
-            inside = (rows < groups)[:, None] & (columns < K)
-            key_decay = decay.keys + b * decay.batch_keys
-            logits += decay_bias(row_high, row_rest, key_decay, heads[:, None] * K + columns, inside)
-        if relative is not None:
-            key_positions = begin + tl.arange(0, BLOCK_N)[None, :]
-            key_positions = tl.load(key_places + key_positions, mask=key_positions < K, other=-FAR)
-            known = (rows < groups)[:, None]
-            logits += relative_bias(z, row_position, key_positions, known, relative.last) * LOG2_E
+        if added is not None:
+            logits += added_bias(added, of_rows, begin + tl.arange(0, BLOCK_N)[None, :], K) * LOG2_E
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
         seen = seen_keys(ranges, low, high, begin, 1, K, BLOCK_N)
         acc, total, top = softmax_step(acc, total, top, logits, seen, v, None, None, None, None, PRECISION)
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     index = (member * splits + split) * groups
-    store(out + index * V, V, 0, groups, acc / total[:, None], V, BLOCK_M, BLOCK_V)
+    store(out + index * V, V, block * BLOCK_M, groups, acc / total[:, None], V, BLOCK_M, BLOCK_V)
     tl.store(top_lse + index + rows, tl.where(nothing, MASKED, top + tl.log2(total)), mask=rows < groups)
 
 
@@ -691,7 +577,8 @@ _COLUMNS: _Table = {
 _SMALLEST = Tiles(16, 16, 4, 1)
 _FLOAT32 = (Tiles(32, 32, 8, 1), _SMALLEST)
 _ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
-_DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1))
+# Their rows are `decode_rows`.
+_DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 _COMBINE = (Tiles(16, 16, 4, 1),)
 
 # Without a GPU decoding splits the keys in this number, on a GPU so that a split has at least this many keys.
@@ -733,16 +620,6 @@ def check_inputs(
         )
 
 
-def _bound_arguments(bound: tuple[torch.Tensor, int] | None) -> tuple[torch.Tensor | None, int, int]:
-    """Returns start, how many a head has, and the rows of each."""
-    if bound is None:
-        return None, 0, 1
-    start, rows = bound
-    if start.dtype != torch.int32:
-        raise ValueError(f"bound of type {start.dtype!r} is not valid: it must be int32.")
-    return start.contiguous(), start.shape[-1], rows
-
-
 def dropout_arguments(seed: torch.Tensor | None, probability: float) -> Dropout | None:
     """Returns the argument of the kernels for a seed, int32 (1,), and the probability that a weight is dropped."""
     if seed is None:
@@ -773,27 +650,40 @@ def row_chunk(
     return slice(0, key_length), torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), dim=2)
 
 
+class _Call:
+    """What the launchers share: the options of `flash_forward`, checked, as arguments of a kernel."""
+
+    def __init__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float,
+        ranges: torch.Tensor | None = None, added: Any = None, dropout: Dropout | None = None,
+        bound: tuple[torch.Tensor, int] | None = None,
+    ) -> None:  # fmt: skip
+        check_inputs(query, key, value, scaling, ranges)
+        start, bound_rows = bound or (None, 1)
+        if start is not None and start.dtype != torch.int32:
+            raise ValueError(f"bound of type {start.dtype!r} is not valid: it must be int32.")
+        (B, H, Q, D), (_, G, K, V) = query.shape, value.shape
+        self.matrices = (heads(query), heads(key), heads(value))
+        self.options = (_contiguous(ranges), _contiguous(start), added, dropout)
+        self.scaling, self.shape = float(scaling), (B, H, G, Q, K, V)
+        self.lengths = (Q, K, 0 if start is None else start.shape[-1], bound_rows)
+        widths = {"D": D, "V": V, "BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
+        self.constants: dict[str, Any] = {**widths, "PRECISION": precision(query.dtype, V)}
+        self.kind = (query.dtype, self.constants["PRECISION"], D, V, Q >= LONG)
+
+    def key(self, *optional: object) -> tuple[Any, ...]:
+        """What the choice of tiles depends on."""
+        added = self.options[2]
+        return (*self.kind, *(one is not None for one in (*self.options, added and added.z, *optional)))
+
+
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _constants(query: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
-    D, V = query.shape[-1], value.shape[-1]
-    widths = {"BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
-    return {"D": D, "V": V, "PRECISION": precision(query.dtype), **widths}
-
-
-def _candidates(table: _Table, query: torch.Tensor, value: torch.Tensor) -> tuple[Tiles, ...]:
-    widths = max(64, block_width(query.shape[-1])), max(64, block_width(value.shape[-1]))
-    if query.dtype == torch.float32:
-        return _FLOAT32[widths[0] > 128 :]
-    return table[widths]
-
-
-def _key(query: torch.Tensor, value: torch.Tensor, *optional: object) -> tuple[Any, ...]:
-    """What the choice of tiles depends on."""
-    sizes = query.shape[-1], value.shape[-1], query.shape[2] >= LONG
-    return (query.dtype, precision(query.dtype), *sizes, *(tensor is not None for tensor in optional))
+def _candidates(table: _Table, call: _Call) -> tuple[Tiles, ...]:
+    widths = max(64, call.constants["BLOCK_D"]), max(64, call.constants["BLOCK_V"])
+    return _FLOAT32[widths[0] > 128 :] if call.kind[0] == torch.float32 else table[widths]
 
 
 def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -816,35 +706,25 @@ def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scaling: float,
-    ranges: torch.Tensor | None = None,
-    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
-    relative: Any = None,
-    dropout: Dropout | None = None,
-    bound: tuple[torch.Tensor, int] | None = None,
-    constant: torch.Tensor | None = None,
-    initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, constant: torch.Tensor | None = None,
+    initial: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Softmax attention.
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
         key: (B, G, K, D), the same type.
         value: (B, G, K, V), the same type, V <= D <= 2 V.
-        scaling: the factor on q.k, positive.
-        ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
-        decay: rows and keys of `Decay`, or None.
-        relative: of `relative_argument`, or None.
-        dropout: of `dropout_arguments`.
-        bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
-            start[b, h, i // rows].
         constant: float32 (B, H, Q), added to all logits of a row.
         initial: (out, lse), (B, H, Q, V) and float32 (B, H, Q): an attention over other keys, to be continued; lse is
             +1e30 in rows that saw nothing.
+        options: of all launchers; all but scaling are optional.
+            scaling: the factor on q.k, positive.
+            ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
+            added: of `decay_argument` or `relative_argument`.
+            dropout: of `dropout_arguments`.
+            bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
+                start[b, h, i // rows].
 
     Returns:
         out (B, H, Q, V) in the type of the query, and the log-sum-exp of each row's logits, float32 (B, H, Q); 0 and
@@ -853,58 +733,27 @@ def flash_forward(
     Raises:
         ValueError: shapes or types do not fit, or scaling is not positive.
     """
-    check_inputs(query, key, value, scaling, ranges)
-    (B, H, Q, _), (_, G, K, V) = query.shape, value.shape
-    start, bound_blocks, bound_rows = _bound_arguments(bound)
-    initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
-    ranges, constant = _contiguous(ranges), _contiguous(constant)
+    call = _Call(query, key, value, **options)
+    B, H, G, Q, _, V = call.shape
+    constant = _contiguous(constant)
+    before = [_contiguous(one) for one in initial or (None, None)]
     out = torch.empty(B, H, Q, V, dtype=query.dtype, device=query.device)
     lse = torch.empty(B, H, Q, dtype=torch.float32, device=query.device)
     launch(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
-        _candidates(_FORWARD, query, value),
-        _key(query, value, ranges, decay, relative, dropout, start, constant, initial_out),
-        (
-            *(
-                heads(query),
-                heads(key),
-                heads(value),
-                out,
-                lse,
-                ranges,
-                start,
-                decay and decay_argument(decay),
-                relative,
-                dropout,
-                constant,
-                initial_out,
-                initial_lse,
-            ),
-            *(float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
-        ),
-        _constants(query, value),
+        _candidates(_FORWARD, call),
+        call.key(constant, before[0]),
+        (*call.matrices, out, lse, *call.options, constant, *before, call.scaling, H, H // G, *call.lengths),
+        call.constants,
     )
     return out, lse
 
 
 def flash_backward_rows(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    *,
-    scaling: float,
-    ranges: torch.Tensor | None = None,
-    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
-    relative: Any = None,
-    dropout: Dropout | None = None,
-    bound: tuple[torch.Tensor, int] | None = None,
-    initial: torch.Tensor | None = None,
-    decay_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor, *, initial: torch.Tensor | None = None, decay_gradient: bool = False, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The gradients of the query, and of c of the rows (see `Decay`).
 
     Arguments and errors are those of `flash_forward` where nothing else is said.
@@ -922,45 +771,31 @@ def flash_backward_rows(
     Returns:
         (B, H, Q, D) in the type of the query, and float32 (B, H, Q) or None.
     """
-    check_inputs(query, key, value, scaling, ranges)
-    (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
-    start, bound_blocks, bound_rows = _bound_arguments(bound)
-    ranges, initial = _contiguous(ranges), _contiguous(initial)
-    grad_query = torch.empty(B, H, Q, D, dtype=query.dtype, device=query.device)
+    call = _Call(query, key, value, **options)
+    B, H, G, Q, _, _ = call.shape
+    initial = _contiguous(initial)
+    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     grad_decay = torch.empty(B, H, Q, dtype=torch.float32, device=query.device) if decay_gradient else None
     launch(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
-        _candidates(_ROWS, query, value),
-        _key(query, value, ranges, decay, relative, dropout, grad_decay, start, initial),
+        _candidates(_ROWS, call),
+        call.key(grad_decay, initial),
         (
-            *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
-            *(grad_query, grad_decay, ranges, start, decay and decay_argument(decay), relative, dropout, initial),
-            *(float(scaling), H, H // G, Q, K, bound_blocks, bound_rows),
+            *(heads(grad), *call.matrices, lse.contiguous(), delta.contiguous()),
+            *(grad_query, grad_decay, *call.options, initial, call.scaling, H, H // G, *call.lengths),
         ),
-        _constants(query, value),
-        repeatable=relative is None,
+        call.constants,
+        repeatable=call.options[2] is None or call.options[2].grad is None,
     )
     return grad_query, grad_decay
 
 
 def flash_backward_columns(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    *,
-    scaling: float,
-    ranges: torch.Tensor | None = None,
-    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
-    relative: Any = None,
-    dropout: Dropout | None = None,
-    bound: tuple[torch.Tensor, int] | None = None,
-    initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-    decay_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor,
+    delta: torch.Tensor, *, initial: tuple[torch.Tensor, torch.Tensor] | None = None, decay_gradient: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The gradients of key and value, and of c of the keys (see `Decay`); arguments as in `flash_backward_rows`.
 
     Args:
@@ -970,51 +805,39 @@ def flash_backward_columns(
     Returns:
         (B, G, K, D) and (B, G, K, V), in the type of the key, and float32 (B, H, K) or None.
     """
-    check_inputs(query, key, value, scaling, ranges)
-    (B, H, Q, _), (_, G, K, _) = query.shape, key.shape
-    start, bound_blocks, bound_rows = _bound_arguments(bound)
-    initial_key, initial_value = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
-    ranges = _contiguous(ranges)
+    call = _Call(query, key, value, **options)
+    B, H, G, _, K, _ = call.shape
+    before = [_contiguous(one) for one in initial or (None, None)]
     grad_key, grad_value = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (key, value))
     grad_decay = torch.empty(B, H, K, dtype=torch.float32, device=key.device) if decay_gradient else None
     launch(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
-        _candidates(_COLUMNS, query, value),
-        (*_key(query, value, ranges, decay, relative, dropout, grad_decay, start, initial_key), H // G),
+        _candidates(_COLUMNS, call),
+        (*call.key(grad_decay, before[0]), H // G),
         (
-            *(heads(grad), heads(query), heads(key), heads(value), lse.contiguous(), delta.contiguous()),
-            *(grad_key, grad_value, grad_decay, ranges, start, decay and decay_argument(decay), relative, dropout),
-            *(initial_key, initial_value),
-            *(float(scaling), G, Q, K, bound_blocks, bound_rows),
+            *(heads(grad), *call.matrices, lse.contiguous(), delta.contiguous(), grad_key, grad_value, grad_decay),
+            *(*call.options, *before, call.scaling, G, *call.lengths),
         ),
-        {**_constants(query, value), "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
+        {**call.constants, "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
     )
     return grad_key, grad_value, grad_decay
 
 
 def flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    scaling: float,
-    ranges: torch.Tensor | None,
-    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
-    relative: Any = None,
-    dropout: Dropout | None = None,
-    decay_gradient: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
     """The gradients of query, key, value, and c of rows and keys: `out` and `lse` as `flash_forward` returned them."""
     tensors = (grad, query, key, value, lse, row_products(grad, out))
-    options: dict[str, Any] = {"scaling": scaling, "ranges": ranges, "decay": decay, "relative": relative}
-    options |= {"dropout": dropout, "decay_gradient": decay_gradient}
     grad_query, of_rows = flash_backward_rows(*tensors, **options)
     grad_key, grad_value, of_keys = flash_backward_columns(*tensors, **options)
     return grad_query, grad_key, grad_value, None if of_rows is None or of_keys is None else (of_rows, of_keys)
+
+
+def decode_rows(groups: int) -> int:
+    """Returns how many of the query heads of a key head are the rows of a program in decoding."""
+    return min(block_width(groups), 32)
 
 
 def _decode_splits(query: torch.Tensor, key_heads: int, K: int) -> int:
@@ -1026,67 +849,51 @@ def _decode_splits(query: torch.Tensor, key_heads: int, K: int) -> int:
 
 
 def flash_decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scaling: float,
-    ranges: torch.Tensor | None = None,
-    polar: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-    decay: tuple[torch.Tensor, torch.Tensor] | None = None,
-    relative: Any = None,
-    bound: tuple[torch.Tensor, int] | None = None,
-    constant: torch.Tensor | None = None,
-    initial: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, polar: tuple[Any, ...] | None = None,
+    constant: torch.Tensor | None = None, initial: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
     """Attention of one query row, forward only: the keys are shared out over programs. Arguments as in `flash_forward`.
 
     Args:
         query: (B, H, 1, D).
         polar: the tensors of `Polar`: cosines and sines of the query, of the keys, and the shift or None. The first R
             channels of query and key are then magnitudes. None: plain products.
-        bound: (start, rows), start int32 (B, G, 1): the heads that share a key head share it. `rows` is not used.
+        bound: (start, rows), start int32 (B, G, n), one for each `decode_rows` of the heads that share a key head;
+            `rows` is not used.
 
     Returns:
         (B, H, 1, V) in the type of the query; 0 where nothing is seen.
     """
-    check_inputs(query, key, value, scaling, ranges)
-    if query.shape[2] != 1:
+    call = _Call(query, key, value, **options)
+    B, H, G, Q, K, V = call.shape
+    if Q != 1:
         raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
-    (B, H, _, _), (_, G, K, V) = query.shape, value.shape
-    start, _, _ = _bound_arguments(bound)
-    if start is not None and start.shape != (B, G, 1):
-        raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, 1)!r}.")
-    initial_out, initial_lse = (None, None) if initial is None else map(torch.Tensor.contiguous, initial)
-    ranges, constant = _contiguous(ranges), _contiguous(constant)
-    tables, R = None, 0
-    if polar is not None:
-        cos_q, sin_q, cos_k, sin_k = (table.contiguous() for table in polar[:4])
-        batch_q, batch_k = (0 if table.shape[0] == 1 else table.stride(0) for table in (cos_q, cos_k))
-        tables, R = Polar(cos_q, sin_q, cos_k, sin_k, _contiguous(polar[4]), batch_q, batch_k), cos_q.shape[-1]
+    ranges, start, added, _ = call.options
+    rows = decode_rows(H // G)
+    blocks = triton.cdiv(H // G, rows)
+    if start is not None and start.shape != (B, G, blocks):
+        raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, blocks)!r}.")
+    constant = _contiguous(constant)
+    before = [_contiguous(one) for one in initial or (None, None)]
+    tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     splits = _decode_splits(query, B * G, K)
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
     out = torch.empty(B, H, 1, V, dtype=query.dtype, device=query.device)
-    rows = block_width(H // G)
     launch(
         decode_kernel,
-        lambda tiles: (splits * B * G,),
+        lambda tiles: (splits * blocks * B * G,),
         [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
-        (*_key(query, value, ranges, decay, relative, start), R, polar is not None and polar[-1] is not None, rows),
-        (
-            *(heads(query), heads(key), heads(value), parts, top_lse, ranges, start, tables),
-            *(decay and decay_argument(decay), relative),
-            *(float(scaling), G, H // G, K, splits),
-        ),
-        {**_constants(query, value), "R": R},
+        (*call.key(tables and tables.shift), R, rows),
+        (*call.matrices, parts, top_lse, ranges, start, tables, added, call.scaling, G, H // G, K, splits),
+        {**call.constants, "R": R},
     )
     launch(
         combine_kernel,
         lambda tiles: (B * H,),
         _COMBINE,
         (V, query.dtype),
-        (parts, top_lse, out, constant, initial_out, initial_lse, H // G, splits),
+        (parts, top_lse, out, constant, *before, H // G, splits),
         {"V": V, "BLOCK_V": block_width(V)},
     )
     return out

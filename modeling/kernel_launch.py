@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: their arguments and the selection of their tile sizes.
+"""What all Triton kernels share: matrices as arguments, products, launches and the selection of tile sizes.
 
 Imported only if Triton is installed. A kernel takes its tile sizes as constants: `BLOCK_M` query rows, `BLOCK_N` keys.
 """
@@ -33,6 +33,41 @@ def dot(left, right, acc, PRECISION: tl.constexpr):
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def pointer(matrices, b, h):
+    """The pointer of `Heads` to the matrix of batch entry b and head h."""
+    return matrices.data + b * matrices.batch + h * matrices.head
+
+
+@triton.jit
+def load(
+    data, stride, start, length, other, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Rows start.. of a (length, D) matrix as a (BLOCK, BLOCK_D) tile, `other` outside. WHOLE: no row is outside."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    # 64 bits for the address of the tile only.
+    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
+    if WHOLE and D == BLOCK_D:
+        tile = tl.load(pointers)
+    elif WHOLE:
+        tile = tl.load(pointers, mask=channels < D, other=other)
+    elif D == BLOCK_D:
+        tile = tl.load(pointers, mask=start + rows < length, other=other)
+    else:
+        tile = tl.load(pointers, mask=(start + rows < length) & (channels < D), other=other)
+    return tile
+
+
+@triton.jit
+def store(data, stride, start, length, tile, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a (BLOCK, BLOCK_D) tile to rows start.. of a (length, D) matrix."""
+    rows = tl.arange(0, BLOCK)[:, None]
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    pointers = data + tl.cast(start, tl.int64) * stride + (rows * stride + channels)
+    tl.store(pointers, tile.to(data.dtype.element_ty), mask=(start + rows < length) & (channels < D))
 
 
 class Heads(NamedTuple):
@@ -75,15 +110,9 @@ CHOSEN: dict[tuple[Hashable, ...], Tiles] = {}
 
 
 def launch(
-    kernel: Any,
-    grid: Callable[[Tiles], tuple[int, ...]] | tuple[int, ...],
-    candidates: Sequence[Tiles],
-    key: tuple[Hashable, ...],
-    arguments: Sequence[Any],
-    constants: dict[str, Any],
-    *,
-    repeatable: bool = True,
-) -> None:
+    kernel: Any, grid: Callable[[Tiles], tuple[int, ...]] | tuple[int, ...], candidates: Sequence[Tiles],
+    key: tuple[Hashable, ...], arguments: Sequence[Any], constants: dict[str, Any], *, repeatable: bool = True,
+) -> None:  # fmt: skip
     """Runs a kernel with the first tiles that compile and fit the device.
 
     The choice is the same in every process. The variable WHATWHERE_TILES names a JSON file with choices that
@@ -93,13 +122,13 @@ def launch(
         kernel: a `triton.jit` function.
         grid: the grid, or a function that returns it for some tiles.
         candidates: tiles, the preferred first.
-        key: what the choice depends on besides kernel and device: head dim, dtype, flags.
+        key: what the choice depends on besides kernel, device, precision and type of the first argument: sizes, flags.
         arguments: the positional arguments, a tensor or `Heads` first.
         constants: the constants, without the tile sizes.
         repeatable: False for a kernel that adds to its results.
 
     Raises:
-        RuntimeError: no candidate compiles and fits the device.
+        RuntimeError: no candidate compiles and fits the device, or the device reports an error.
     """
 
     def run(tiles: Tiles) -> None:
@@ -109,6 +138,7 @@ def launch(
         run(choose(kernel.fn.__name__, candidates, lambda tiles: None, None))
         return
     first = arguments[0].data if isinstance(arguments[0], Heads) else arguments[0]
+    key = (*key, first.dtype, constants.get("PRECISION"))
     with torch.cuda.device_of(first):
         slot = (kernel.fn.__name__, torch.cuda.current_device(), *key)
         if slot not in CHOSEN:
@@ -129,20 +159,22 @@ def _name(kernel: Any, key: tuple[Hashable, ...]) -> str:
 
 
 def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], tiles: Tiles) -> Exception | None:
-    """Compiles and loads a kernel; returns the error, if there is one."""
+    """Compiles and loads a kernel; returns the error if it does not compile or fit. Errors of the device are raised."""
     try:
-        kernel.warmup(*arguments, **constants, **_options(tiles), grid=(1,))._init_handles()
-    except Exception as error:  # Compilers fail in many ways: too much shared memory, an assertion, a crash of ptxas.
+        compiled = kernel.warmup(*arguments, **constants, **_options(tiles), grid=(1,))
+    except Exception as error:  # Compilers fail in many ways: an assertion, a crash of ptxas.
+        return error
+    try:
+        compiled._init_handles()
+    except triton.runtime.OutOfResources as error:
         return error
     return None
 
 
 def choose(
-    name: str,
-    candidates: Sequence[Tiles],
-    compiles: Callable[[Tiles], Exception | None],
+    name: str, candidates: Sequence[Tiles], compiles: Callable[[Tiles], Exception | None],
     run: Callable[[Tiles], None] | None,
-) -> Tiles:
+) -> Tiles:  # fmt: skip
     """Returns the tiles of a kernel; `scripts/kernel_tiles.py` replaces this, and times `run` if it is not None."""
     file = os.environ.get("WHATWHERE_TILES")
     known = json.loads(pathlib.Path(file).read_text(encoding="utf-8")) if file else {}
@@ -156,9 +188,15 @@ def choose(
     raise RuntimeError(f"No tiles compile for {name}.") from errors[-1]
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Returns how products of the dtype are computed: float32 as PyTorch would (TF32 only if it is allowed)."""
-    if dtype != torch.float32 or not torch.cuda.is_available():
+def precision(dtype: torch.dtype, width: int) -> str:
+    """Returns how products of the dtype are computed: float32 as PyTorch would (TF32 only if it is allowed).
+
+    But heads of more than 128 channels have no TF32, for which shared memory is too small.
+    """
+    if dtype != torch.float32 or width > 128 or not torch.cuda.is_available():
+        return "ieee"
+    # Triton has it on one AMD architecture only.
+    if torch.version.hip and not torch.cuda.get_device_properties().gcnArchName.startswith("gfx942"):
         return "ieee"
     # Follows `allow_tf32` too, which cannot be read once `fp32_precision` is set, as Transformers does.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

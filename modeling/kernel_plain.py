@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .kernel_flash import check_inputs, dropout_arguments, dropout_seed, flash_backward, flash_decode, flash_forward
-from .kernel_terms import check_decay, decay_pairs
+from .kernel_terms import check_decay, decay_argument
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
@@ -32,7 +32,7 @@ def _forward(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options: dict[str, Any] = {"ranges": ranges, "decay": decay_pairs(row_decay, key_decay)}
+    options: dict[str, Any] = {"ranges": ranges, "added": decay_argument(row_decay, key_decay)}
     return flash_forward(query, key, value, scaling=scaling, **options, dropout=dropout_arguments(seed, dropout))
 
 
@@ -57,7 +57,7 @@ def _backward(
     dropout: float,
     decay_gradient: bool,
 ) -> list[torch.Tensor]:
-    options: dict[str, Any] = {"ranges": ranges, "decay": decay_pairs(row_decay, key_decay)}
+    options: dict[str, Any] = {"ranges": ranges, "added": decay_argument(row_decay, key_decay)}
     options["dropout"] = dropout_arguments(seed, dropout)
     options["decay_gradient"] = decay_gradient
     *results, of_decay = flash_backward(grad, query, key, value, out, lse, scaling=scaling, **options)
@@ -81,7 +81,7 @@ def _decode(
     ranges: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, decay=decay_pairs(row_decay, key_decay))
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, added=decay_argument(row_decay, key_decay))
 
 
 @_decode.register_fake

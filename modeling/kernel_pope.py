@@ -23,11 +23,9 @@ from .kernel_flash import (
     flash_backward,
     flash_decode,
     flash_forward,
-    load,
-    pointer,
-    subtract_phase,
 )
-from .kernel_launch import Tiles, block_width, heads, launch
+from .kernel_launch import Tiles, block_width, heads, launch, load, pointer
+from .kernel_polar import subtract_phase
 
 try:
     import triton
@@ -157,7 +155,7 @@ def _parts(
     most = max(1, budget // (2 * (n * Q + K) * D * query.element_size()))
     entries, groups = (most // G, G) if most >= G else (1, most)
     tables = [table.contiguous().expand(B, -1, -1) for table in phases]
-    for first in range(0, B, entries):
+    for first in range(0, max(1, B), entries):
         batch = slice(first, first + entries)
         cos_q, sin_q, cos_k, sin_k = (table[batch] for table in tables)
         for group in range(0, G, groups):
@@ -233,7 +231,7 @@ def _backward(
     dropout: float,
 ) -> list[torch.Tensor]:
     queries, keys, values = [], [], []
-    grad_shift = None if shift is None else torch.zeros_like(shift)
+    grad_shift = None if shift is None else shift.new_zeros(shift.shape)
     for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges, seed):
         at = part.queries
         turned = _turn(*part.query), _turn(*part.key)

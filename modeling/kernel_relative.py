@@ -39,7 +39,7 @@ def _chunks(
     """Yields the rows of a chunk, the keys that they may see, and their ranges."""
     (B, H, Q, _), K = query.shape, key.shape[2]
     budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
-    size = CHUNK_ROWS * max(1, budget // (8 * B * H * table.shape[0] * CHUNK_ROWS))
+    size = CHUNK_ROWS * max(1, budget // (8 * max(1, B) * H * table.shape[0] * CHUNK_ROWS))
     for first in range(0, Q, size):
         rows = slice(first, min(first + size, Q))
         yield rows, *row_chunk(rows, Q, K, ranges)
@@ -58,7 +58,8 @@ def _forward(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    # Contiguous, as the fake implementation says, whatever the query is.
+    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
     for rows, keys, visible in _chunks(query, key, table, ranges):
         part = query[:, :, rows]
         out[:, :, rows], lse[:, :, rows] = flash_forward(
@@ -67,7 +68,7 @@ def _forward(
             value[:, :, keys],
             scaling=scaling,
             ranges=visible,
-            relative=relative_argument(part, table, query_positions[:, rows], key_positions[:, keys], scaling),
+            added=relative_argument(part, table, query_positions[:, rows], key_positions[:, keys], scaling),
             dropout=_dropout(seed, rows, dropout),
         )
     return out, lse
@@ -99,8 +100,8 @@ def _backward(
     scaling: float,
     dropout: float,
 ) -> list[torch.Tensor]:
-    grad_query = torch.empty_like(query)
-    grad_key, grad_value, grad_table = (torch.zeros_like(one, dtype=torch.float32) for one in (key, value, table))
+    grad_query = query.new_empty(query.shape)
+    grad_key, grad_value, grad_table = (one.new_zeros(one.shape, dtype=torch.float32) for one in (key, value, table))
     for rows, keys, visible in _chunks(query, key, table, ranges):
         part = query[:, :, rows]
         relative = relative_argument(part, table, query_positions[:, rows], key_positions[:, keys], scaling, grad=True)
@@ -113,7 +114,7 @@ def _backward(
             lse[:, :, rows],
             scaling=scaling,
             ranges=visible,
-            relative=relative,
+            added=relative,
             dropout=_dropout(seed, rows, dropout),
         )
         from_relative = relative_gradients(relative, part, table, scaling)
@@ -141,7 +142,7 @@ def _decode(
     scaling: float,
 ) -> torch.Tensor:
     relative = relative_argument(query, table, query_positions, key_positions, scaling)
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, relative=relative)
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, added=relative)
 
 
 @_decode.register_fake

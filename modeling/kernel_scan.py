@@ -40,17 +40,15 @@ from .kernel_flash import (
     _decode_splits,
     apply_dropout,
     check_inputs,
+    decode_rows,
     dropout_arguments,
     dropout_seed,
-    load,
-    pointer,
     row_limits,
     running_sums,
     seen_keys,
     softmax_step,
-    store,
 )
-from .kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
 
 try:
     import triton
@@ -422,7 +420,8 @@ def _tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]
     """
     small = [Tiles(32, 16, warps=8), Tiles(32, 16)]
     if dtype == torch.float32:
-        return small, small
+        # Of shared memory some devices have 99 KiB.
+        return small, small if head_dim <= 128 else [Tiles(16, 16)]
     if head_dim > 128:
         return [Tiles(64, 16, warps=8, stages=2), *small], small
     forward = [Tiles(64, 32, stages=2), Tiles(64, 32)]
@@ -431,7 +430,7 @@ def _tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]
 
 def _constants(query: torch.Tensor) -> dict[str, Any]:
     D = query.shape[3]
-    return {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(query.dtype)}
+    return {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(query.dtype, D)}
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::scan_forward", mutates_args=())
@@ -454,7 +453,7 @@ def _forward(
     members, rows, splits = (G, H // G, _decode_splits(query, B * G, K)) if shared else (H, Q, 1)
     if shared:
         query = query.reshape(B, G, H // G, D)
-        forward_tiles = [dataclasses.replace(tiles, rows=block_width(rows)) for tiles in forward_tiles]
+        forward_tiles = [dataclasses.replace(tiles, rows=decode_rows(rows)) for tiles in forward_tiles]
     shape = (B, members, splits, rows)
     out = torch.empty(*shape, D, dtype=torch.float32 if shared else query.dtype, device=query.device)
     lse, sums = (torch.empty(shape, dtype=torch.float32, device=query.device) for _ in range(2))
@@ -496,7 +495,7 @@ def _chunk_rows(query: torch.Tensor, key_length: int, tiles: Tiles) -> int:
     """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
     B, H, Q, _ = query.shape
     budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
-    fitting = budget // (B * H * 8 * triton.cdiv(key_length, tiles.columns) * tiles.rows)
+    fitting = budget // (max(1, B) * H * 8 * triton.cdiv(key_length, tiles.columns) * tiles.rows)
     return tiles.rows * min(triton.cdiv(Q, tiles.rows), max(1, fitting))
 
 

@@ -15,111 +15,110 @@ try:
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
 
-# The constants of `kernel_flash`.
+# As in `kernel_flash`.
 MASKED = tl.constexpr(-1e30)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # The distance of what is no row or no key from all others.
 FAR = tl.constexpr(1 << 29)
 
 
-class Decay(NamedTuple):
-    """Numbers c; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j: FoX, ALiBi.
+class Added(NamedTuple):
+    """What is added to the logit of row i and key j: a decay (FoX, ALiBi), or a number for the distance of positions.
+
+    A decay is c_i - c_j, or 0 if that is positive. Relative positions: z[i, n] for the distance n; negative distances
+    have the first number, larger ones the last.
 
     Attributes:
         rows, keys: float32 (1 or B, H, Q, 2) and (1 or B, H, K, 2): c as the sum of two numbers, since differences of
-            large ones would lose their digits.
+            large ones would lose their digits. Or int32 (1 or B, Q) and (1 or B, K), the positions.
         batch_rows, batch_keys: the strides of the batch.
-    """
-
-    rows: Any
-    keys: Any
-    batch_rows: Any
-    batch_keys: Any
-
-
-class Relative(NamedTuple):
-    """Numbers z[i, n], added to the logit of row i and key j for the distance n of their positions: see `relative`.
-
-    Attributes:
-        z: float32 (B, H, Q, P); negative distances have the first number, larger ones the last.
+        z: float32 (B, H, Q, P), or None for a decay.
         grad: zeros, to which the gradient of z is added, or None.
-        rows, keys: int32 (1 or B, Q) and (1 or B, K), the positions.
-        batch_rows, batch_keys: the strides of the batch.
         last: P - 1.
     """
 
-    z: Any
-    grad: Any
     rows: Any
     keys: Any
     batch_rows: Any
     batch_keys: Any
-    last: Any
+    z: Any = None
+    grad: Any = None
+    last: Any = 0
 
 
 @triton.jit
-def load_pair(data, index, mask, other):
+def _load_pair(data, index, mask, other):
     """Two neighbouring float32 at 2 * index; `other` and 0 where masked."""
     first = tl.load(data + index * 2, mask=mask, other=other)
     return first, tl.load(data + index * 2 + 1, mask=mask, other=0.0)
 
 
 @triton.jit
-def decay_bias(row_high, row_rest, keys, index, mask):
-    """c_i - c_j in base 2, given c of the rows in two parts, for the keys `index`; never positive."""
-    key_high, key_rest = load_pair(keys, index, mask, 0.0)
-    return tl.minimum((row_high - key_high) + (row_rest - key_rest), 0.0) * LOG2_E
+def added_rows(added, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
+    """What `added_bias` and `added_gradient` need of `rows`, those of head h that are `inside`; member: b * H + h.
+
+    Of one axis each, to which AXIS is added. Rows of several heads have h with that axis, and member without.
+    Of a decay, c in two parts and where c of the keys is; of relative positions, where the numbers of the rows are,
+    the positions of the rows and where those of the keys are.
+    """
+    if added.z is None:
+        # Rows that are not there get no weights.
+        at = added.rows + b * added.batch_rows + h * Q * 2
+        first, second = _load_pair(at, tl.expand_dims(rows, AXIS), tl.expand_dims(inside, AXIS), MASKED)
+        keys = added.keys + b * added.batch_keys + h * K * 2
+    else:
+        first = tl.expand_dims(member * Q + rows, AXIS) * (added.last + 1)
+        second = tl.load(added.rows + b * added.batch_rows + rows, mask=inside, other=FAR)
+        second = tl.expand_dims(second, AXIS)
+        keys = added.keys + b * added.batch_keys
+    return first, second, keys, tl.expand_dims(inside, AXIS)
 
 
 @triton.jit
-def relative_bias(z, rows, keys, known, last):
-    """z at the distances of the positions of rows and keys; `z` points to the numbers of each row, read where known."""
-    # Far from the rows there is nothing to gather.
-    if tl.min(rows) - tl.max(keys) >= last:
-        bias = tl.load(z + last, mask=known, other=0.0) + (rows - keys).to(tl.float32) * 0.0
+def added_bias(added, of_rows, columns, K):
+    """What is added to the logits of rows, given by `added_rows`, and keys, of the shape that the two broadcast to."""
+    first, second, keys, inside = of_rows
+    if added.z is None:
+        key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
+        bias = tl.minimum((first - key_high) + (second - key_rest), 0.0)
     else:
-        distance = tl.minimum(tl.maximum(rows - keys, 0), last)
-        bias = tl.load(z + distance, mask=known & (distance >= 0), other=0.0)
+        z = added.z + first
+        positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
+        # Far from the rows there is nothing to gather.
+        if tl.min(second) - tl.max(positions) >= added.last:
+            bias = tl.load(z + added.last, mask=inside, other=0.0)
+            bias += (second - positions).to(tl.float32) * 0.0
+        else:
+            distance = tl.minimum(tl.maximum(second - positions, 0), added.last)
+            bias = tl.load(z + distance, mask=inside & (distance >= 0), other=0.0)
     return bias
 
 
 @triton.jit
-def relative_gradient(z, rows, keys, grad, known, last):
+def added_gradient(added, of_rows, columns, K, grad):
     """Adds the gradients of logits to those of z, but for the last number of each row: returns its sum, (rows,)."""
-    if tl.min(rows) - tl.max(keys) >= last:
-        beyond = tl.sum(grad, 1)
+    first, second, keys, inside = of_rows
+    if added.grad is None:
+        beyond = 0.0
     else:
-        distance = tl.maximum(rows - keys, 0)
-        near = distance < last
-        # Sums, since positions may repeat; what is not seen has the gradient 0.
-        tl.atomic_add(z + distance, grad, mask=known & near & (grad != 0.0), sem="relaxed")
-        beyond = tl.sum(tl.where(near, 0.0, grad), 1)
+        z = added.grad + first
+        positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
+        if tl.min(second) - tl.max(positions) >= added.last:
+            beyond = tl.sum(grad, 1)
+        else:
+            distance = tl.maximum(second - positions, 0)
+            near = distance < added.last
+            # Sums, since positions may repeat; what is not seen has the gradient 0.
+            tl.atomic_add(z + distance, grad, mask=inside & near & (grad != 0.0), sem="relaxed")
+            beyond = tl.sum(tl.where(near, 0.0, grad), 1)
     return beyond
 
 
 @triton.jit
-def decay_tile(decay, b, h, rows, columns, Q, K):
-    """`Decay` of some rows and keys of a head, (rows, columns), to base e."""
-    row_decay = decay.rows + b * decay.batch_rows + h * Q * 2
-    row_high, row_rest = load_pair(row_decay, rows[:, None], rows[:, None] < Q, MASKED)
-    key_decay = decay.keys + b * decay.batch_keys + h * K * 2
-    return decay_bias(row_high, row_rest, key_decay, columns[None, :], columns[None, :] < K) * LN_2
-
-
-@triton.jit
-def relative_parts(relative, member, b, local, inside, columns, K, count):
-    """Where the numbers of some rows of a chunk of `count` rows are, and the positions of rows and keys."""
-    offsets = (member * count + local)[:, None] * (relative.last + 1)
-    rows = tl.load(relative.rows + b * relative.batch_rows + local, mask=inside, other=FAR)[:, None]
-    return offsets, rows, tl.load(relative.keys + b * relative.batch_keys + columns, mask=columns < K, other=-FAR)
-
-
-@triton.jit
-def relative_tile(relative, member, b, local, inside, columns, K, count):
-    """`Relative` of some rows of a chunk and some keys, (rows, columns)."""
-    offsets, rows, keys = relative_parts(relative, member, b, local, inside, columns, K, count)
-    return relative_bias(relative.z + offsets, rows, keys, inside[:, None], relative.last)
+def store_last(added, of_rows, grad):
+    """Writes the gradients of the last numbers of rows, which `added_gradient` returned."""
+    first, _, _, inside = of_rows
+    if added.grad is not None:
+        tl.store(added.grad + first + added.last, grad[:, None], mask=inside)
 
 
 def check_decay(decay: tuple[torch.Tensor, torch.Tensor] | None, query: torch.Tensor, key: torch.Tensor) -> None:
@@ -130,21 +129,13 @@ def check_decay(decay: tuple[torch.Tensor, torch.Tensor] | None, query: torch.Te
             raise ValueError(f"decay={tuple(numbers.shape)!r} is not valid: it must be (1 or {B}, {H}, {length}).")
 
 
-def decay_pairs(rows: torch.Tensor | None, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the numbers of rows and keys, float64 or float32, each as the sum of two float32, on a last axis."""
+def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None) -> Added | None:
+    """Returns the numbers of rows (1 or B, H, Q) and keys (1 or B, H, K), float64 or float32, for a kernel."""
     if rows is None or keys is None:
         return None
     high = [one.float() for one in (rows, keys)]
     pairs = [torch.stack((one, (exact - one).float()), dim=-1) for one, exact in zip(high, (rows, keys))]
-    return pairs[0], pairs[1]
-
-
-def decay_argument(decay: tuple[torch.Tensor, torch.Tensor] | None) -> Decay | None:
-    """Returns what `decay_pairs` returned as an argument of a kernel."""
-    if decay is None:
-        return None
-    rows, keys = (one.contiguous() for one in decay)
-    return Decay(rows, keys, *(0 if one.shape[0] == 1 else one.stride(0) for one in (rows, keys)))
+    return Added(*pairs, *(0 if one.shape[0] == 1 else one.stride(0) for one in pairs))
 
 
 def relative_argument(
@@ -155,8 +146,8 @@ def relative_argument(
     scaling: float,
     *,
     grad: bool = False,
-) -> Relative:
-    """Returns `Relative` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
+) -> Added:
+    """Returns `Added` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
 
     Args:
         query: (B, H, Q, D). table: (P, D), e.
@@ -168,7 +159,7 @@ def relative_argument(
     positions = [one.to(torch.int32).contiguous() for one in (query_positions, key_positions)]
     row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
     grad_z = torch.zeros_like(z) if grad else None
-    return Relative(z, grad_z, positions[0], positions[1], row_stride, key_stride, table.shape[0] - 1)
+    return Added(positions[0], positions[1], row_stride, key_stride, z, grad_z, table.shape[0] - 1)
 
 
 def check_relative(
@@ -187,7 +178,7 @@ def check_relative(
 
 
 def relative_gradients(
-    relative: Relative, query: torch.Tensor, table: torch.Tensor, scaling: float
+    relative: Added, query: torch.Tensor, table: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the gradients of query (B, H, Q, D) and table (P, D), float32, from that of z, which is changed."""
     with torch.autocast(query.device.type, enabled=False):

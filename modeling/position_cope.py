@@ -14,11 +14,8 @@ from torch import nn
 from transformers import initialization as init
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-from .attention_blockwise import MASKED, Block, Term
+from .attention_blockwise import MASKED, TERMS, Block, Term
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
-
-# A content logit below this is masked: half precision's masks begin at -65504.
-HIDDEN = -5e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +43,8 @@ class CoPEParameters(Parameters):
     def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         if self.num_positions < 2:
             yield "num_positions", "it must be at least 2"
+        if self.gates != "key" and "cope_gates" not in TERMS:
+            yield "gates", "a folder saved with 'key' has no code for others; install the package whatwhere"
         if self.every_n_layers < 1:
             yield "every_n_layers", "it must be at least 1"
         if self.gates == "value" and any({"cope", "rope"} <= set(name.split("+")) for name in config.layer_pattern):
@@ -108,7 +107,7 @@ class CoPETerm(Term):
         content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
     ) -> torch.Tensor:
         query = tensors[1] if len(tensors) > 1 else query
-        return _interpolated(torch.sigmoid(content), query, tensors[0], settings[0])
+        return interpolated(torch.sigmoid(content), query, tensors[0], settings[0])
 
     def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
         super().__init__(tensors, settings, attention)
@@ -232,61 +231,7 @@ class CoPETerm(Term):
         return [grad, self.grad_position_query.view(self.tensors[-1].shape)]
 
 
-class GatedCoPETerm(CoPETerm):
-    """The term of CoPE with other gates.
-
-    Tensors: the table (D, P), what opens the gates (B, G, K, D), and the query as in `CoPETerm`. Settings: the
-    factor on q.e, and the factor on the gates.
-    """
-
-    name = "cope_gates"
-    differentiable = (True, True, True)
-    required = 2
-
-    @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
-        table, gate_key, *_ = tensors
-        B, H, Q, D = query.shape
-        G = gate_key.shape[1]
-        rows = query.to(content.dtype).reshape(B, G, H // G * Q, D)
-        opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
-        opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
-        query = tensors[2] if len(tensors) > 2 else query
-        return _interpolated(torch.sigmoid(opening), query, table, settings[0])
-
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.gate_key = tensors[1].to(attention.dtype).flip(2).reshape(attention.N, attention.K, attention.D)
-        self.grad_gate_key = torch.zeros_like(self.gate_key)
-
-    def _factors(self, block: Block, width: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
-        """Returns the scaled rows (C, n * R, D), the gate keys (C, width, D), and where these are."""
-        columns = slice(block.columns.start, block.columns.start + width)
-        query = block.query.to(self.gate_key.dtype) * self.settings[1]
-        return query.reshape(query.shape[0], -1, query.shape[-1]), self.gate_key[block.chunk, columns], columns
-
-    def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
-        rows, keys, _ = self._factors(block, width)
-        opening = torch.bmm(rows, keys.transpose(1, 2)).view(*logits.shape[:3], width)
-        # Where nothing but causality hides keys, older ones than the block's rows are seen.
-        some = min(width, logits.shape[2]) if block.causal_only else width
-        opening[..., :some].masked_fill_(logits[..., :some] < HIDDEN, MASKED)
-        return opening.sigmoid_()
-
-    def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor:
-        rows, keys, columns = self._factors(block, negative.shape[-1])
-        grad = negative.neg_().reshape(rows.shape[0], rows.shape[1], -1)
-        self.grad_gate_key[block.chunk, columns].baddbmm_(grad.transpose(1, 2), rows)
-        return torch.bmm(grad, keys).mul_(self.settings[1]).view(block.query.shape)
-
-    def gradients(self) -> list[torch.Tensor]:
-        grad_table, *grad_position_query = super().gradients()
-        return [grad_table, self.grad_gate_key.view(self.tensors[1].shape).flip(2), *grad_position_query]
-
-
-def _interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
+def interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Tensor:
     """Returns z_i[p_ij] (B, H, Q, K) from the gates (B, H, Q, K), 0 where masked, the query and the table (D, P)."""
     last = table.shape[1] - 1
     # Eq. 4: p_ij sums the gates from key j to the query.
@@ -333,7 +278,7 @@ class CoPE(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719)"
     summary = "counts the keys whose content opens a gate; learned embedding of the (fractional) count"
     parameters_class = CoPEParameters
-    term = CoPETerm
+    term: type[Term] = CoPETerm
 
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -343,7 +288,7 @@ class CoPE(PositionEncoding):
         if parameters.gates == "separate_key":
             self.gate_key = GateKey(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         if parameters.gates != "key":
-            self.term = GatedCoPETerm
+            self.term = TERMS["cope_gates"]
 
     @classmethod
     def shared(cls, config: Any, parameters: CoPEParameters) -> SharedCoPE | None:

@@ -19,6 +19,7 @@ from .position_alibi import ALiBi
 from .position_base import PositionContext, PositionEncoding, parse_parameters, suggest
 from .position_cope import CoPE
 from .position_cope_alibi import CoPEALiBi
+from .position_cope_gates import GatedCoPETerm
 from .position_cope_mlp import CoPEMLP
 from .position_fox import FoX
 from .position_none import NoPositionEncoding
@@ -282,14 +283,3 @@ class PositionEncodings(nn.ModuleDict):
         from .kernel_plain import plain_attention
 
         return plain_attention(*arguments[:3], **settings)
-
-
-# Of what a saved folder may leave out, and other modules use.
-__all__ = [
-    "AttentionOptions",
-    "auto_kernel",
-    "blockwise_path",
-    "check_available",
-    "older_weights",
-    "triton_attention_forward",
-]

@@ -142,7 +142,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         # Never in the folder of this code.
         if not registry.is_file() or folder.samefile(pathlib.Path(__file__).parent):
             return
-        used = [cls for cls, _ in parse(self.config).values()]
+        parts = parse(self.config).values()
+        used = [cls for cls, _ in parts]
         dropped = {cls.__name__ for cls in POSITION_ENCODINGS.values() if cls not in used}
         plan = layer_plan(self.config)
         kernels = ["".join(inspect.getsource(cls.kernel) for cls, _ in p if cls.overrides("kernel")) for p in plan]
@@ -152,8 +153,11 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "attention_triton": any(kernels),
             "attention_options": self.config.has_attention_options,
             "checkpoint_conversion": False,
+            "position_cope_gates": any(getattr(given, "gates", "key") != "key" for _, given in parts),
             # Some only give arguments.
             "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
+            "kernel_knots": any("knots" in layer for layer in kernels),
+            "kernel_polar": any("kernel_pope import" in layer for layer in kernels),
             "kernel_terms": any(re.search(r"^$|kernel_(plain|relative) import|return \{", layer) for layer in kernels),
         }
         for path in (registry, *folder.glob("kernel_*.py")):

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for several GPUs, on a machine without a GPU, and shows the resources of the code.
 
-    python -m whatwhere.scripts.compile_kernels                                  # all kernels, four targets
+    python -m whatwhere.scripts.compile_kernels                                  # all kernels, five targets
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward pope bfloat16 D=64"
     python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
 
@@ -35,10 +35,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
-from .kernel_cases import KERNELS, Case, case
+from .kernel_cases import KERNELS, Case, case, precision_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Target:
 
 TARGETS = {
     "sm_80": Target("cuda", 80, 32, 163 << 10, 255, 164 << 10, 65536, 64),
+    "sm_89": Target("cuda", 89, 32, 99 << 10, 255, 100 << 10, 65536, 48),
     "sm_90": Target("cuda", 90, 32, 227 << 10, 255, 228 << 10, 65536, 64),
     "sm_100": Target("cuda", 100, 32, 227 << 10, 255, 228 << 10, 65536, 64),
     # A compute unit has four SIMD units of 512 registers for each of 64 lanes.
@@ -179,22 +181,29 @@ class _Driver:
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Yields name and call of `kernel_cases`, forward and backward, and decoding.
 
-    All variants with head dim 64 in bfloat16; other head dims and float32 without options.
+    All variants with head dim 64 in bfloat16; other head dims, float32 and TF32 without options. What needs most shared
+    memory, float32 with head dim 256, decodes with many heads for a key head.
     """
-    types = (("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("bfloat16", 40), ("float32", 64))
+    types = [("bfloat16", width) for width in (64, 128, 256, 40)]
+    types += [("float32", 64), ("float32", 256), ("tf32", 64), ("tf32", 128)]
     for (dtype, head_dim), (name, kernel), rows in itertools.product(types, KERNELS.items(), (1024, 1)):
         for variant in kernel.variants if (dtype, head_dim) == types[0] else kernel.variants[:1]:
             flags = [name, dtype, f"D={head_dim}", *(f"{key}={value}" for key, value in variant.items())]
-            one = case(name, dtype, head_dim, rows, 1024, **{"batch": 1, **variant})
+            given = {"batch": 1, **variant}
+            if (dtype, head_dim, rows) == ("float32", 256, 1):
+                given |= {"heads": 128, "groups": 1}
+            one = case(name, dtype, head_dim, rows, 1024, **given)
             yield " ".join([*flags, *(["decoding"] if rows == 1 else [])]), functools.partial(_run, one)
 
 
 def _run(one: Case) -> None:
     call = KERNELS[one.kernel].call(one, torch.device("cpu"))
     inputs = [tensor.requires_grad_(one.queries > 1) for tensor in call.inputs]
-    out = call.kernel(*inputs)
-    if one.queries > 1:
-        out.backward(torch.empty_like(out))
+    # Without a GPU there is no TF32.
+    with precision_of(one), mock.patch("torch.cuda.is_available", return_value=one.dtype == "tf32"):
+        out = call.kernel(*inputs)
+        if one.queries > 1:
+            out.backward(torch.empty_like(out))
 
 
 def compile_one(name: str, entry: Entry, target_name: str) -> Compiled:

@@ -10,6 +10,7 @@ The check, for every kernel in `kernel_cases.KERNELS`, with the most important f
 * long: 16,384 and 65,536 tokens in bfloat16, head dims 64 and 128, and decoding;
 * tiles: all tile sizes of every kernel, for every variant of its flags, head dim and type;
 * model: small models with `attn_implementation="triton"` against eager ones, for every encoding that has a kernel;
+* wide: float32 heads of 256 channels, many heads for a key head, and TF32;
 * shapes: lengths from 1 to 1000, more keys than queries, padding on both sides, gaps in the mask, packed documents,
   rows that see nothing, open and closed gates, tables of 2 to 300 positions.
 
@@ -28,7 +29,9 @@ even if a check failed, since it checks each measurement itself.
 In FOLDER: `checks.csv` and `benchmark.csv`, written as rows come; `tiles.json`, the fastest tiles, for WHATWHERE_TILES,
 with all times in `tiles.csv`; `cache`, the compiled kernels (elsewhere: `--cache`), which can be copied to another
 machine with the same software and kind of GPU; `summary.txt`. What the files have from the same code, versions and
-device is not repeated. The exit code is 1 if a check failed, and 2 if there is no GPU. Speeds do not affect it.
+device is not repeated, but for failed cases, which come last in their group; the latest row of a case counts. What was
+out of memory runs once more at the end, alone. The exit code is 1 if a check failed or nothing was checked, and 2 if
+there is no GPU. Speeds do not affect it.
 """
 
 import argparse
@@ -55,15 +58,17 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
-from .benchmark.measure import CheckFailed, device_is_lost, one_line
+from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
 from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
-from .kernel_cases import KERNELS, MASKS, Case, case
+from .kernel_cases import KERNELS, MASKS, Case, case, precision_of
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
 # The share of the time that the check may take, if the benchmark follows.
 CHECK_SHARE = 0.5
+# Device memory for a process.
+JOB_BYTES = 4 << 30
 FIELDS = ("date", "group", "case", "status", "comparisons", "error", "seconds", "code", "device", "torch", "triton")
 # What tells whether a row is about the present state.
 STATE = ("code", "device", "torch", "triton")
@@ -116,6 +121,11 @@ def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tup
     Raises:
         CheckFailed: something differs.
     """
+    with precision_of(case):
+        return _check_case(case, device, all_tiles)
+
+
+def _check_case(case: Case, device: torch.device, all_tiles: bool) -> tuple[int, float]:
     call = KERNELS[case.kernel].call(case, device)
     inputs = [tensor.detach().requires_grad_() for tensor in call.inputs]
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -133,7 +143,9 @@ def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tup
     names = ["output", *call.names]
     # Rounding errors of a few rows do not average out.
     units = 1.0 if count < FEW_ROWS else 0.5
-    tolerance = 5e-5 if inputs[0].dtype == torch.float32 else units * torch.finfo(inputs[0].dtype).eps
+    # TF32 has as many digits as float16.
+    dtype = torch.float16 if case.dtype == "tf32" else inputs[0].dtype
+    tolerance = 5e-5 if dtype == torch.float32 else units * torch.finfo(dtype).eps
     options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
     checks, largest, index, last = 0, 0.0, 0, 0
     while index <= last:
@@ -262,6 +274,10 @@ def groups_on_gpu() -> Iterator[Group]:
         cases = tuple(case(encoding, dtype, 64, 100, groups=2, **options) for dtype, options in types)
         yield Group(f"model {encoding}", cases, check_model)
     yield from _shapes((("bfloat16", 64),))
+    # Where shared memory is short: wide heads in float32, with many heads for a key head, and TF32.
+    for name in KERNELS:
+        wide = [case(name, dtype, width, 300) for dtype, width in (("tf32", 64), ("tf32", 128), ("float32", 256))]
+        yield Group(f"wide {name}", (*wide, case(name, "float32", 256, 1, 300, heads=128, groups=1)))
     yield from _tiles((("float16", 64), ("float32", 64), ("bfloat16", 256), ("bfloat16", 40), ("float32", 16)))
     yield from _shapes((("float32", 64), ("float16", 80), ("bfloat16", 128)))
 
@@ -322,6 +338,8 @@ def _work(group: Group, device: str, cache: str, connection: Any) -> None:
             # Continue with the other cases, if the GPU can be used.
             lost = device_is_lost(error)
             row["status"] = f"{type(error).__name__}: {one_line(error)}"
+            if out_of_memory(error):
+                row["again"] = "alone"
         connection.send({**row, "seconds": f"{time.perf_counter() - start:.1f}"})
         if lost:
             return
@@ -330,7 +348,22 @@ def _work(group: Group, device: str, cache: str, connection: Any) -> None:
 def check_all(
     groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
 ) -> Iterator[tuple[Group, dict[str, str]]]:
-    """Yields groups with rows of their cases as they come, up to a time of the monotonic clock."""
+    """Yields groups with rows of their cases as they come, up to a time of the monotonic clock.
+
+    Cases that were out of memory run once more at the end, alone: they have two rows.
+    """
+    short = []
+    for group, row in _check_all(groups, device, cache, jobs, until):
+        if row.pop("again", None):
+            short.append(dataclasses.replace(group, cases=tuple(one for one in group.cases if str(one) == row["case"])))
+        yield group, row
+    for group, row in _check_all(short, device, cache, 1, until):
+        yield group, {name: value for name, value in row.items() if name != "again"}
+
+
+def _check_all(
+    groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
+) -> Iterator[tuple[Group, dict[str, str]]]:
     # A fork of a process that asked for the GPU cannot use it, and some imports ask.
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
@@ -338,6 +371,8 @@ def check_all(
     waiting = list(groups)
     running: dict[Any, tuple[Group, Any]] = {}
     current: dict[Any, str] = {}
+    # How many cases of a group have a row.
+    done: dict[Any, int] = {}
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < until:
             group = waiting.pop(0)
@@ -345,7 +380,7 @@ def check_all(
             process = context.Process(target=_work, args=(group, device, str(cache), sender))
             process.start()
             sender.close()
-            running[receiver] = group, process
+            running[receiver], done[receiver] = (group, process), 0
         left = until - time.monotonic()
         if left <= 0:
             for _, process in running.values():
@@ -359,13 +394,16 @@ def check_all(
             except EOFError:
                 process.join()
                 del running[receiver]
-                if receiver in current:
+                not_done = group.cases[done.pop(receiver) :]
+                # After a case that made the GPU unusable it ends with 0.
+                if receiver in current or (not_done and (process.exitcode or not_done == group.cases)):
                     died = {"status": f"its process ended with exit code {process.exitcode}"}
-                    yield group, {"case": current.pop(receiver), **died}
+                    yield group, {"case": current.pop(receiver, str(not_done[0])), **died}
                 continue
             if isinstance(message, str):
                 current[receiver] = message
             else:
+                done[receiver] += 1
                 yield group, {"case": current.pop(receiver), **message}
 
 
@@ -448,7 +486,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark")
-    parser.add_argument("--jobs", type=int, default=None, help="processes; default: half the cores, at most 12")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=None,
+        help=f"processes; default: half the cores, at most 12, and one for {JOB_BYTES >> 30} GiB of free device memory",
+    )
     parser.add_argument("--only", action="append", default=[], help="groups whose name contains this; repeatable")
     parser.add_argument("--case", help="one case, by its whole name, in this process; no files")
     parser.add_argument("--no-benchmark", action="store_true", help="check only")
@@ -475,10 +518,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels would not run on the GPU")
     if parsed.device == "cpu" and not interpreted:
         parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1: kernels need a GPU otherwise")
-    if parsed.jobs is None:
-        parsed.jobs = min(12, max(1, (os.cpu_count() or 2) // 2)) if parsed.device == "cuda" else 1
     parsed.cache = parsed.cache or parsed.output / "cache"
     return parsed
+
+
+def default_jobs(device: str) -> int:
+    """Returns how many processes check at a time."""
+    if device == "cpu":
+        return 1
+    return max(1, min(12, (os.cpu_count() or 2) // 2, torch.cuda.mem_get_info()[0] // JOB_BYTES))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -500,22 +548,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state = {"device": device_name(device), **versions(device)}
     state = {name: state[name] for name in STATE}
     file = parsed.output / "checks.csv"
-    rows = read_rows(file, **state)
-    known = {(row["group"], row["case"]) for row in rows}
+    # The latest row of each case.
+    latest = {(row["group"], row["case"]): row for row in read_rows(file, **state)}
     open_groups = []
     for group in groups:
-        cases = tuple(one for one in group.cases if (group.name, str(one)) not in known)
+        known = {one: latest.get((group.name, str(one)), {}).get("status") for one in group.cases}
+        # What failed may end the process again, and comes last.
+        cases = [one for one in group.cases if known[one] is None]
+        cases += [one for one in group.cases if known[one] not in (None, "ok")]
         if cases:
-            open_groups.append(dataclasses.replace(group, cases=cases))
-    if rows:
-        print(f"{len(rows)} cases are in {file} already")
+            open_groups.append(dataclasses.replace(group, cases=tuple(cases)))
+    if latest:
+        failed = sum(row["status"] != "ok" for row in latest.values())
+        print(f"{len(latest)} cases are in {file} already; {failed} failed and are repeated")
     until = start + 60 * parsed.minutes
     benchmark = parsed.device == "cuda" and not parsed.no_benchmark
     check_until = start + 60 * parsed.minutes * (CHECK_SHARE if benchmark else 1)
-    for group, found in check_all(open_groups, parsed.device, parsed.cache, parsed.jobs, check_until):
+    jobs = parsed.jobs or default_jobs(parsed.device)
+    for group, found in check_all(open_groups, parsed.device, parsed.cache, jobs, check_until):
         row = {**dict.fromkeys(FIELDS, ""), **state, "date": now(), "group": group.name, **found}
         append_row(file, FIELDS, row)
-        rows.append(row)
+        latest[row["group"], row["case"]] = row
         if row["status"] == "ok":
             print(f"{group.name:32} {row['case']:72} {row['error']:>6} {row['seconds']:>6} s", flush=True)
             continue
@@ -523,11 +576,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAILED {row['case']}: {row['status']}\n    {again}", file=sys.stderr, flush=True)
     code = run_benchmark(parsed.output, parsed.cache, until) if benchmark else 0
     names = {group.name for group in groups}
-    lines = summary(groups, [row for row in rows if row["group"] in names], parsed.output, state)
+    rows = [row for row in latest.values() if row["group"] in names]
+    lines = summary(groups, rows, parsed.output, state)
     lines.append(f"{(time.monotonic() - start) / 60:.1f} minutes; files in {parsed.output}")
     (parsed.output / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("", *lines, sep="\n")
-    return 1 if code or any(row["status"] != "ok" for row in rows if row["group"] in names) else 0
+    if not rows:
+        print("nothing was checked", file=sys.stderr)
+    return 1 if code or not rows or any(row["status"] != "ok" for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, R r
 table, N chosen rows.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class Case:
 
     Attributes:
         kernel: one of `KERNELS`, or a position encoding for `gpu_check.check_model`.
+        dtype: of PyTorch; or "tf32", float32 where products may have TF32 (see `precision_of`).
         mask: "causal", or one of `MASKS`.
         options: of this kernel, as pairs of name and value.
     """
@@ -60,6 +62,17 @@ def case(kernel: str, dtype: str, head_dim: int, queries: int, keys: int | None 
     fields = {name: value for name, value in given.items() if name in names}
     options = tuple((name, value) for name, value in given.items() if name not in names)
     return Case(kernel, dtype, head_dim, queries, keys or queries, **fields, options=options)
+
+
+@contextlib.contextmanager
+def precision_of(case: Case) -> Iterator[None]:
+    """Within it, matrix products of float32 have TF32 if the case says so, and otherwise not."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32" if case.dtype == "tf32" else "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 class Call(NamedTuple):
@@ -117,7 +130,9 @@ class _Inputs:
     """What all kernels take: query, key, value, ranges, scaling; `random` for more."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        self.dtype, self.scaling = getattr(torch, case.dtype), case.head_dim**-0.5
+        # With TF32 inputs are bfloat16 numbers: then the logits are as exact as with these, and gates do not move.
+        self.rounded = case.dtype == "tf32"
+        self.dtype, self.scaling = getattr(torch, "float32" if self.rounded else case.dtype), case.head_dim**-0.5
         self.dropout = case.option("dropout", 0.0)
         self.generator, self.device = torch.Generator(device).manual_seed(0), device
         self.query = self.random(case.batch, case.heads, case.queries, case.head_dim)
@@ -130,10 +145,12 @@ class _Inputs:
 
     def random(self, *shape: int) -> torch.Tensor:
         # Drawn in float32, because random numbers in float16 differ between devices.
-        return torch.randn(*shape, generator=self.generator, device=self.device)
+        drawn = torch.randn(*shape, generator=self.generator, device=self.device)
+        return drawn.bfloat16().float() if self.rounded else drawn
 
     def states(self) -> list[torch.Tensor]:
-        return [one.to(self.dtype) for one in (self.query, self.key, self.value)]
+        states = (self.query, self.key, self.value)
+        return [(one.bfloat16() if self.rounded else one).to(self.dtype) for one in states]
 
     def alibi(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ALiBi's numbers of rows and keys."""

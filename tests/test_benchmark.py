@@ -370,6 +370,14 @@ def test_kinds_of_failures():
     assert not out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
     assert device_is_lost(RuntimeError("CUDA error: an illegal memory access"))
     assert not device_is_lost(RuntimeError("shapes do not fit"))
+    assert device_is_lost(RuntimeError("HIP error: an address"))
+    assert device_is_lost(RuntimeError("Triton Error [CUDA]: misaligned address"))
+    assert not device_is_lost(RuntimeError("HIP error: out of memory"))
+    outer = RuntimeError("No tiles compile.")
+    outer.__cause__ = RuntimeError("CUDA error: an illegal memory access")
+    assert device_is_lost(outer)
+    outer.__cause__ = torch.OutOfMemoryError("CUDA error: out of memory")
+    assert not device_is_lost(outer)
 
 
 # Tables.

@@ -1,6 +1,7 @@
 """The check that a GPU's kernels must pass, run here by Triton's interpreter: it passes, and it can fail."""
 
 import csv
+import functools
 import os
 import time
 
@@ -179,6 +180,23 @@ def test_long_cases(monkeypatch):
         check_case(long, CPU)
 
 
+def test_tf32(monkeypatch):
+    """It is allowed within a case of this type only, and its inputs are exact in it."""
+    right, found = kernel_plain.plain_attention, []
+    before = torch.backends.cuda.matmul.fp32_precision
+
+    def kernel(query, *inputs, **options):
+        assert torch.equal(query, query.bfloat16().float())
+        found.append(torch.backends.cuda.matmul.fp32_precision)
+        # The error of TF32 is allowed.
+        return right(query, *inputs, **options) * (1 + 2**-13)
+
+    monkeypatch.setattr(kernel_plain, "plain_attention", kernel)
+    check_case(case("plain", "tf32", 16, 80, batch=1, heads=2, groups=1), CPU)
+    assert set(found) == {"tf32"}
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
 # Groups in processes of their own; these functions are imported by them.
 
 
@@ -200,6 +218,13 @@ def dies(case, device, all_tiles):
 
 def loses_the_gpu(case, device, all_tiles):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def runs_out_of_memory(once, case, device, all_tiles):
+    if case.queries == 2 and not once.exists():
+        once.touch()
+        raise torch.OutOfMemoryError("no room for 2 GiB")
+    return 1, 0.1
 
 
 def sleeps(case, device, all_tiles):
@@ -231,15 +256,72 @@ def test_a_crash_ends_one_group(run, monkeypatch):
     assert f"FAILED {one}: CheckFailed: output is off by 1\n    whatwhere gpu-check --device cpu --case '{one}'" in err
     assert "9 of 12 cases, 2 of 4 groups, 12 comparisons passed, 3 cases failed" in out
     assert "not finished: dies, lost" in out
+    # What failed is repeated, after what is open.
     code, out, err, more = run()
     assert code == 1
     assert "9 cases are in" in out
-    assert [(row["group"], row["status"]) for row in more[len(rows) :]] == [
-        ("dies", "ok"),
-        ("lost", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    assert "3 failed and are repeated" in out
+    assert [(row["group"], row["case"].split("/")[-1].split()[0], row["status"]) for row in more[len(rows) :]] == [
+        ("dies", "3", "ok"),
+        ("dies", "2", "its process ended with exit code -6"),
+        ("fails", "2", "CheckFailed: output is off by 1"),
+        ("lost", "2", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ]
+    assert "11 of 12 cases, 3 of 4 groups, 13 comparisons passed, 4 cases failed" in out
     # Only the chosen groups count.
     assert run("--only", "passes")[0] == 0
+
+
+def test_what_failed_is_repeated(run, monkeypatch):
+    """The latest row of a case counts."""
+    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter([fake("mended", fails)]))
+    assert run()[0] == 1
+    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter([fake("mended", passes)]))
+    code, out, err, rows = run()
+    assert (code, len(rows)) == (0, 4), err
+    assert "3 of 3 cases, 1 of 1 groups, 5 comparisons passed, 0 cases failed" in out
+
+
+def dies_at_once(*arguments):
+    os._exit(9)
+
+
+def test_a_process_that_dies_before_its_first_case(run, monkeypatch):
+    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter([fake("passes", passes)]))
+    monkeypatch.setattr(gpu_check, "_work", dies_at_once)
+    code, out, _, rows = run()
+    assert code == 1
+    assert [row["status"] for row in rows] == ["its process ended with exit code 9"]
+    assert "1 of 3 cases, 0 of 1 groups, 0 comparisons passed, 1 cases failed" in out
+
+
+def test_nothing_checked_is_no_success(run):
+    code, _, err, rows = run("--minutes", "0.0001")
+    assert (code, rows) == (1, [])
+    assert "nothing was checked" in err
+
+
+def test_what_was_out_of_memory_runs_again_alone(run, monkeypatch, tmp_path):
+    """In a process of its own, at the end."""
+    groups = [fake("first", functools.partial(runs_out_of_memory, tmp_path / "once"), 2), fake("second", passes, 1)]
+    monkeypatch.setattr(gpu_check, "groups_on_cpu", lambda: iter(groups))
+    code, _, err, rows = run()
+    assert code == 0, err
+    found = [(row["group"], row["case"].split("/")[-1].split()[0], row["status"]) for row in rows]
+    assert found == [
+        ("first", "1", "ok"),
+        ("first", "2", "OutOfMemoryError: no room for 2 GiB"),
+        ("second", "1", "ok"),
+        ("first", "2", "ok"),
+    ]
+
+
+def test_processes_for_the_memory_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(gpu_check.os, "cpu_count", lambda: 64)
+    for free, expected in ((80, 12), (23, 5), (2, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free << 30, 80 << 30))
+        assert gpu_check.default_jobs("cuda") == expected
+    assert gpu_check.default_jobs("cpu") == 1
 
 
 def test_rows_of_another_state_are_not_taken(run, monkeypatch):
@@ -416,11 +498,11 @@ def test_groups():
     assert gpu[0].name.startswith("long cope")
     cases = [one for group in gpu for one in group.cases]
     assert {one.mask for one in cases} == {"causal", *MASKS}
-    assert {one.dtype for one in cases} == {"float32", "bfloat16", "float16"}
+    assert {one.dtype for one in cases} == {"float32", "tf32", "bfloat16", "float16"}
     assert {dict(one.options).get("gates") for one in cases} >= {None, "open", "closed"}
     for kernel in KERNELS:
-        for kind in ("long", "tiles", "shapes"):
-            assert any(group.name.startswith(f"{kind} {kernel} ") for group in gpu)
+        for kind in ("long", "tiles", "shapes", "wide"):
+            assert any(f"{group.name} ".startswith(f"{kind} {kernel} ") for group in gpu)
         assert any(group.name == f"tiles {kernel}" for group in cpu)
     for encoding in ("cope", "cope+rope", "pope", "fox", "fox+rope", "alibi"):
         assert any(group.name == f"model {encoding}" for group in gpu)

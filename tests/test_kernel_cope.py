@@ -318,19 +318,19 @@ def test_chunks_of_rows(monkeypatch, openness, heads, rows, keys):
     monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
     tensors = inputs(1, heads, 1, rows, keys, 16, openness=openness)
-    assert kernel_cope._Pass(*tensors[:4], None, None, None, 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
+    assert kernel_cope._Pass([*tensors[:4], *[None] * 10], 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
     compare(tensors)
 
 
 def test_windows_end_where_positions_do():
     """With open gates a window is as long as the table, not as the row; with closed gates it is the row."""
     query, key, value, table, _ = inputs(1, 1, 1, 257, 257, 16, positions=16, openness=12.0)
-    window = kernel_cope._Pass(query, key, value, table, None, None, None, 0.25, 0.25).window_forward()
+    window = kernel_cope._Pass([query, key, value, table, *[None] * 10], 0.25, 0.25).window_forward()
     first_rows = torch.arange(0, 257, kernel_cope.WINDOW_ROWS)
     assert (first_rows - window.start[0, 0] <= 16 + kernel_cope.MOST_COLUMNS).all()
     key = key.detach().clone()
     key[..., 0] = -12.0
-    window = kernel_cope._Pass(query, key, value, table, None, None, None, 0.25, 0.25).window_forward()
+    window = kernel_cope._Pass([query, key, value, table, *[None] * 10], 0.25, 0.25).window_forward()
     assert (window.start == 0).all()
 
 
@@ -449,7 +449,7 @@ def test_float32_table_with_bfloat16_queries():
     tensors = inputs(1, 2, 1, 70, 70, 16, positions=64, dtype=torch.bfloat16)
     tensors[3] = torch.randn(16, 64, requires_grad=True)
     values = torch.empty(2, 128, 64, dtype=torch.int64)
-    kernel_cope._Pass(*tensors[:4], None, None, None, 0.25, 0.25).position_values(0, values)
+    kernel_cope._Pass([*tensors[:4], *[None] * 10], 0.25, 0.25).position_values(0, values)
     exact = tensors[0].double()[0] @ tensors[3].double() * 0.25
     steps = torch.cat([exact[..., 1:] - exact[..., :-1], torch.zeros_like(exact[..., :1])], -1)
     found = values[:, :70].view(torch.float32).unflatten(-1, (64, 2))
@@ -568,11 +568,11 @@ def test_grids_of_many_heads():
     heads, wide = (70_000, 1), 2**16 - 1
     query, table = meta(*heads, 64, 16), meta(16, 8)
     with recording() as launches:
-        attention = kernel_cope._Pass(query, query, query, table, None, None, None, 0.25, 0.25)
+        attention = kernel_cope._Pass([query, query, query, table, *[None] * 10], 0.25, 0.25)
         window = attention.window_forward()
         attention.window_backward(query, meta(*heads, 64), window)
         row = meta(*heads, 1, 16)
-        kernel_cope._decode._init_fn(row, query, query, table, *(None,) * 9, 0.25, 0.25, 8)
+        kernel_cope._decode._init_fn([row, query, query, table], range(4), 0.25, 0.25, 8)
         flash_forward(query, query, query, scaling=1.0)
         flash_backward_rows(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         flash_backward_columns(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
@@ -600,6 +600,12 @@ def test_same_result_twice():
 OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
 
 
+def check_operator(operator, tensors, *settings):
+    places = [place for place, one in enumerate(tensors) if one is not None]
+    arguments = ([tensors[place] for place in places], places, *settings)
+    torch.library.opcheck(operator, arguments, test_utils=OPERATOR_TESTS)
+
+
 @pytest.mark.parametrize(
     ("separate", "rotated"), slow_but([(True, True)], [(True, False), (False, False), (False, True), (True, True)])
 )
@@ -607,18 +613,16 @@ def test_operator(separate, rotated):
     query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=separate)
     position_query = torch.randn_like(query).requires_grad_() if rotated else None
     decay = decay_of(1, 2, 20, 30) if rotated else (None, None)
-    arguments = (query, key, value, table, gate_key, position_query, None, None, None, *decay, None, None, None)
-    arguments = (*arguments, 0.25, 0.25, 16, 0.0)
-    torch.library.opcheck(kernel_cope._forward, arguments, test_utils=OPERATOR_TESTS)
+    tensors = [query, key, value, table, gate_key, position_query, None, None, None, *decay, None, None, None]
+    check_operator(kernel_cope._forward, tensors, 0.25, 0.25, 16, 0.0)
     relative = torch.randn(5, 16, requires_grad=True), torch.arange(10, 30)[None], torch.arange(30)[None]
-    arguments = (*arguments[:6], *relative, None, None, *arguments[11:])
-    torch.library.opcheck(kernel_cope._forward, arguments, test_utils=OPERATOR_TESTS)
+    tensors[6:11] = *relative, None, None
+    check_operator(kernel_cope._forward, tensors, 0.25, 0.25, 16, 0.0)
 
 
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
-    row = (query[:, :, :1], *others, *(None,) * 9, 0.25, 0.25, 16)
-    torch.library.opcheck(kernel_cope._decode, row, test_utils=OPERATOR_TESTS)
+    check_operator(kernel_cope._decode, [query[:, :, :1], *others], 0.25, 0.25, 16)
 
 
 def test_second_derivative_is_refused():
@@ -650,6 +654,7 @@ def test_second_derivative_is_refused():
         ({"knots": torch.ones(8), "num_positions": 2}, r"knots=\(8,\) is not valid"),
         ({"knots": torch.ones(7, requires_grad=True), "num_positions": 2}, r"knots=\(7,\) is not valid"),
         ({"knots": torch.ones(7)}, "num_positions=None"),
+        ({"knots": torch.ones(0), "table": torch.zeros(16, 2), "num_positions": 2}, r"knots=\(0,\) is not valid"),
     ],
 )
 def test_bad_inputs(change, message):

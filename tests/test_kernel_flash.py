@@ -300,8 +300,8 @@ def test_tf32_as_pytorch_would(switch: Callable[[bool], None], monkeypatch: pyte
     try:
         for on in (True, False):
             switch(on)
-            assert kernel_launch.precision(torch.float32) == ("tf32" if on else "ieee")
-            assert kernel_launch.precision(torch.bfloat16) == "ieee"
+            assert kernel_launch.precision(torch.float32, 64) == ("tf32" if on else "ieee")
+            assert kernel_launch.precision(torch.bfloat16, 64) == "ieee"
     finally:
         _legacy(False)
         torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"

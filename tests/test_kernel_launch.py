@@ -1,13 +1,18 @@
 """How kernels are launched: the choice of tiles, and how often a kernel is compiled."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from triton.runtime import OutOfResources
 
 from whatwhere import kernel_launch
 from whatwhere.kernel_launch import Tiles
@@ -31,6 +36,93 @@ def test_the_first_tiles_that_compile(monkeypatch):
     with pytest.raises(RuntimeError, match="No tiles compile for a kernel") as error:
         choose(failing=CANDIDATES)
     assert "ptxas died" in str(error.value.__cause__)
+
+
+class Kernel:
+    """Something like a compiled kernel: what `warmup` and loading raise."""
+
+    fn, cache_key = types.SimpleNamespace(__name__="a_kernel"), "0" * 20
+
+    def __init__(self, compilation=None, loading=None):
+        self.compilation, self.loading, self.sizes = compilation, loading, []
+
+    def warmup(self, *arguments, BLOCK_N, **constants):
+        if self.compilation:
+            raise self.compilation
+        return self
+
+    def _init_handles(self):
+        if self.loading:
+            raise self.loading
+
+    def __getitem__(self, grid):
+        return lambda *arguments, BLOCK_N, **constants: self.sizes.append(BLOCK_N)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Launches as on a GPU, which is not there."""
+    monkeypatch.setattr(kernel_launch, "INTERPRETED", False)
+    monkeypatch.setattr(kernel_launch, "CHOSEN", {})
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.delenv("WHATWHERE_TILES", raising=False)
+
+
+def test_errors_of_the_device_are_raised(a_gpu):
+    """They are not taken for tiles that do not fit."""
+
+    def run(kernel):
+        kernel_launch.launch(kernel, (1,), CANDIDATES, (), (torch.empty(1),), {})
+
+    for error in (RuntimeError("ptxas died"), AssertionError("no layout")):
+        with pytest.raises(RuntimeError, match="No tiles compile"):
+            run(Kernel(compilation=error))
+    with pytest.raises(RuntimeError, match="No tiles compile"):
+        run(Kernel(loading=OutOfResources(2, 1, "shared memory")))
+    for text in ("an illegal memory access was encountered", "out of memory"):
+        with pytest.raises(RuntimeError, match=text):
+            run(Kernel(loading=RuntimeError(f"Triton Error [CUDA]: {text}")))
+
+
+def test_tiles_are_chosen_for_a_type_and_a_precision(a_gpu):
+    """What fits in one does not fit in another."""
+    kernel = Kernel()
+    for count, (dtype, precision) in enumerate(
+        [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee")], start=1
+    ):
+        given = torch.empty(1, 1, 1, 1, dtype=dtype)
+        for argument in (given, kernel_launch.heads(given)):
+            kernel_launch.launch(kernel, (1,), CANDIDATES, ("D",), (argument,), {"PRECISION": precision})
+        assert len(kernel_launch.CHOSEN) == count
+
+
+@pytest.mark.parametrize(
+    ("hip", "arch", "expected"),
+    [
+        (None, "", "tf32"),
+        ("6.4", "gfx942:sramecc+:xnack-", "tf32"),
+        ("6.4", "gfx90a", "ieee"),
+        ("7.0", "gfx950", "ieee"),
+    ],
+)
+def test_tf32_only_where_triton_has_it(monkeypatch, hip, arch, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *device: types.SimpleNamespace(gcnArchName=arch, name="a GPU")
+    )
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert kernel_launch.precision(torch.float32, 64) == expected
+        # Wide heads do not fit the shared memory of every GPU.
+        assert kernel_launch.precision(torch.float32, 256) == "ieee"
+        assert kernel_launch.precision(torch.bfloat16, 64) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert kernel_launch.precision(torch.float32, 64) == "ieee"
 
 
 def test_a_file_has_what_was_measured(monkeypatch, tmp_path):

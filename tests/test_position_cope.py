@@ -12,7 +12,8 @@ import whatwhere.attention_blockwise as attention_blockwise
 from tiny import bias_of, position_context, ranges_of, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
-from whatwhere.position_cope import CoPE, CoPEParameters, GatedCoPETerm, SharedCoPE
+from whatwhere.position_cope import CoPE, CoPEParameters, SharedCoPE
+from whatwhere.position_cope_gates import GatedCoPETerm
 from whatwhere.position_registry import PositionEncodings, supported_implementations
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.

@@ -21,7 +21,7 @@ MODELING = pathlib.Path(__file__).parent.parent / "modeling"
 CONFIGURATION = {"configuration_common.py", "configuration_whatwhere_llama.py"}
 COPIED = {
     *("attention.py", "attention_block.py", "attention_mask.py", "attention_triton.py"),
-    *("kernel_flash.py", "kernel_launch.py", "kernel_pope.py", "model_card.py"),
+    *("kernel_flash.py", "kernel_launch.py", "kernel_polar.py", "kernel_pope.py", "model_card.py"),
     *("modeling_whatwhere_llama.py", "position_base.py", "position_pope.py", "pretrained_model.py"),
 }
 CODE = COPIED | CONFIGURATION | {"position_registry.py"}
@@ -101,7 +101,7 @@ def test_exactly_these_files(hub, model):
     (files,) = hub.commits
     assert set(files) == CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     # Without decays or relative positions.
-    imported, terms = (rb"from \.kernel_terms import .+", rb"FAR = .+ = None")
+    imported, terms = (rb"from \.kernel_terms import .+", rb"added_bias = .+ = None")
     assert re.search(terms, files["kernel_flash.py"])
     for name in COPIED:
         assert re.sub(terms, b"", files[name]) == re.sub(imported, b"", (MODELING / name).read_bytes())

@@ -213,7 +213,8 @@ NEEDED = {
         *TERMS,
     },
     "cope+alibi": {"attention_blockwise", "position_cope", "position_alibi", "kernel_cope", *TERMS},
-    "pope": {"position_pope", "kernel_pope", *KERNELS},
+    "cope_mlp": {"attention_blockwise", "position_cope", "position_cope_mlp", "kernel_cope", "kernel_knots", *KERNELS},
+    "pope": {"position_pope", "kernel_pope", "kernel_polar", *KERNELS},
     "stick_breaking": {"attention_blockwise", "position_stick_breaking", "kernel_scan", *KERNELS},
     "fox+rope": {"attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *TERMS},
     "token_gated_cope": {
@@ -221,10 +222,10 @@ NEEDED = {
         *TERMS,
     },
     "relative": {"attention_blockwise", "position_relative", "kernel_relative", *TERMS},
-    "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_plain", *TERMS},
+    "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_polar", "kernel_plain", *TERMS},
     "rope,none": {"position_rope", "position_none"},
     "pope,alibi": {
-        *("attention_blockwise", "position_pope", "position_alibi", "kernel_pope", "kernel_plain"),
+        *("attention_blockwise", "position_pope", "position_alibi", "kernel_pope", "kernel_polar", "kernel_plain"),
         *TERMS,
     },
 }
@@ -245,8 +246,8 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
     for folder, names in (("modeling", modeling), ("configuration", configuration)):
         for stem in names - {"position_registry"}:
             whole = (ROOT / folder / f"{stem}.py").read_text()
-            if "kernel_terms" not in saved:
-                imported = r"from \.kernel_terms import (\([^)]*\)|.*)"
+            for left_out in {"kernel_knots", "kernel_polar", "kernel_terms"} - set(saved):
+                imported = rf"from \.{left_out} import (\([^)]*\)|.*)"
                 whole = re.sub(imported, lambda found: " = ".join([*re.findall(r"\w+", found[1]), "None"]), whole)
             assert saved[stem] == whole, stem
     # Of the list of encodings lines are left out, and modules that are not there are None.
@@ -263,7 +264,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("encoding", "lines"), [("rope", 2500), ("pope", 4600), ("cope", 6000)])
+@pytest.mark.parametrize(("encoding", "lines"), [("rope", 2500), ("pope", 4600), ("cope", 5600)])
 def test_a_saved_folder_is_short(encoding, lines, family, tmp_path):
     # Who loads it with trust_remote_code=True must read it.
     tiny_model(family, encoding).save_pretrained(tmp_path)
@@ -287,6 +288,26 @@ def test_two_copies_in_one_process(tmp_path, monkeypatch):
         expected = model(ids, attention_mask=mask).logits
         assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+
+
+@pytest.mark.parametrize("gates", ["key", "value"])
+def test_code_of_other_gates_is_saved_where_they_are_used(gates, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = tiny_model("llama", "cope", position_encoding_parameters={"gates": gates})
+    saved = tmp_path / f"gates_{gates}"
+    model.save_pretrained(saved)
+    assert (saved / "position_cope_gates.py").exists() == (gates != "key")
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    copy = get_class_from_dynamic_module("modeling_whatwhere_llama.WhatWhereLlamaForCausalLM", str(saved))
+    for implementation in ("blockwise", "eager"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found = copy.from_pretrained(saved, attn_implementation=implementation)(tokens(2, 12)).logits
+            assert torch.equal(found, model(tokens(2, 12)).logits)
+    if gates == "key":
+        with pytest.raises(ValueError, match=r"'gates'\]='value' is not valid.*has no code for others"):
+            copy.from_pretrained(saved, position_encoding_parameters={"gates": "value"})
 
 
 def test_corrupt_checkpoints_are_refused(tmp_path):

@@ -21,24 +21,21 @@ import triton
 import triton.language as tl
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from whatwhere.kernel_cope import WINDOW_ROWS, Window, _counts, _Pass, _running_counts, _triangle
+from whatwhere.kernel_cope import Window, _counts, _Pass, _running_counts, _triangle
 from whatwhere.kernel_flash import (
     LN_2,
     LOG2_E,
     MASKED,
-    Polar,
     _decode_splits,
     decode_kernel,
     flash_backward_columns,
     flash_backward_rows,
     flash_forward,
-    load,
-    pointer,
     row_products,
     softmax_step,
-    store,
 )
-from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, precision
+from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from whatwhere.kernel_polar import polar_argument
 
 # Rows and keys of a block of FlexAttention's mask.
 BLOCK = 128
@@ -71,13 +68,13 @@ def causal_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, 
     return result
 
 
-def _left_of(start: torch.Tensor, Q: int, K: int) -> BlockMask:
-    """Returns the mask that shows row i the keys before start[b, h, i // WINDOW_ROWS]; start int32 (B, H, n)."""
-    rows = BLOCK // WINDOW_ROWS
+def _left_of(start: torch.Tensor, count: int, Q: int, K: int) -> BlockMask:
+    """Returns the mask that shows row i the keys before start[b, h, i // count]; start int32 (B, H, n)."""
+    rows = BLOCK // count
     blocks = -(-Q // BLOCK)
     # Rows from Q on do not count.
     some = torch.nn.functional.pad(start, (0, blocks * rows - start.shape[-1])).unflatten(-1, (blocks, rows)).amax(-1)
-    every = start.repeat_interleave(WINDOW_ROWS, -1)[..., :Q]
+    every = start.repeat_interleave(count, -1)[..., :Q]
     every = torch.nn.functional.pad(every, (0, blocks * BLOCK - Q), value=K).unflatten(-1, (blocks, BLOCK)).amin(-1)
     full = every // BLOCK
     partial = (some + BLOCK - 1) // BLOCK - full
@@ -89,7 +86,7 @@ def _left_of(start: torch.Tensor, Q: int, K: int) -> BlockMask:
         full.int(),
         keys.contiguous(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=lambda b, h, q, k: k < start[b, h, q // WINDOW_ROWS],
+        mask_mod=lambda b, h, q, k: k < start[b, h, q // count],
         seq_lengths=(Q, K),
     )
 
@@ -107,19 +104,19 @@ class _CoPEFlex(torch.autograd.Function):
         scaling: float,
         position_scale: float,
     ) -> torch.Tensor:
-        attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
+        attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
         window = attention.window_forward()
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         with torch.enable_grad():
             plain, aux = _attend(query)(
                 *inputs,
-                block_mask=_left_of(window.start, query.shape[2], key.shape[2]),
+                block_mask=_left_of(window.start, attention.rows, query.shape[2], key.shape[2]),
                 scale=scaling,
                 enable_gqa=True,
                 return_aux=AuxRequest(lse=True),
             )
         plain_lse = aux.lse
-        nothing = window.start.repeat_interleave(WINDOW_ROWS, -1)[..., : query.shape[2]] == 0
+        nothing = window.start.repeat_interleave(attention.rows, -1)[..., : query.shape[2]] == 0
         shifted = (plain_lse.detach() + window.constant).masked_fill(nothing, -torch.inf)
         lse = torch.logaddexp(shifted, window.lse)
         share = (shifted - lse).exp()[..., None]
@@ -265,7 +262,7 @@ class _OnChip(torch.autograd.Function):
         scaling: float,
         position_scale: float,
     ) -> torch.Tensor:
-        attention = _Pass(query, key, value, table, None, None, None, scaling, position_scale)
+        attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
         B, H, Q, K, P, D = attention.B, attention.H, attention.Q, attention.K, attention.P, attention.D
         per_row, per_block = (B, H, Q), (B, H, attention.blocks)
         window = Window(
@@ -280,7 +277,7 @@ class _OnChip(torch.autograd.Function):
         launch(
             window_on_chip_kernel,
             (attention.blocks * B * H,),
-            [Tiles(WINDOW_ROWS, 32, 8, 2), Tiles(WINDOW_ROWS, 16, 8, 2)],
+            [Tiles(attention.rows, 32, 8, 2), Tiles(attention.rows, 16, 8, 2)],
             attention.tune,
             (
                 *(heads(query), heads(key), heads(value), attention.table, window, scaling, position_scale),
@@ -293,7 +290,7 @@ class _OnChip(torch.autograd.Function):
             key,
             value,
             scaling=scaling,
-            bound=(window.start, WINDOW_ROWS),
+            bound=(window.start, attention.rows),
             constant=window.constant,
             initial=(window.out, window.lse),
         )
@@ -304,11 +301,11 @@ class _OnChip(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, table, out, lse, *rest = ctx.saved_tensors
-        attention = _Pass(query, key, value, table, None, None, None, *ctx.settings)
+        attention = _Pass([query, key, value, table, *[None] * 10], *ctx.settings)
         window, delta = Window(out, lse, *rest), row_products(grad, out)
         grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, window)
         plain = (grad, query, key, value, lse - window.constant, delta)
-        options: dict[str, Any] = {"scaling": ctx.settings[0], "bound": (window.start, WINDOW_ROWS)}
+        options: dict[str, Any] = {"scaling": ctx.settings[0], "bound": (window.start, attention.rows)}
         grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
         grad_key, grad_value, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
         return grad_query, grad_key, grad_value, grad_table.to(table.dtype), None, None
@@ -341,7 +338,7 @@ def decode_once_kernel(
 ):  # fmt: skip
     """`decode_kernel`; the last program of a key head joins its splits. done: int32 (B * G), 0 before and after."""
     decode_kernel(
-        query, key, value, parts, top_lse, ranges, None, polar, None, None, scaling, G, groups, K, splits,
+        query, key, value, parts, top_lse, ranges, None, polar, None, scaling, G, groups, K, splits,
         D, V, R, PRECISION, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     tl.debug_barrier()
@@ -387,10 +384,7 @@ def decode_once(
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
     out = torch.empty(B, H, 1, V, dtype=query.dtype, device=query.device)
-    tables, R = None, 0
-    if polar is not None:
-        tables = Polar(*polar, *(0 if table.shape[0] == 1 else table.stride(0) for table in (polar[0], polar[2])))
-        R = polar[0].shape[-1]
+    tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     rows = block_width(H // G)
     launch(
         decode_once_kernel,
@@ -402,7 +396,7 @@ def decode_once(
             *(float(scaling), G, H // G, K, splits),
         ),
         {
-            **{"D": D, "V": V, "R": R, "PRECISION": precision(query.dtype), "BLOCK_D": block_width(D)},
+            **{"D": D, "V": V, "R": R, "PRECISION": precision(query.dtype, V), "BLOCK_D": block_width(D)},
             **{"BLOCK_V": block_width(V), "BLOCK_S": block_width(splits)},
         },
     )

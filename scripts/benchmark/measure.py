@@ -147,9 +147,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def device_is_lost(error: BaseException) -> bool:
-    """Whether this process cannot use the GPU after an error, such as an illegal memory access."""
-    words = ("CUDA error", "illegal memory access", "unspecified launch failure", "device-side assert")
-    return not out_of_memory(error) and any(word in str(error) for word in words)
+    """Whether this process cannot use the GPU after an error, such as an illegal memory access, or after its cause."""
+    words = ("CUDA error", "HIP error", "illegal memory access", "misaligned address", "unspecified launch failure")
+    if not out_of_memory(error) and any(word in str(error) for word in (*words, "device-side assert")):
+        return True
+    return error.__cause__ is not None and device_is_lost(error.__cause__)
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
