@@ -156,8 +156,6 @@ def auto_kernel(
     context: PositionContext | None,
 ) -> torch.Tensor | None:
     """Returns the output of the layer's kernel for attn_implementation="auto", or None where it is not used."""
-    if not runs_by_default(query.device) or module.encodings.kernel_name is None:
-        return None
-    if unsupported(query, attention_mask) is not None:
+    if not runs_by_default(query.device) or module.encodings.kernel_name is None or unsupported(query, attention_mask):
         return None
     return kernel_attention(module, query, key, value, attention_mask, scaling, dropout, context)

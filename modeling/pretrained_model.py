@@ -109,8 +109,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             NotADirectoryError: `save_directory` is a file. (Transformers logs that and returns without saving.)
             FileExistsError: it has Python files of other code that would be overwritten.
         """
-        cls = type(self)
-        if cls.__name__.startswith("FSDP"):
+        if (cls := type(self)).__name__.startswith("FSDP"):
             # FSDP2 makes a subclass, whose name would be saved.
             self.__class__ = cls.__mro__[2]
             try:
@@ -191,9 +190,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         """What `generate_batch` calls; raises ValueError where paged attention does not support the encoding."""
         if "flash_attention" not in supported_implementations(self.config):
             raise ValueError(
-                f"Continuous batching does not support position_encoding={self.config.position_encoding!r}: paged "
-                "attention has no bias and no rotation of cached keys. Use generate(). Allowed: 'none', 'absolute', "
-                "'sinusoidal', 'rope'."
+                f"Continuous batching does not support position_encoding={self.config.position_encoding!r}. Use "
+                "generate(). Allowed: 'none', 'absolute', 'sinusoidal', 'rope'."
             )
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
@@ -301,8 +299,7 @@ def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) ->
     if length > limit:
         raise ValueError(
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
-            f"({limit} tokens). Shorten it, or use another encoding: all but 'absolute' and 'relative' have no limit, "
-            "and 'relative' has none with beyond='last' or 'none'."
+            f"({limit} tokens). Only 'absolute', and 'relative' without beyond='last' or 'none', have a limit."
         )
 
 
