@@ -171,7 +171,8 @@ def test_slurm_script(tmp_path):
             capture_output=True,
             text=True,
         )
-        assert done.returncode == status, done.stderr
+        assert done.returncode == (0 if requeued else status), done.stderr
+        assert not list(tmp_path.glob(".stopped*"))
         assert done.stdout.strip() == "9 1 64 node0 -m whatwhere train llama_7b --output runs/a b --resume auto"
         assert (tmp_path / "requeued").exists() == requeued
 

@@ -19,15 +19,22 @@ set -uo pipefail
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 
-# --kill-on-bad-exit: when one process fails, the others end too.
+export STOPPED=$PWD/.stopped-$SLURM_JOB_ID
+
+# --kill-on-bad-exit: when one process fails, the others end too. One that stops with a checkpoint (128 + the signal) does
+# not fail, so that the others can end by themselves.
 srun --kill-on-bad-exit=1 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-    exec python -m whatwhere train "$@" --resume auto
+    trap : USR1
+    python -m whatwhere train "$@" --resume auto
+    status=$?
+    [ "$status" -eq $((128 + $(kill -l USR1))) ] || exit "$status"
+    touch "$STOPPED"
 ' train "$@"
 status=$?
 
-# 128 + the signal: stopped with a checkpoint.
-if [ "$status" -eq $((128 + $(kill -l USR1))) ]; then
+if [ -e "$STOPPED" ]; then
+    rm "$STOPPED"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

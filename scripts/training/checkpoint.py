@@ -11,11 +11,13 @@ are written in the background. The folder gets its name when all of its files ar
 """
 
 import contextlib
+import datetime
 import json
 import os
 import random
 import re
 import shutil
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..data.prepared import file_sha256
 from .errors import TrainingError
+from .recipe import DDP_TIMEOUT
 from .run_folder import RunFolder, step_of
 
 FORMAT = 3
@@ -51,14 +54,16 @@ class Checkpoints:
     Args:
         folder: of the run.
         keep: number of checkpoints to keep.
+        timeout: of communication, in seconds.
     """
 
-    def __init__(self, folder: RunFolder, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: RunFolder, keep: int, timeout: int = DDP_TIMEOUT) -> None:
+        self.folder, self.keep, self.timeout = folder, keep, timeout
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         # The training's own group is used by another thread.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        limit = datetime.timedelta(seconds=timeout)
+        self._group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
 
     @property
     def has_failed(self) -> bool:
@@ -86,12 +91,24 @@ class Checkpoints:
             try:
                 self._write(folder, copied, state)
                 if _is_first():
-                    self.remove(self.folder.checkpoints()[: -self.keep], best)
+                    self._remove_old(best)
             except BaseException as error:
                 self._error = error
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _remove_old(self, best: dict[str, Any] | None) -> None:
+        try:
+            self.remove(self.folder.checkpoints()[: -self.keep], best)
+        except OSError as error:
+            # The new checkpoint is complete.
+            print(f"an old checkpoint cannot be deleted: {error}", file=sys.stderr)
+
+    def finish_writing(self) -> None:
+        """Waits for the last checkpoint at most as long as for communication; ignores errors."""
+        if self._thread is not None:
+            self._thread.join(self.timeout)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is written.
@@ -119,7 +136,10 @@ class Checkpoints:
         try:
             with self._agreed(folder), self.writing(folder):
                 write_tensors(draft, tensors, self._group)
-            digests = self._gathered({file.name: file_sha256(file) for file in _own_files(draft)})
+            own: dict[str, str] = {}
+            with self._agreed(folder), self.writing(folder):
+                own = {file.name: file_sha256(file) for file in _own_files(draft)}
+            digests = self._gathered(own)
             with self._agreed(folder), self.writing(folder):
                 if _is_first():
                     write_state(draft, state, digests)
@@ -140,12 +160,14 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _agreed(self, folder: Path) -> Iterator[None]:
-        """Raises a TrainingError of one process in all."""
+        """Raises an error of one process in all, as a TrainingError."""
         problem = ""
         try:
             yield
         except TrainingError as error:
             problem = str(error)
+        except Exception as error:
+            problem = f"{str(folder)!r} cannot be written: {type(error).__name__}: {error}. {self.advice()}"
         problems = self._gathered({str(dist.get_rank() if self._group else 0): problem})
         if problem := next(filter(None, problems.values()), ""):
             raise TrainingError(problem)

@@ -106,6 +106,11 @@ def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
             f"distributed.tp={tp!r} is not valid: model.family={recipe.model['family']!r} has no tensor-parallel plan. "
             "Allowed: 'llama'."
         )
+    if config.tie_word_embeddings:
+        raise RecipeError(
+            f"distributed.tp={tp!r} is not valid with model.tie_word_embeddings=True: the plan divides the embeddings "
+            "and the output layer in different ways. Allowed: False."
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) % tp:
             raise RecipeError(f"distributed.tp={tp!r} is not valid: it must divide {name}={getattr(config, name)!r}.")
@@ -135,7 +140,8 @@ def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=training.ddp_timeout))],
     )
     kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+    shards = kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+    if shards or getattr(accelerator, "parallelism_config", None) is not None:
         raise TrainingError(
             f"accelerate's distributed_type={kind.value!r} is not valid: the recipe's `distributed` section shards the "
             "model. Launch with a configuration for several GPUs, or with torchrun."
@@ -198,17 +204,26 @@ def decoder_layers(model: Any) -> Iterable[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def accumulating(model: Any, accelerator: Accelerator) -> Iterator[None]:
-    """Keeps gradients in this process, until a backward pass outside."""
-    if not isinstance(model, FSDPModule):
-        with accelerator.no_sync(model):
-            yield
-        return
-    model.set_requires_gradient_sync(False)
-    try:
+def accumulating(model: Any, layout: Layout, accelerator: Accelerator, *, last: bool) -> Iterator[None]:
+    """The forward and backward pass of a part of a batch; gradients are communicated in that of the last part.
+
+    With tensor parallelism, Transformers adds up the gradients of undivided parameters over processes after each
+    backward pass, so those of earlier parts must not be among them. FSDP then communicates in each part.
+    """
+    if layout.tp > 1:
+        earlier = {} if isinstance(model, FSDPModule) else {p: p.grad for p in model.parameters()}
+        for parameter in earlier:
+            parameter.grad = None
         yield
-    finally:
-        model.set_requires_gradient_sync(True)
+        for parameter, gradient in earlier.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        yield
+    else:
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            yield
 
 
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:

@@ -56,7 +56,7 @@ _CHECKPOINTING = (
 
 
 # The place of each process in a stream, beside Trainer's files.
-STREAM = "stream-{}.json"
+STREAM = "stream-{}-of-{}.json"
 
 Length = Annotated[int, Field(ge=2)]
 
@@ -248,8 +248,7 @@ def _finetune(
         trainer = _trainer(model, options, output, blocks, received)
         last = _newest_checkpoint(folder, options.streaming) if resume else None
         if last and options.streaming:
-            files = [Path(last, STREAM.format(rank)) for rank in range(len(list(Path(last).glob(STREAM.format("*")))))]
-            states = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+            states = [json.loads(file.read_text(encoding="utf-8")) for file in _stream_files(Path(last))]
             blocks["train"].load_state_dict(states, (processes.process_index, processes.num_processes))
         # Keeps the random numbers of training independent of this evaluation.
         with torch.random.fork_rng():
@@ -425,7 +424,7 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_json(folder / STREAM.format(args.process_index), blocks["train"].state_dict())
+            write_json(folder / STREAM.format(args.process_index, args.world_size), blocks["train"].state_dict())
 
     class StreamTrainer(Trainer):
         """Takes the batches of a stream as they are; each process has its own."""
@@ -468,13 +467,22 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
     )
 
 
+def _stream_files(checkpoint: Path) -> list[Path]:
+    """Returns the files with the places of all processes in the stream, by rank; empty if one is missing."""
+    found = next(checkpoint.glob(STREAM.format("*", "*")), None)
+    if found is None:
+        return []
+    count = int(found.stem.rpartition("-")[2])
+    files = [checkpoint / STREAM.format(rank, count) for rank in range(count)]
+    return files if all(file.exists() for file in files) else []
+
+
 def _newest_checkpoint(folder: RunFolder, streaming: bool) -> str | None:
     """Returns the newest complete one of Trainer's checkpoints, which does not check that itself; None without one."""
     for path in reversed(folder.checkpoints()):
         # Trainer writes the last of these files last, and then we write the place in the stream.
         names = ["optimizer.pt", "scheduler.pt", "rng_state*.pth", "*.safetensors", "trainer_state.json"]
-        names += [STREAM.format("*")] if streaming else []
-        if all(any(path.glob(name)) for name in names):
+        if all(any(path.glob(name)) for name in names) and (not streaming or _stream_files(path)):
             return str(path)
         print(f"{str(path)!r} is incomplete: looking for an earlier checkpoint")
     return None

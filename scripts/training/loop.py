@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -97,9 +96,14 @@ def train(
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
         with run.explaining_errors():
-            run.begin(resume=resume, resume_from=resume_from)
-            run.train()
-            return run.finish(arguments, end=end)
+            try:
+                run.load_data_and_model()
+                run.begin(resume=resume, resume_from=resume_from)
+                run.train()
+                return run.finish(arguments, end=end)
+            except Exception:
+                run.checkpoints.finish_writing()
+                raise
 
 
 def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
@@ -146,8 +150,12 @@ class Run:
         self.accelerator = build_accelerator(training, output)
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         self.layout = check_layout(recipe, build_config(recipe), processes, rank)
-        self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints)
+        self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints, training.ddp_timeout)
         self.micro_batch_size = training.micro_batch_size or training.batch_size // self.layout.data_share[1]
+
+    def load_data_and_model(self) -> None:
+        """Reads the data, and builds the model and the optimiser."""
+        recipe, training = self.recipe, self.recipe.training
         self.say("reading and tokenising the data")
         self.data = load_data(recipe, self.data_dir)
         if self.data.note:
@@ -160,7 +168,7 @@ class Run:
         self.optimizer, self.scheduler = build_optimizer(self.whole_model, training)
         self.say(
             f"{self.parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}"
-            + (f", {processes} processes ({self.layout})" if processes > 1 else "")
+            + (f", {self.layout}" if self.accelerator.num_processes > 1 else "")
         )
 
     def say(self, message: str) -> None:
@@ -240,7 +248,7 @@ class Run:
                     self.save_checkpoint()
                 if stop and not last:
                     self.checkpoints.wait()
-                    raise Interrupted(received[0] if received else signal.SIGTERM, self.step)
+                    raise Interrupted(gather_object(received[:1])[0], self.step)
 
     def costs(self, speed: float) -> dict[str, float]:
         """Returns the speed for each device, and on a known GPU the model FLOPs utilisation (see `flops_per_token`)."""
@@ -289,9 +297,7 @@ class Run:
         parts = [rows[i : i + self.micro_batch_size] for i in rows[:: self.micro_batch_size]]
         total = torch.zeros((), device=self.accelerator.device)
         for part in parts:
-            # Gradients are synchronised only in the last backward pass.
-            last = part is parts[-1]
-            with contextlib.nullcontext() if last else accumulating(self.model, self.accelerator):
+            with accumulating(self.model, self.layout, self.accelerator, last=part is parts[-1]):
                 inputs = {
                     name: tensor[part.start : part.stop].to(self.accelerator.device, non_blocking=True)
                     for name, tensor in batch.items()
@@ -299,7 +305,7 @@ class Run:
                 loss = self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
                 total += loss.detach()
                 # Data-parallel training averages gradients over processes, but the sum is needed here.
-                self.accelerator.backward(loss * self.layout.data_share[1])
+                (loss * self.layout.data_share[1]).backward()
         norm = clip_gradients(self.whole_model.parameters(), self.recipe.training.clip_norm)
         self.optimizer.step()
         self.scheduler.step()
@@ -318,6 +324,7 @@ class Run:
         values = {"loss": loss.item(), "gradient_norm": norm.item()}
         for name, value in values.items():
             if not math.isfinite(value):
+                self.checkpoints.wait()
                 raise TrainingError(
                     f"{name}={value!r} at step {self.step}: training has diverged. Nothing was saved after the "
                     "last checkpoint. Lower training.learning_rate, or lengthen training.warmup_steps. "

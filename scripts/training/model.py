@@ -4,12 +4,13 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 from whatwhere.position_registry import max_length
 
+from ..data.pack import IGNORED
 from .distributed import by_mesh, decoder_layers
 from .recipe import Recipe, RecipeError, TrainingRecipe, model_problem
 
@@ -92,33 +93,28 @@ _KEPT = [
 ]
 
 
-def _use_chunked_loss(model: Any) -> None:
-    """Lets the model compute its loss from the hidden states in chunks; its `logits` are then hidden states.
+# Tokens whose logits exist at a time with `chunked_loss`.
+_CHUNK = 1024
 
-    Raises:
-        RecipeError: this version of PyTorch has no `linear_cross_entropy`.
-    """
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise RecipeError(
-            f"training.chunked_loss=True is not valid with torch {torch.__version__}: it needs 2.13. Allowed: False."
-        )
+
+def _use_chunked_loss(model: Any) -> None:
+    """Lets the model compute its loss from the hidden states in chunks; its `logits` are then hidden states."""
     head = model.lm_head
     # The model calls both in its forward pass, where weights sharded by FSDP are whole.
     head.forward = lambda hidden_states: hidden_states
 
+    def chunk_loss(hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(hidden_states, weight).float()
+        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
     def loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int, **_: Any) -> torch.Tensor:
-        hidden_states, weight = logits[:, :-1].flatten(0, 1), head.weight
-        if torch.is_autocast_enabled(logits.device.type):
-            dtype = torch.get_autocast_dtype(logits.device.type)
-            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        total = torch.nn.functional.linear_cross_entropy(
-            hidden_states,
-            weight,
-            labels[:, 1:].flatten(),
-            reduction="sum",
-            options=torch.nn.LinearCrossEntropyOptions(),
-        )
-        return total / num_items_in_batch
+        chunks = zip(logits[:, :-1].flatten(0, 1).split(_CHUNK), labels[:, 1:].flatten().split(_CHUNK))
+        # The backward pass computes the logits of a chunk again.
+        parts = [
+            checkpoint(chunk_loss, hidden_states, head.weight, targets, use_reentrant=False, preserve_rng_state=False)
+            for hidden_states, targets in chunks
+        ]
+        return torch.stack(parts).sum() / num_items_in_batch
 
     model.loss_function = loss
 
