@@ -193,7 +193,7 @@ def test_rows_that_see_the_future():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("channels", "positions"), [(16, 2), (40, 33), (64, 64), (128, 300)])
+@pytest.mark.parametrize(("channels", "positions"), [(16, 2), (40, 33), (64, 64), (128, 300), (256, 8)])
 def test_widths(channels, positions):
     """Head dims and tables that are no power of two; more positions than keys."""
     compare(inputs(1, 2, 2, 70, 70, channels, positions), scaling=0.1, position_scale=0.1)
