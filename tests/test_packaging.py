@@ -275,7 +275,7 @@ def test_base_install_is_told_the_extra(tmp_path):
     hidden = ("accelerate", "datasets", "peft", "lm_eval", "evaluate", "matplotlib", "miditok", "symusic", "pyarrow")
     scripts = {
         "train": (["demo_rope"], "datasets", "train"),
-        "finetune": (["x", "--output", "y"], "datasets", "train"),
+        "finetune": (["x", "--output", "y"], "peft", "train"),
         "task": (["x"], "datasets", "train"),
         "demo": ([], "datasets", "train"),
         "length": (["x", "--data", "pg19"], "datasets", "train"),

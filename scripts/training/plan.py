@@ -268,13 +268,8 @@ class Tracker(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor)
-        logits = self._bytes["logits"]
-        # The chunked loss of PyTorch is one operator; inside, it has float32 logits of a chunk.
-        names = [argument.name for argument in func._schema.arguments]
-        if "batch_chunk_size" in names[: len(args)]:
-            logits += 4 * args[names.index("batch_chunk_size")] * self.vocabulary
         gradients = self._in_layers[False], self._in_layers[True]
-        self.history.append(Existing(*gradients, self._bytes["activations"], logits))
+        self.history.append(Existing(*gradients, self._bytes["activations"], self._bytes["logits"]))
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
