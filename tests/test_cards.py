@@ -563,7 +563,7 @@ def test_shipped_snippets_run(name, tmp_path, monkeypatch, capsys):
     ("name", "keys", "message"),
     [
         ("results.json", ("metrics",), "results.json: metrics is missing"),
-        ("length_pg19.json", ("checkpoints", 0, "cells", 0, "length"), r"checkpoints\[0\].cells\[0\].length is missing"),
+        ("length_pg19.json", ("checkpoints", 0, "cells", 0, "length"), r"cells\[0\].length is missing"),
         ("lm_eval.json", ("tasks", "piqa", "metrics"), r"tasks.metrics is missing"),
     ],
 )
