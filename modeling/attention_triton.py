@@ -113,8 +113,7 @@ def kernel_attention(
         # Rotated queries and keys may be float32 beside values of autocast's type.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    options = {"ranges": ranges, "scaling": scaling, "dropout": dropout}
-    output = module.encodings.kernel(query, key, value, context, **options)
+    output = module.encodings.kernel(query, key, value, context, ranges=ranges, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous()
 
 

@@ -116,7 +116,7 @@ def launch(
     """Runs a kernel with the first tiles that compile and fit the device.
 
     The choice is the same in every process. The variable WHATWHERE_TILES names a JSON file with choices that
-    `whatwhere gpu-check --tiles` measured, for a kind of device, a version of Triton and the present code of a kernel.
+    `whatwhere gpu-check` measured, for a kind of device, a version of Triton and the present code of a kernel.
 
     Args:
         kernel: a `triton.jit` function.
@@ -148,8 +148,7 @@ def launch(
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
-    sizes = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns}
-    return {**sizes, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def _name(kernel: Any, key: tuple[Hashable, ...]) -> str:
@@ -177,15 +176,17 @@ def choose(
 ) -> Tiles:  # fmt: skip
     """Returns the tiles of a kernel; `scripts/kernel_tiles.py` replaces this, and times `run` if it is not None."""
     file = os.environ.get("WHATWHERE_TILES")
-    known = json.loads(pathlib.Path(file).read_text(encoding="utf-8")) if file else {}
+    try:
+        known = json.loads(pathlib.Path(file).read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"WHATWHERE_TILES={file!r} cannot be read: {error}") from error
     measured = [Tiles(*known[name])] if name in known else []
-    errors: list[Exception] = []
+    problem: Exception | None = None
     for tiles in (*measured, *candidates):
-        error = compiles(tiles)
-        if error is None:
+        problem = compiles(tiles)
+        if problem is None:
             return tiles
-        errors.append(error)
-    raise RuntimeError(f"No tiles compile for {name}.") from errors[-1]
+    raise RuntimeError(f"No tiles compile for {name}.") from problem
 
 
 def precision(dtype: torch.dtype, width: int) -> str:

@@ -299,7 +299,7 @@ def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) ->
     if length > limit:
         raise ValueError(
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
-            f"({limit} tokens). Only 'absolute', and 'relative' without beyond='last' or 'none', have a limit."
+            f"({limit} tokens). Shorten it, or use an encoding other than 'absolute' and 'relative'."
         )
 
 

@@ -485,7 +485,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark (default 8)")
     parser.add_argument(
         "--jobs",
         type=int,
@@ -495,7 +495,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], help="groups whose name contains this; repeatable")
     parser.add_argument("--case", help="one case, by its whole name, in this process; no files")
     parser.add_argument("--no-benchmark", action="store_true", help="check only")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/gpu_check"), help="a folder")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("runs/gpu_check"), help="a folder; default runs/gpu_check"
+    )
     parser.add_argument("--cache", type=pathlib.Path, help="folder of compiled kernels; default: `cache` in --output")
     parsed = parser.parse_args(arguments)
     for name in ("minutes", "jobs"):

@@ -207,3 +207,13 @@ def test_lengths_do_not_compile_kernels_again(tmp_path):
     of_scan = {name: counts.pop(name) // 2 for name in list(counts) if name.startswith("_scan_")}
     # With and without ranges; and a cache whose strides are, or are not, multiples of 16.
     assert max((counts | of_scan).values()) <= 4, counts | of_scan
+
+
+@pytest.mark.parametrize("content", [None, "{cut"])
+def test_an_unreadable_file_of_tiles_is_named(tmp_path, monkeypatch, content):
+    file = tmp_path / "tiles.json"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("WHATWHERE_TILES", str(file))
+    with pytest.raises(ValueError, match=r"WHATWHERE_TILES='.*tiles\.json' cannot be read"):
+        kernel_launch.choose("kernel", [kernel_launch.Tiles(16, 16)], lambda tiles: None, None)

@@ -442,3 +442,13 @@ def test_decay_and_schedule():
     assert rates[:3] == [0.0, 5e-4, 1e-3]
     assert rates == [*rates[:3], *sorted(rates[3:], reverse=True)]
     assert scheduler.get_last_lr()[0] == pytest.approx(1e-4)
+
+
+def test_a_validation_file_alone_keeps_the_text_of_the_recipe(tmp_path):
+    """`--validation-file` replaces only that part of a recipe with files of its own."""
+    file = tmp_path / "mine.yaml"
+    values = yaml.safe_load((RECIPES / "demo_rope.yaml").read_text())
+    values["data"] = {"source": "local", "train_file": "a.txt", "sequence_length": 256}
+    file.write_text(yaml.safe_dump(values))
+    recipe = load_recipe(file, validation_file=["b.txt"])
+    assert (recipe.data.train_file, recipe.data.validation_file) == ("a.txt", ["b.txt"])

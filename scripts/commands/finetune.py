@@ -19,7 +19,7 @@ DESCRIPTION = """Fine-tune one of our models, or a stock GPT-2 or Llama, with it
 On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --output runs/mine
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
 
-Ctrl-C or SIGTERM writes a checkpoint; --resume continues. Several processes: torchrun -m whatwhere finetune."""
+Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume continues. On several GPUs: torchrun -m whatwhere finetune."""
 
 
 def json_value(text: str) -> Any:

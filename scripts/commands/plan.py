@@ -12,8 +12,7 @@ DESCRIPTION = """Print what a recipe needs: parameters, memory of a device, FLOP
     whatwhere plan openwebtext --devices 8 --set training.micro_batch_size=8 --device-memory 80 --device H100
     whatwhere plan llama_7b --devices 64 --device-memory 80 --device H100
 
-Memory is that of the tensors of a training step, which runs on tensors without memory. Time is that of the steps
-alone."""
+A training step is traced without allocating its tensors. Memory is that of the tensors; time is that of the steps."""
 
 # The part of a device's memory that tensors can have; the rest is for its context, communication and fragmentation.
 USABLE = 0.9

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     result = command_parser("prepare", "RECIPE [OPTIONS]", DESCRIPTION)
     result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
-    result.add_argument("--processes", type=int, metavar="N", help="that tokenise; default: one for each core")
+    result.add_argument("--processes", type=int, metavar="N", help="number of processes; default: one for each core")
     result.add_argument("--train-file", nargs="+", metavar="FILE", help="your text, as for `whatwhere train`")
     result.add_argument("--validation-file", nargs="+", metavar="FILE", help="text to evaluate on")
     result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
         if recipe.data.source == "task" or recipe.data.streaming:
             field = "streaming=True" if recipe.data.streaming else "source='task'"
             advice = " Use --set data.streaming=false, also with `whatwhere train`." if recipe.data.streaming else ""
-            raise ValueError(f"data.{field} is not valid: only text that is not a stream can be prepared.{advice}")
+            reason = "streams" if recipe.data.streaming else "samples of tasks, which are generated,"
+            raise ValueError(f"data.{field} is not valid: {reason} cannot be prepared.{advice}")
         data = load_data(recipe, options.data_dir, processes=options.processes)
         parts = [
             (split, part)

@@ -15,8 +15,8 @@ On your own text:                 whatwhere train demo_rope --train-file mytext/
 On one or more GPUs:              accelerate launch -m whatwhere train code_cope
 On several CPU processes:         torchrun --nproc_per_node 2 -m whatwhere train demo_rope
 
-Comments in the recipes (scripts/recipes/) explain every key. Ctrl-C or SIGTERM writes a checkpoint; --resume continues
-from it, with the same weights and metrics as an uninterrupted run."""
+Comments in the recipes (scripts/recipes/) explain every key. Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume
+continues from it, with the same weights and metrics as an uninterrupted run."""
 EPILOG = """A document is a text file, a line of a jsonl file or a row of a parquet file (its `text`, or --set
 data.text_field=NAME). Without --validation-file, 5 % of the documents are held out, or with fewer than 20 documents the
 last 5 % of each."""
@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
             return "Nothing was written: start again."
         data_dir = ["--data-dir", options.data_dir] if options.data_dir else []
         command = shlex.join([record, "--output", str(output), "--resume", *data_dir])
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return f"Continue with the same launcher and number of processes:\n\n    -m whatwhere train {command}"
         return f"Continue with:\n\n    whatwhere train {command}"
 
     with reported(advice):

@@ -173,7 +173,7 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
     if few < _FEW:
         what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
     else:
-        what = f"{len(chosen)} of {few} documents, drawn at random"
+        what = f"{len(chosen)} of {few} documents, drawn at random,"
     validation.info.description = f"no validation file given: {what} are held out for validation"
     return train, validation
 

@@ -337,7 +337,8 @@ class TextBlocks:
             self.count = text.tokens // sequence_length
         self.count = min(self.count, self.count if limit is None else limit)
         if not self.count:
-            raise ValueError(f"sequence_length={sequence_length!r} is not valid: {name} has fewer tokens.")
+            has = f"{text.tokens} tokens" if text.tokens else "no documents"
+            raise ValueError(f"sequence_length={sequence_length!r} is not valid: {name} has {has}.")
 
     def __len__(self) -> int:
         return self.count

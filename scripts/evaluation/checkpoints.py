@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -49,7 +50,8 @@ def checked_loading(checkpoint: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded: {error}") from error
+        where = "" if os.path.exists(checkpoint) else " (there is no such folder here, so it was looked up on the Hub)"
+        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded{where}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def longest_length(model: nn.Module) -> int | None:
 def at_least_one(text: str) -> int:
     """Returns the positive integer of an option; argparse reports the error with the option's name."""
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid: it must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid: it must be a whole number, at least 1")
     return int(text)
 
 

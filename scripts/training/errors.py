@@ -33,5 +33,6 @@ def reported(advice: Callable[[], str] = lambda: "Run the same command again.") 
         # An error of a setting is the same in all processes.
         sys.exit(1 if isinstance(error, Refused) and int(os.environ.get("RANK", "0")) else f"error: {explain(error)}")
     except (Interrupted, KeyboardInterrupt) as stop:
-        print(f"{str(stop).strip() or 'interrupted'}. {advice()}", file=sys.stderr)
+        if not int(os.environ.get("RANK", "0")):
+            print(f"{str(stop).strip() or 'interrupted'}. {advice()}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", signal.SIGINT))

@@ -333,8 +333,12 @@ def load_recipe(
         data = values.get("data")
         if isinstance(data, dict):
             kept = {key: value for key, value in data.items() if key not in (*TextSource.model_fields, "mixture")}
-            own = {"train_file": train_file, "validation_file": validation_file}
-            values["data"] = {**kept, "source": "local", **{key: list(value) for key, value in own.items() if value}}
+            given = {"train_file": train_file, "validation_file": validation_file}
+            own = {key: list(value) for key, value in given.items() if value}
+            if not train_file and data.get("train_file"):
+                own["train_file"] = data["train_file"]
+                kept |= {key: data[key] for key in ("text_field", "streaming") if key in data}
+            values["data"] = {**kept, "source": "local", **own}
     for override in overrides:
         _apply(values, override)
     return parse_recipe({"name": path.stem, **values})
