@@ -97,7 +97,6 @@ def train(
         run = Run(recipe, folder.path, data_dir)
         with run.explaining_errors():
             try:
-                run.load_data_and_model()
                 run.begin(resume=resume, resume_from=resume_from)
                 run.train()
                 return run.finish(arguments, end=end)
@@ -152,8 +151,10 @@ class Run:
         self.layout = check_layout(recipe, build_config(recipe), processes, rank)
         self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints, training.ddp_timeout)
         self.micro_batch_size = training.micro_batch_size or training.batch_size // self.layout.data_share[1]
+        with self.explaining_errors():
+            self._load_data_and_model()
 
-    def load_data_and_model(self) -> None:
+    def _load_data_and_model(self) -> None:
         """Reads the data, and builds the model and the optimiser."""
         recipe, training = self.recipe, self.recipe.training
         self.say("reading and tokenising the data")
