@@ -228,7 +228,9 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGUSR1))],
+    ids=["SIGTERM", "SIGINT", "SIGUSR1"],
 )
 def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch, number):
     output = tmp_path / "run"
