@@ -14,6 +14,9 @@ import whatwhere
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "engines.md"
 START, END = "<!-- The next lines are written by `make engines`. -->\n", "<!-- Until here. -->\n"
 
+# Those that cache a state of each token in further channels of its key.
+WITH_STATE = ("fox", "token_gated_cope", "fox+rope", "token_gated_cope+rope")
+
 Cell = Literal["works", "refused", "not run here"]
 
 
@@ -27,6 +30,7 @@ class Engine:
         default: the cells that `cells` does not name.
         cells: other cells, by encoding.
         elsewhere: where there are cells "not run here": the command that runs them where the engine is.
+        test: the test, if it does not take its cases from here.
     """
 
     title: str
@@ -34,6 +38,7 @@ class Engine:
     default: Cell
     cells: dict[str, Cell] = dataclasses.field(default_factory=dict)
     elsewhere: str | None = None
+    test: str | None = None
 
     def cell(self, encoding: str) -> Cell:
         return self.cells.get(encoding, self.default)
@@ -46,18 +51,68 @@ ENGINES: dict[str, Engine] = {
         "refused",
         dict.fromkeys(("none", "absolute", "sinusoidal", "rope"), "works"),
     ),
+    "assisted_generation": Engine(
+        "assisted generation", "`model.generate(..., assistant_model=...)` or `prompt_lookup_num_tokens=3`.", "works"
+    ),
+    "compiled_decoding": Engine(
+        "compiled decoding",
+        '`model.generate(..., cache_implementation="static")`, which compiles on GPUs: one graph for 50 steps.',
+        "works",
+    ),
+    "quantized_cache": Engine(
+        "quantised cache",
+        '`model.generate(..., cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})`, or '
+        '"hqq". Refused where a token has a state in the cache, which is a sum of exact numbers.',
+        "works",
+        dict.fromkeys(WITH_STATE, "refused"),
+    ),
+    "offloaded_cache": Engine(
+        "offloaded cache",
+        '`model.generate(..., cache_implementation="offloaded")` or "offloaded_static", on a GPU.',
+        "not run here",
+        elsewhere="pytest tests/test_engines_inference.py -k offloaded_cache",
+    ),
+    "offloaded_weights": Engine(
+        "offloaded weights",
+        '`from_pretrained(..., device_map="auto", offload_folder=...)`, layers on the disk.',
+        "works",
+    ),
+    "export": Engine(
+        "`torch.export`",
+        "`TorchExportableModuleForDecoderOnlyLM`, the way to ExecuTorch, with `eager` attention and a static cache; "
+        "prefill and decoding are one program. What is refused is exported with a wider cache, see below.",
+        "works",
+        dict.fromkeys(WITH_STATE, "refused"),
+    ),
+    "torchao": Engine(
+        "torchao",
+        "`from_pretrained(..., quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))`, and 4 bits. It leaves the "
+        "layers of the GPT-2 family as they are.",
+        "works",
+    ),
+    "bitsandbytes": Engine(
+        "bitsandbytes",
+        "`from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))`. It leaves what belongs to "
+        "encodings as it is.",
+        "works",
+    ),
 }
 
 
-def for_engine(name: str):
+def for_engine(name: str, quick: tuple[str, ...] | None = None):
     """Parametrises a test by `encoding` and `expected`, the cells of an engine's column.
 
+    Encodings that are not `quick` are marked slow, if that is given.
     The test compares "works" with the plain model, finds the message of "refused", and runs a stand-in for the engine
     in cells "not run here".
     """
-    encodings = whatwhere.list_position_encodings()
+    encodings, slow = whatwhere.list_position_encodings(), pytest.mark.slow
     return pytest.mark.parametrize(
-        ("encoding", "expected"), [(one, ENGINES[name].cell(one)) for one in encodings], ids=encodings
+        ("encoding", "expected"),
+        [
+            pytest.param(one, ENGINES[name].cell(one), id=one, marks=slow if quick and one not in quick else ())
+            for one in encodings
+        ],
     )
 
 
@@ -79,13 +134,15 @@ def text() -> str:
 
 
 def test_of(name: str) -> str:
-    """Returns the test that has the cells of an engine as its cases.
+    """Returns the test of an engine, which has its cells as cases unless `Engine.test` names it.
 
     Raises:
         LookupError: there is none.
     """
+    if ENGINES[name].test is not None:
+        return ENGINES[name].test
     for path in sorted(pathlib.Path(__file__).parent.glob("test_*.py")):
-        _, found, after = path.read_text(encoding="utf-8").partition(f'@for_engine("{name}")')
+        _, found, after = path.read_text(encoding="utf-8").partition(f'@for_engine("{name}"')
         if found:
             return f"tests/{path.name}::{after.partition('def ')[2].partition('(')[0]}"
     raise LookupError(f"no test has the cells of the engine {name!r}: decorate one with @for_engine({name!r}).")
