@@ -121,6 +121,24 @@ ENGINES: dict[str, Engine] = {
         "encodings as it is.",
         "works",
     ),
+    "trl_sft": Engine(
+        "TRL: SFT",
+        "`SFTTrainer`, with padded batches, `padding_free=True` or `packing=True`, which give the same losses and "
+        "weights with every implementation of attention; positions separate the documents.",
+        "works",
+    ),
+    "trl_dpo": Engine("TRL: DPO", "`DPOTrainer`, of all weights or with a `peft_config`.", "works"),
+    "trl_grpo": Engine(
+        "TRL: GRPO",
+        "`GRPOTrainer`; `use_transformers_continuous_batching=True` where continuous batching works.",
+        "works",
+    ),
+    "peft": Engine(
+        "PEFT",
+        '`LoraConfig(target_modules="all-linear")`, also with `use_dora=True`, with encodings in `modules_to_save` '
+        "and with their tables in `target_parameters`.",
+        "works",
+    ),
 }
 
 
