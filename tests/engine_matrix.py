@@ -139,6 +139,30 @@ ENGINES: dict[str, Engine] = {
         "and with their tables in `target_parameters`.",
         "works",
     ),
+    "tensor_parallel": Engine(
+        "tensor parallelism",
+        "`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, or `distributed: {tp: 2}` in a recipe.",
+        "works",
+        test="tests/test_model_parallel.py::test_two_ranks_equal_one",
+    ),
+    "pipeline_parallel": Engine(
+        "pipeline parallelism",
+        "`from_pretrained(..., distributed_config=DistributedConfig(pp_size=2))`, for inference.",
+        "works",
+        test="tests/test_model_parallel.py::test_two_ranks_equal_one",
+    ),
+    "fully_shard": Engine(
+        "`fully_shard`",
+        "PyTorch's FSDP2, or `distributed: {dp_shard: 2}` in a recipe.",
+        "works",
+        test="tests/test_model_parallel.py::test_two_ranks_equal_one",
+    ),
+    "zero_3": Engine(
+        "DeepSpeed ZeRO-3",
+        "`deepspeed.initialize(model=..., config=..., optimizer=...)`; it clips gradients to 1 unless told otherwise.",
+        "works",
+        test="tests/test_engines_training.py::test_zero_3",
+    ),
 }
 
 

@@ -1,7 +1,10 @@
 """Trainers and adapters of others: each cell of `engine_matrix` works or is refused."""
 
 import math
+import pathlib
 import re
+import subprocess
+import sys
 
 import peft
 import pytest
@@ -10,8 +13,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import whatwhere
 from engine_matrix import ENGINES, for_engine
-from tiny import OURS, VOCABULARY, slow_but, tiny_model, tokens
+from tiny import FAMILIES, OURS, VOCABULARY, slow_but, tiny_model, tokens
 
 # TRL and PEFT use names that this version of Transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -190,7 +194,7 @@ def adapters(model):
     if modules:
         found["modules_to_save"] = {**linear, "modules_to_save": modules}
     if tables:
-        projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        projections = ["q_proj", "k_proj", "v_proj", "o_proj"] if hasattr(model, "model") else ["c_attn", "c_proj"]
         found["target_parameters"] = {**linear, "target_modules": projections, "target_parameters": tables}
     return {name: peft.LoraConfig(**values) for name, values in found.items()}
 
@@ -207,8 +211,9 @@ def learn(model, ids, **options):
 
 
 @for_engine("peft", QUICK)
-def test_peft(encoding, expected, tmp_path):
-    base, ids = tiny_model("llama", encoding), tokens(2, 16)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft(encoding, expected, family, tmp_path):
+    base, ids = tiny_model(family, encoding), tokens(2, 16)
     base.save_pretrained(tmp_path / "base")
     for name, config in adapters(base).items():
         torch.manual_seed(0)
@@ -231,3 +236,13 @@ def test_peft(encoding, expected, tmp_path):
             assert changed == set(own_parameters(base))
         if name == "target_parameters":
             assert changed == set(config.target_parameters)
+
+
+@pytest.mark.slow
+def test_zero_3():
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    worker, encodings = pathlib.Path(__file__).parent / "zero_worker.py", whatwhere.list_position_encodings()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*launcher, worker, *encodings], capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.findall(r"agrees: (.+)", done.stdout) == encodings
