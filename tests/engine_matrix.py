@@ -141,7 +141,7 @@ ENGINES: dict[str, Engine] = {
     ),
     "tensor_parallel": Engine(
         "tensor parallelism",
-        "`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, or `distributed: {tp: 2}` in a recipe.",
+        "`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, `distributed: {tp: 2}` in recipes.",
         "works",
         test="tests/test_model_parallel.py::test_two_ranks_equal_one",
     ),
