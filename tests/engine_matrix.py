@@ -67,9 +67,8 @@ ENGINES: dict[str, Engine] = {
     ),
     "continuous_batching": Engine(
         "continuous batching",
-        "`model.generate_batch(prompts, ...)`.",
-        "refused",
-        dict.fromkeys(PLAIN, "works"),
+        "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching`.",
+        "works",
     ),
 }
 
