@@ -72,9 +72,8 @@ ENGINES: dict[str, Engine] = {
     ),
     "continuous_batching": Engine(
         "continuous batching",
-        "`model.generate_batch(prompts, ...)`.",
-        "refused",
-        dict.fromkeys(PLAIN, "works"),
+        "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching`.",
+        "works",
     ),
     "assisted_generation": Engine(
         "assisted generation", "`model.generate(..., assistant_model=...)` or `prompt_lookup_num_tokens=3`.", "works"
