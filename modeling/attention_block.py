@@ -71,7 +71,7 @@ class AttentionBlock(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         elif cache is not None:
             widths = [key.shape[-1], *(state.shape[-1] for state in states.values())]
-            layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+            layer = next(iter(getattr(cache, "layers", ())[self.layer_idx :]), None)
             if isinstance(cache, QuantizedCache) or getattr(layer, "k_head_dim", sum(widths)) != sum(widths):
                 raise ValueError(
                     f"This {type(cache).__name__} cannot hold position_encoding={self.config.position_encoding!r}: its "

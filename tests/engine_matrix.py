@@ -1,6 +1,6 @@
-"""What each engine or mode does with each encoding: tests take their cases from it, and docs/engines.md its table.
+"""What each engine or mode does with each encoding: tests take their cases from it, and docs/engines.md its tables.
 
-Run as a program (`make engines` does, after the tests) it writes that table.
+Run as a program (`make engines` does, after the tests) it writes those tables.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ class Engine:
     """One column.
 
     Attributes:
+        part: the table that it is in.
         title: the head of the column.
         use: a sentence on how to use it.
         default: the cells that `cells` does not name.
@@ -33,6 +34,7 @@ class Engine:
         test: the test, if it does not take its cases from here.
     """
 
+    part: Literal["Serving", "Inference", "Training"]
     title: str
     use: str
     default: Cell
@@ -49,6 +51,7 @@ PLAIN = ("none", "absolute", "sinusoidal", "rope")
 
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
+        "Serving",
         "vLLM, SGLang",
         "`vllm serve FOLDER --trust-remote-code`, or `sglang` with `--model-impl transformers`.",
         "refused",
@@ -56,6 +59,7 @@ ENGINES: dict[str, Engine] = {
         "vllm serve FOLDER --trust-remote-code",
     ),
     "context_parallel": Engine(
+        "Training",
         "context parallelism",
         'accelerate\'s `ParallelismConfig(cp_size=...)` with `attn_implementation="sdpa"`, on GPUs.',
         "refused",
@@ -63,6 +67,7 @@ ENGINES: dict[str, Engine] = {
         "torchrun --nproc_per_node 2 tests/context_parallel_worker.py",
     ),
     "ulysses": Engine(
+        "Training",
         "DeepSpeed Ulysses",
         'accelerate\'s `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` with `attn_implementation="sdpa"` or '
         "flash attention.",
@@ -71,19 +76,25 @@ ENGINES: dict[str, Engine] = {
         "pip install deepspeed; torchrun --nproc_per_node 2 tests/ulysses_worker.py",
     ),
     "continuous_batching": Engine(
+        "Serving",
         "continuous batching",
         "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching`.",
         "works",
     ),
     "assisted_generation": Engine(
-        "assisted generation", "`model.generate(..., assistant_model=...)` or `prompt_lookup_num_tokens=3`.", "works"
+        "Inference",
+        "assisted generation",
+        "`model.generate(..., assistant_model=...)` or `prompt_lookup_num_tokens=3`.",
+        "works",
     ),
     "compiled_decoding": Engine(
+        "Inference",
         "compiled decoding",
         '`model.generate(..., cache_implementation="static")`, which compiles on GPUs: one graph for 50 steps.',
         "works",
     ),
     "quantized_cache": Engine(
+        "Inference",
         "quantised cache",
         '`model.generate(..., cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})`, or '
         '"hqq". Refused where a token has a state in the cache, which is a sum of exact numbers.',
@@ -91,17 +102,20 @@ ENGINES: dict[str, Engine] = {
         dict.fromkeys(WITH_STATE, "refused"),
     ),
     "offloaded_cache": Engine(
+        "Inference",
         "offloaded cache",
         '`model.generate(..., cache_implementation="offloaded")` or "offloaded_static", on a GPU.',
         "not run here",
         elsewhere="pytest tests/test_engines_inference.py -k offloaded_cache",
     ),
     "offloaded_weights": Engine(
+        "Inference",
         "offloaded weights",
         '`from_pretrained(..., device_map="auto", offload_folder=...)`, layers on the disk.',
         "works",
     ),
     "export": Engine(
+        "Inference",
         "`torch.export`",
         "`TorchExportableModuleForDecoderOnlyLM`, the way to ExecuTorch, with `eager` attention and a static cache; "
         "prefill and decoding are one program. What is refused is exported with a wider cache, see below.",
@@ -109,54 +123,64 @@ ENGINES: dict[str, Engine] = {
         dict.fromkeys(WITH_STATE, "refused"),
     ),
     "torchao": Engine(
+        "Inference",
         "torchao",
         "`from_pretrained(..., quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))`, and 4 bits. It leaves the "
         "layers of the GPT-2 family as they are.",
         "works",
     ),
     "bitsandbytes": Engine(
+        "Inference",
         "bitsandbytes",
         "`from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))`. It leaves what belongs to "
         "encodings as it is.",
         "works",
     ),
     "trl_sft": Engine(
+        "Training",
         "TRL: SFT",
-        "`SFTTrainer`, with padded batches, `padding_free=True` or `packing=True`, which give the same losses and "
-        "weights with every implementation of attention; positions separate the documents.",
+        "`SFTTrainer`: padded batches, `padding_free=True` and `packing=True` give the same losses and weights; "
+        "they do not need flash attention here.",
         "works",
     ),
-    "trl_dpo": Engine("TRL: DPO", "`DPOTrainer`, of all weights or with a `peft_config`.", "works"),
+    "trl_dpo": Engine("Training", "TRL: DPO", "`DPOTrainer`, of all weights or with a `peft_config`.", "works"),
     "trl_grpo": Engine(
+        "Training",
         "TRL: GRPO",
-        "`GRPOTrainer`; `use_transformers_continuous_batching=True` where continuous batching works.",
+        "`GRPOTrainer`, also with `use_transformers_continuous_batching=True`.",
         "works",
     ),
     "peft": Engine(
+        "Training",
         "PEFT",
         '`LoraConfig(target_modules="all-linear")`, also with `use_dora=True`, with encodings in `modules_to_save` '
         "and with their tables in `target_parameters`.",
         "works",
     ),
     "tensor_parallel": Engine(
+        "Training",
         "tensor parallelism",
-        "`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, `distributed: {tp: 2}` in recipes.",
+        "`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, or `distributed: {tp: 2}` in a "
+        "recipe, of the Llama family.",
         "works",
         test="tests/test_model_parallel.py::test_two_ranks_equal_one",
     ),
     "pipeline_parallel": Engine(
+        "Training",
         "pipeline parallelism",
-        "`from_pretrained(..., distributed_config=DistributedConfig(pp_size=2))`, for inference.",
+        "`from_pretrained(..., distributed_config=DistributedConfig(pp_size=2))`, of the Llama family, for inference.",
         "works",
         test="tests/test_model_parallel.py::test_two_ranks_equal_one",
     ),
     "fully_shard": Engine(
+        "Training",
         "`fully_shard`",
         "PyTorch's FSDP2, or `distributed: {dp_shard: 2}` in a recipe.",
         "works",
         test="tests/test_model_parallel.py::test_two_ranks_equal_one",
     ),
     "zero_3": Engine(
+        "Training",
         "DeepSpeed ZeRO-3",
         "`deepspeed.initialize(model=..., config=..., optimizer=...)`; it clips gradients to 1 unless told otherwise.",
         "works",
@@ -183,17 +207,22 @@ def for_engine(name: str, quick: tuple[str, ...] | None = None):
 
 
 def text() -> str:
-    """Returns the table, and a sentence on each engine."""
+    """Returns the tables, and a sentence on each engine."""
+    return "\n".join(_table(part) for part in dict.fromkeys(engine.part for engine in ENGINES.values()))
+
+
+def _table(part: str) -> str:
+    engines = {name: engine for name, engine in ENGINES.items() if engine.part == part}
     rows = [
-        ["`position_encoding`", *(engine.title for engine in ENGINES.values())],
-        ["---"] * (1 + len(ENGINES)),
+        ["`position_encoding`", *(engine.title for engine in engines.values())],
+        ["---"] * (1 + len(engines)),
         *(
-            [f"`{encoding}`", *(engine.cell(encoding) for engine in ENGINES.values())]
+            [f"`{encoding}`", *(engine.cell(encoding) for engine in engines.values())]
             for encoding in whatwhere.list_position_encodings()
         ),
     ]
-    lines = ["| " + " | ".join(row) + " |" for row in rows] + [""]
-    for name, engine in ENGINES.items():
+    lines = [f"### {part}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
+    for name, engine in engines.items():
         elsewhere = f" To run it where the engine is: `{engine.elsewhere}`." if engine.elsewhere else ""
         lines.append(f"- **{engine.title}**: {engine.use} Tests: `{test_of(name)}`.{elsewhere}")
     return "\n".join(lines) + "\n"
