@@ -72,13 +72,13 @@ def same_weights(model, other, tolerance=1e-5):
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance, msg=name)
 
 
-COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+COMPILED = {"gradient_checkpointing": False, "torch_compile": True, "torch_compile_backend": "aot_eager"}
 SFT = {
     "plain": {"gradient_checkpointing": False},
     "checkpointing": {"gradient_checkpointing": True},
     "padding-free": {"padding_free": True, "max_length": None},
     "packed": {"packing": True, "max_length": 32},
-    "compiled": {"padding_free": True, "max_length": None, "gradient_checkpointing": False, **COMPILED},
+    "compiled": {"padding_free": True, "max_length": None, **COMPILED},
 }
 
 
@@ -114,8 +114,9 @@ def log_probabilities(model, batch):
 
 
 @for_engine("trl_dpo", QUICK)
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
-def test_trl_dpo(trl, tokenizer, encoding, expected, adapter, tmp_path):
+@pytest.mark.parametrize("mode", slow_but(["full", "adapter"], ["full", "adapter", "compiled"]))
+def test_trl_dpo(trl, tokenizer, encoding, expected, mode, tmp_path):
+    torch._dynamo.reset()
     base = tiny_model("llama", encoding)
     base.save_pretrained(tmp_path / "base")
     rows = range(4)
@@ -127,23 +128,26 @@ def test_trl_dpo(trl, tokenizer, encoding, expected, adapter, tmp_path):
         }
     )
     model = type(base).from_pretrained(tmp_path / "base")
-    config = trl.DPOConfig(**settings(tmp_path, per_device_train_batch_size=4, learning_rate=0.5))
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4) if adapter else None
+    options = COMPILED if mode == "compiled" else {"gradient_checkpointing": True}
+    config = trl.DPOConfig(**settings(tmp_path, per_device_train_batch_size=4, learning_rate=0.5, **options))
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4) if mode == "adapter" else None
     trainer = trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[1] < losses[0] - 1e-4
     batch = next(iter(trainer.get_train_dataloader()))
-    reference = torch.cat(trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch))
+    frozen = trainer.model if trainer.ref_model is None else trainer.ref_model
+    reference = torch.cat(trainer.compute_ref_log_probs(frozen, batch))
     close(reference, log_probabilities(base, batch), 1e-4)
     trained = log_probabilities(trainer.model.eval(), batch)
     assert (trained - reference).abs().min() > 1e-4
 
 
 @for_engine("trl_grpo", QUICK)
-@pytest.mark.parametrize("continuous", [False, True], ids=["generate", "generate_batch"])
-def test_trl_grpo(trl, tokenizer, encoding, expected, continuous, tmp_path):
+@pytest.mark.parametrize("mode", slow_but(["generate", "generate_batch"], ["generate", "generate_batch", "compiled"]))
+def test_trl_grpo(trl, tokenizer, encoding, expected, mode, tmp_path):
+    torch._dynamo.reset()
     base = tiny_model("llama", encoding)
     base.save_pretrained(tmp_path / "base")
     model = type(base).from_pretrained(tmp_path / "base")
@@ -157,10 +161,9 @@ def test_trl_grpo(trl, tokenizer, encoding, expected, continuous, tmp_path):
         "use_transformers_continuous_batching": True,
         "transformers_continuous_batching_config": {"page_size": 32, "num_blocks": 8, "max_batch_tokens": 64},
     }
-    config = trl.GRPOConfig(
-        **settings(tmp_path, per_device_train_batch_size=8, num_generations=4, max_completion_length=6, beta=0.1),
-        **(paged if continuous else {}),
-    )
+    options = {"generate": {"gradient_checkpointing": True}, "generate_batch": paged, "compiled": COMPILED}[mode]
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6}
+    config = trl.GRPOConfig(**settings(tmp_path, beta=0.1, **sizes, **options))
     data = Dataset.from_dict({"prompt": prompts})
     trainer = trl.GRPOTrainer(model, reward, args=config, train_dataset=data, processing_class=tokenizer)
     trainer.train()
@@ -233,6 +236,22 @@ def test_peft(encoding, expected, family, tmp_path):
             assert changed == set(own_parameters(base))
         if name == "target_parameters":
             assert changed == set(config.target_parameters)
+
+
+@for_engine("peft", QUICK[:1])
+def test_compiled_adapters(encoding, expected):
+    torch._dynamo.reset()
+    base, ids = tiny_model("llama", encoding), tokens(2, 16)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        loss = run(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append([loss.detach(), *(one.grad for one in model.parameters() if one.requires_grad)])
+        model.zero_grad()
+    for one, other in zip(*found, strict=True):
+        close(other, one, 1e-4)
 
 
 @pytest.mark.slow
