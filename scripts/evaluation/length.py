@@ -433,6 +433,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--variants", metavar="NAME,...", help=f"add curves: {', '.join(variants.VARIANTS)}")
     result.add_argument("--metric", default="perplexity", choices=METRICS, help="for table and figure")
     result.add_argument("--output", type=pathlib.Path, metavar="DIR", help="for results and figure")
+    result.add_argument("--tasks", choices=("ruler",), help="RULER's generated tasks instead of perplexity (ruler.py)")
+    result.add_argument("--samples", type=at_least_one, metavar="N", help="with --tasks: samples of each (default 100)")
     text = result.add_argument_group("text")
     text.add_argument(
         "--data",
@@ -465,7 +467,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    run(parser().parse_args(arguments), provenance("length", arguments))
+    options, origin = parser().parse_args(arguments), provenance("length", arguments)
+    if options.output is None:
+        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
+        options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
+    if options.tasks is None:
+        run(options, origin)
+    else:
+        from . import ruler
+
+        unused = ("variants", "metric", "data", "data_dir", "dataset", "test_files", "documents", "tokens", "join")
+        for name in unused:
+            if getattr(options, name) != parser().get_default(name):
+                raise ValueError(f"--{name.replace('_', '-')} has no effect with --tasks {options.tasks}.")
+        ruler.run(options, origin, parse_windows)
 
 
 def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
@@ -476,15 +491,14 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
     """
     source, split = parse_data(options.data)
     for name, used in (
+        ("samples", False),
         ("dataset", source == "hub"),
         ("test_files", source in ("hub", "local")),
         ("data_dir", source not in ("stdlib", "hub")),
     ):
         if getattr(options, name) is not None and not used:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect with --data {options.data}.")
-    if options.output is None:
-        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
-        options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
+            given = "without --tasks" if name == "samples" else f"with --data {options.data}"
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {given}.")
     check_writable(options.output)
     processes = join(options.device)
     loading = loading_of(options)

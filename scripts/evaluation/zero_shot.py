@@ -41,11 +41,12 @@ not with the paper.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +148,21 @@ class _LogFilter(logging.Filter):
         return "Custom kwargs can be passed to" not in message
 
 
+@contextlib.contextmanager
+def log_filter() -> Iterator[_LogFilter]:
+    """Filters lm-eval's messages."""
+    found = _LogFilter()
+    # Filters of a parent logger do not apply to messages of its children.
+    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "models.huggingface")]
+    for logger in loggers:
+        logger.addFilter(found)
+    try:
+        yield found
+    finally:
+        for logger in loggers:
+            logger.removeFilter(found)
+
+
 def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
     """Returns lm-eval's `TaskManager` with its tasks and ours; this takes some seconds.
 
@@ -157,6 +173,27 @@ def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
 
     metadata = None if data_dir is None else {"data_dir": str(data_dir)}
     return TaskManager(include_path=str(TASK_FOLDER), metadata=metadata)
+
+
+def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_size: int | str) -> Any:
+    """Returns lm-eval's model of a checkpoint; raises ValueError if it cannot be loaded."""
+    options: dict[str, Any] = (
+        {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
+    )
+    config = loading.config(checkpoint)
+    if hasattr(config, "position_encoding") and max_length(config) is None:
+        options["max_length"] = MAX_LENGTH
+    with checked_loading(checkpoint):
+        return scorer(
+            processes,
+            pretrained=checkpoint,
+            backend="causal",
+            device=loading.device,
+            dtype=loading.dtype,
+            batch_size=batch_size,
+            trust_remote_code=loading.trust_remote_code,
+            **options,
+        )
 
 
 def run(
@@ -193,31 +230,10 @@ def run(
     """
     import lm_eval
 
-    options: dict[str, Any] = (
-        {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
-    )
-    config = loading.config(checkpoint)
-    if hasattr(config, "position_encoding") and max_length(config) is None:
-        options["max_length"] = MAX_LENGTH
-    with checked_loading(checkpoint):
-        model = scorer(
-            processes,
-            pretrained=checkpoint,
-            backend="causal",
-            device=loading.device,
-            dtype=loading.dtype,
-            batch_size=batch_size,
-            trust_remote_code=loading.trust_remote_code,
-            **options,
-        )
-    log_filter = _LogFilter()
-    # Filters of a parent logger do not apply to messages of its children.
-    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "models.huggingface")]
-    for logger in loggers:
-        logger.addFilter(log_filter)
+    model = load_scorer(checkpoint, loading, processes, batch_size)
     # BOOTSTRAP_DRAWS fit into one chunk, so more processes do not help.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    try:
+    with log_filter() as messages:
         report = lm_eval.simple_evaluate(
             model,
             tasks=[TASKS[name].local if local else TASKS[name].hub for name in tasks],
@@ -226,10 +242,7 @@ def run(
             bootstrap_iters=BOOTSTRAP_DRAWS,
             log_samples=False,
         )
-    finally:
-        for logger in loggers:
-            logger.removeFilter(log_filter)
-    truncated = int(processes.summed(torch.tensor(log_filter.truncated)))
+    truncated = int(processes.summed(torch.tensor(messages.truncated)))
     return {**report, "truncated_requests": truncated} if processes.is_first else None
 
 
