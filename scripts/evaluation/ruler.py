@@ -35,7 +35,7 @@ DEFAULT_WINDOWS, DEFAULT_SAMPLES = "1x,2x,4x,8x,16x", 100
 
 def _generators() -> Any:
     """Returns lm-eval's modules `prepare_niah`, `niah_utils`, `vt_utils`, `cwe_utils` and `fwe_utils`."""
-    import nltk
+    import nltk  # type: ignore[import-untyped]
 
     # lm-eval downloads a model that splits sentences when it is imported; these tasks do not use it.
     download, nltk.download = nltk.download, lambda *args, **kwargs: False
