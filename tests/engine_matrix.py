@@ -40,6 +40,12 @@ class Engine:
 
 
 ENGINES: dict[str, Engine] = {
+    "lm_eval": Engine(
+        "lm-eval",
+        "`lm_eval --model hf --model_args pretrained=MODEL,trust_remote_code=True`, with `peft=ADAPTER`, or under "
+        "`accelerate launch -m lm_eval`; or `whatwhere zero-shot`.",
+        "works",
+    ),
     "continuous_batching": Engine(
         "continuous batching",
         "`model.generate_batch(prompts, ...)`.",
