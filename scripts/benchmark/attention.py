@@ -55,7 +55,7 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("pope-once", "pope-flex", "cope-flex-half", "cope-chip-half"),
+    *("pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
     *("relative-triton", "stick_breaking-triton", "cope_alibi-triton", "cope+alibi-triton", "cope+relative-triton"),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
@@ -69,7 +69,7 @@ PROVIDERS = (
     *(f"cope-{gates}" for gates in ("half", "open", "closed")),
     *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
     *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
-    *("pope-triton", "pope-once", "pope-flex", "cope-flex-half", "cope-chip-half"),
+    *("pope-triton", "pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
     "pope-pytorch",
     *("fox", "fox-triton", "alibi", "alibi-triton", *(f"{name}-triton" for name in OTHERS)),
 )
@@ -374,13 +374,16 @@ class Workload:
 
             attend = cope_flex if "flex" in name else cope_on_chip
             return Provider(kind, functools.partial(attend, scaling=self.scaling, position_scale=1.0))
-        if "triton" in name:
+        if "triton" in name or "once" in name:
             attention = self._kernel("kernel_cope").cope_attention
+            from .candidates import cope_decode_once
 
             def function(
                 query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
             ) -> torch.Tensor:
-                return attention(query, key, value, table, scaling=self.scaling, position_scale=1.0)
+                once = "once" in name and query.shape[2] == 1
+                attend = cope_decode_once if once else attention
+                return attend(query, key, value, table, scaling=self.scaling, position_scale=1.0)
 
         else:
 
