@@ -154,7 +154,7 @@ class _Inputs:
         self.positions = torch.arange(case.keys, device=device)[None]
         if self.ranges is not None:
             self.positions = self.positions - torch.arange(case.batch, device=device)[:, None]
-        self.slopes = torch.tensor(alibi_slopes(case.heads), device=device)
+        self.slopes = alibi_slopes(case.heads, device)
 
     def random(self, *shape: int) -> torch.Tensor:
         # Drawn in float32, because random numbers in float16 differ between devices.

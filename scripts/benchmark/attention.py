@@ -185,7 +185,7 @@ class Workload:
         self.polar = self._polar(positions, positions)
         self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
         self._positions = positions
-        self.slopes = torch.tensor(alibi_slopes(heads), device=device)
+        self.slopes = alibi_slopes(heads, device)
         self._calls: dict[str, Call] = {}
         self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._grads: dict[str, torch.Tensor] = {}
@@ -212,7 +212,8 @@ class Workload:
         batch, heads, length, head_dim = self.shape
         if name == "cope":
             options = {"positions": self.num_positions, **options}
-        one = case(name, str(self.dtype).removeprefix("torch."), head_dim, length, batch=batch, heads=heads, groups=heads, **options)
+        shape = {"batch": batch, "heads": heads, "groups": heads}
+        one = case(name, str(self.dtype).removeprefix("torch."), head_dim, length, **shape, **options)
         call = KERNELS[name].call(one, self.device)
         if kind == "rope":
             reference = functools.partial(rope_reference, tables=self.rotary, scaling=self.scaling)
