@@ -237,7 +237,7 @@ def prepare_forward(
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
         past_key_values=None if empty and not consecutive else past_key_values,
-        position_ids=position_ids,
+        position_ids=None if consecutive else position_ids,
     )
     return position_ids, mask, context, past_key_values
 
