@@ -255,11 +255,8 @@ class WhatWhereConfig(PreTrainedConfig):
         return self.layer_pattern[layer_idx % len(self.layer_pattern)].split("+")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary. See the base class.
-
-        peft asks for it before it looks for the default target modules of a model type: this one has those of its stock
-        model type.
-        """
+        """Returns the fields as a dictionary. See the base class."""
+        # peft asks for it before it looks for the default target modules of a model type: those of the stock one.
         constants = sys.modules.get("peft.utils.constants")
         for name, mapping in list(vars(constants).items()) if constants else ():
             if name.endswith("_MODULES_MAPPING") and self.stock_model_type in mapping:
@@ -347,6 +344,3 @@ class WhatWhereConfig(PreTrainedConfig):
         for key in [key for key in kwargs if key in names and key not in left]:
             config_dict[cls.attribute_map.get(key, key)] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)
-
-
-__all__ = ["ConfigurationError", "WhatWhereConfig", "checked"]

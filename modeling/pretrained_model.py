@@ -7,6 +7,7 @@ import inspect
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 import torch
@@ -128,6 +129,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "AutoConfig": f"{family.replace('modeling', 'configuration', 1)}.{prefix}Config",
             "AutoModel": f"{family}.{prefix}Model",
             **{f"AutoModel{head}": f"{family}.{prefix}{head}" for head in PIPELINES},
+            # `transformers serve` loads remote code by this name only.
+            "AutoModelForDecision": f"{family}.{prefix}ForCausalLM",
         }
         self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -189,11 +192,20 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """What `generate_batch` calls; raises ValueError where paged attention does not support the encoding."""
         if "flash_attention" not in supported_implementations(self.config):
-            raise ValueError(
+            raise refusal(
                 f"Continuous batching does not support position_encoding={self.config.position_encoding!r}. Use "
                 "generate(). Allowed: 'none', 'absolute', 'sinusoidal', 'rope'."
             )
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+
+def refusal(message: str) -> ValueError:
+    """Returns the error for a request; `transformers serve` answers with its text only if it is the server's own."""
+    server: Any = sys.modules.get("starlette.exceptions")
+    if server is None:
+        return ValueError(message)
+    fields = {"status_code": 400, "detail": message, "headers": None, "__str__": Exception.__str__}
+    return type("RequestError", (ValueError, server.HTTPException), fields)(message)
 
 
 def prepare_forward(
@@ -297,7 +309,7 @@ def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) ->
         return
     length = int(position_ids.max()) + 1
     if length > limit:
-        raise ValueError(
+        raise refusal(
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
             f"({limit} tokens). Shorten it, or use an encoding other than 'absolute' and 'relative'."
         )
@@ -317,10 +329,4 @@ def causal_lm_output(
     loss = None
     if labels is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **kwargs)
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
