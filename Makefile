@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python
 # One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: test test-slow test-oldest demo lint conformance benchmark gpu-check clean
+.PHONY: test test-slow test-oldest demo lint conformance engines benchmark gpu-check clean
 
 test: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
@@ -34,6 +34,11 @@ lint: $(VENV)/installed
 
 conformance: $(VENV)/installed
 	$(SINGLE) $(RUN) tests/conformance/run.py $(CONFORMANCE)
+
+# The table of docs/engines.md, after the tests that it stands for.
+engines: $(VENV)/installed
+	$(SINGLE) $(RUN) -m pytest -n 0 tests/test_engines*.py
+	$(RUN) tests/engine_matrix.py
 
 benchmark: $(VENV)/installed
 	$(RUN) -m whatwhere benchmark

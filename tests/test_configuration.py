@@ -11,7 +11,6 @@ import typing
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
-from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import TransformersKwargs, logging
@@ -624,26 +623,3 @@ def test_inputs_given_twice_or_not_at_all():
         for inputs in ({}, {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}):
             with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
                 model(**inputs)
-
-
-@pytest.mark.parametrize("encoding", [*whatwhere.list_position_encodings(), ["rope", "none"]], ids=str)
-def test_continuous_batching_is_right_or_refused(encoding):
-    model = tiny_model("llama", encoding)
-    if "flash_attention" in supported_implementations(model.config):
-        prompts = [tokens(1, length, seed=length) for length in (5, 9, 7)]
-        options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        # Without sizes the paged cache takes most of the machine's memory.
-        # `page_size` was `block_size` in older versions.
-        page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
-        sizes = ContinuousBatchingConfig(**{page: 32}, num_blocks=8, max_batch_tokens=64)
-        inputs = [prompt[0].tolist() for prompt in prompts]
-        outputs = model.generate_batch(inputs, generation_config=options, continuous_batching_config=sizes)
-        for prompt, output in zip(prompts, outputs.values()):
-            alone = model.generate(prompt, generation_config=options)
-            assert output.generated_tokens == alone[0, prompt.shape[1] :].tolist()
-        return
-    for call in (model.generate_batch, model.init_continuous_batching):
-        with pytest.raises(
-            ValueError, match=f"Continuous batching.*position_encoding={encoding!r}".replace("+", "[+]")
-        ):
-            call([[3, 4, 5]])

@@ -9,6 +9,7 @@ import shlex
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+import engine_matrix
 import whatwhere
 from tiny import tiny_model
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
@@ -95,6 +96,16 @@ def test_the_table_is_the_list():
     ]
     assert [row for row in rows if row[0] in POSITION_ENCODINGS] == expected
     assert [row[0].split("`, `") for row in rows if "+" in row[0]] == [list(COMBINATIONS)]
+
+
+def test_the_table_of_engines_is_the_matrix():
+    # A cell without a test raises an error.
+    _, _, after = PAGES["engines.md"].partition(engine_matrix.START)
+    assert after.partition(engine_matrix.END)[0] == engine_matrix.text(), "run `make engines`"
+    for engine in engine_matrix.ENGINES.values():
+        cells = {engine.cell(encoding) for encoding in whatwhere.list_position_encodings()}
+        assert ("not run here" in cells) == (engine.elsewhere is not None)
+        assert set(engine.cells) <= set(whatwhere.list_position_encodings())
 
 
 def variants():
