@@ -3,7 +3,6 @@
 if __name__ != "whatwhere":
     raise ImportError(f"import this package as `whatwhere` (after `pip install -e .`), not as `{__name__}`")
 
-import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -58,8 +57,6 @@ for _config, _classes in (
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     for _auto, _class in _classes.items():
         _auto.register(_config, _class, exist_ok=True)
-        # Where `transformers serve` and TRL look for the class that a configuration names.
-        setattr(transformers, _class.__name__, _class)
 
 __version__ = "0.1.0"
 

@@ -129,8 +129,6 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "AutoConfig": f"{family.replace('modeling', 'configuration', 1)}.{prefix}Config",
             "AutoModel": f"{family}.{prefix}Model",
             **{f"AutoModel{head}": f"{family}.{prefix}{head}" for head in PIPELINES},
-            # `transformers serve` loads remote code by this name only.
-            "AutoModelForDecision": f"{family}.{prefix}ForCausalLM",
         }
         self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
