@@ -46,6 +46,11 @@ ENGINES: dict[str, Engine] = {
         "refused",
         dict.fromkeys(("none", "absolute", "sinusoidal", "rope"), "works"),
     ),
+    "serve": Engine(
+        "`transformers serve`",
+        "`transformers serve FOLDER --trust-remote-code`; one request after the other.",
+        "works",
+    ),
 }
 
 
