@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_auto import auto_attention, ranges_path
 from .attention_autograd import blockwise_attention_by_autograd
 from .attention_blockwise import blockwise_path
+from .attention_engine import AttentionFunctions, accepts_engine, batch_dependence
+from .attention_mask import is_ranges
 from .attention_options import AttentionOptions
-from .attention_triton import auto_kernel, check_available, triton_attention_forward
+from .attention_sdpa import flex_path, sdpa_path
+from .attention_triton import check_available, triton_attention_forward
 from .checkpoint_conversion import older_weights
 from .position_absolute import AbsolutePositionEncoding
 from .position_alibi import ALiBi
