@@ -1,7 +1,6 @@
 """Pushing to a Hub and loading from it over its protocol: other processes, with a server (`hub_server`) in this one."""
 
 import concurrent.futures
-import json
 import multiprocessing
 import os
 import pathlib
@@ -23,18 +22,8 @@ from whatwhere.scripts.cards.command import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.results import write_json
 
-MODELING = pathlib.Path(__file__).parent.parent / "modeling"
-# What a checkpoint of this family with PoPE needs of the package; the list of encodings is shortened.
 CONFIGURATION = {"configuration_common.py", "configuration_whatwhere_llama.py"}
-COPIED = {
-    *("attention.py", "attention_block.py", "attention_mask.py", "attention_triton.py"),
-    *("kernel_flash.py", "kernel_launch.py", "kernel_polar.py", "kernel_pope.py", "model_card.py"),
-    *("modeling_whatwhere_llama.py", "position_base.py", "position_pope.py", "pretrained_model.py"),
-}
-CODE = COPIED | CONFIGURATION | {"position_registry.py"}
-MODEL = CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
-IDS = [[3, 4, 5, 6, 7, 8]]
 
 
 def environment(hub, home, token=None):
@@ -65,6 +54,14 @@ def author(hub, tmp_path_factory):
         processes.submit(os.getpid).result(timeout=120)
     with processes:
         yield lambda function, *args, **kwargs: processes.submit(function, *args, **kwargs).result(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """What a saved folder has, by name: the same is to be pushed. `test_remote_code` says what that is."""
+    folder = tmp_path_factory.mktemp("saved")
+    pope().save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -150,19 +147,13 @@ def card_of(repository):
     return ModelCard(repository.files["README.md"].decode("utf-8"))
 
 
-def test_exactly_these_files(hub, author, name):
+def test_what_is_saved_is_pushed(hub, author, name, saved):
     author(push, name)
-    repository = hub.repositories[name]
-    _, commit = repository.commits
-    assert sorted(commit.written) == sorted(MODEL)
-    files = repository.files
-    # Without decays or relative positions.
-    imported, terms = (rb"from \.kernel_terms import .+", rb"added_bias = .+ = None")
-    assert re.search(terms, files["kernel_flash.py"])
-    for one in COPIED:
-        assert re.sub(terms, b"", files[one]) == re.sub(imported, b"", (MODELING / one).read_bytes())
-    assert json.loads(files["config.json"])["auto_map"]["AutoModelForCausalLM"].startswith("modeling_whatwhere_llama.")
-    assert [path for path, file in commit.files.items() if file.lfs] == ["model.safetensors"]
+    _, commit = hub.repositories[name].commits
+    assert sorted(commit.written) == sorted(saved)
+    # The card has the name of the repository.
+    assert [one for one in saved if commit.files[one].content != saved[one]] == ["README.md"]
+    assert [one for one, file in commit.files.items() if file.lfs] == ["model.safetensors"]
 
 
 def test_the_card_is_ours(hub, author, name):
@@ -176,7 +167,7 @@ def test_the_card_is_ours(hub, author, name):
     assert "automatically generated" not in card.text
 
 
-def test_tokenizer_before_or_after(hub, author, name):
+def test_tokenizer_before_or_after(hub, author, name, saved):
     author(push_tokenizer, name)
     repository = hub.repositories[name]
     # Transformers has put its generic card there.
@@ -186,7 +177,7 @@ def test_tokenizer_before_or_after(hub, author, name):
     assert "pope" in card_of(repository).data.tags
     author(push_tokenizer, name, model_max_length=32)
     assert repository.commits[-1].written == ["tokenizer_config.json"]
-    assert set(repository.files) == MODEL | TOKENIZER | {".gitattributes"}
+    assert set(repository.files) == {*saved, *TOKENIZER, ".gitattributes"}
     assert repository.files["README.md"] == card
 
 
@@ -206,14 +197,14 @@ def test_metadata_that_the_hub_does_not_take(hub, author, name):
         author(push_card, name, "---\nlicense: mitt\n---\n")
 
 
-def test_a_branch(hub, author, name):
+def test_a_branch(hub, author, name, saved):
     author(push, name, revision="longer")
     repository = hub.repositories[name]
-    assert set(repository.at("longer").files) == MODEL | {".gitattributes"}
+    assert set(repository.at("longer").files) == {*saved, ".gitattributes"}
     assert set(repository.files) == {".gitattributes"}
 
 
-def test_the_card_of_the_trainer_is_completed(hub, author, name):
+def test_the_card_of_the_trainer_is_completed(hub, author, name, saved):
     author(push_by_trainer, name)
     repository = hub.repositories[name]
     # The Trainer writes its card after it has saved the model: the tags are what it asks the model for.
@@ -221,7 +212,7 @@ def test_the_card_of_the_trainer_is_completed(hub, author, name):
     assert "generated automatically according to the information the Trainer had" in written.text
     assert {"whatwhere", "pope", "generated_from_trainer"} <= set(written.data.tags)
     # `training_args.bin` is pickled; it is the Trainer that saves and uploads it.
-    assert CODE | {"model.safetensors", "training_args.bin"} <= set(repository.files)
+    assert {*saved, "training_args.bin"} <= set(repository.files)
     author(push, name)
     assert not [one for one in repository.commits[-1].written if one.endswith((".bin", ".pt", ".pth", ".pkl"))]
     card = card_of(repository)
@@ -250,10 +241,10 @@ def test_measured_results_travel_with_their_weights(hub, author, name, further):
     assert "2.3457" not in card_of(repository).text
 
 
-def test_save_pretrained_that_pushes(hub, author, name):
+def test_save_pretrained_that_pushes(hub, author, name, saved):
     author(push_by_saving, name)
     repository = hub.repositories[name]
-    assert set(repository.files) == MODEL | {".gitattributes"}
+    assert set(repository.files) == {*saved, ".gitattributes"}
     assert "pope" in card_of(repository).data.tags
 
 
@@ -313,7 +304,7 @@ torch.save(found, out)
 """
 
 
-def test_another_process_loads_by_name_and_revision(hub, author, tmp_path):
+def test_another_process_loads_by_name_and_revision(hub, author, saved, tmp_path):
     shared, private = "me/shared", "me/secret"
     author(push, shared)
     author(push_tokenizer, shared)
@@ -341,7 +332,7 @@ def test_another_process_loads_by_name_and_revision(hub, author, tmp_path):
     assert torch.equal(found["after"], 2 * expected)
     assert found["tokens"] == build_tokenizer("bytes")("ab").input_ids
     assert found["configuration"] == "pope"
-    assert set(found["snapshot"]) == MODEL | TOKENIZER | {".gitattributes"}
+    assert set(found["snapshot"]) == {*saved, *TOKENIZER, ".gitattributes"}
     assert "trust_remote_code=True" in found["untrusted"]
     assert "403" in found["not the owner"]
     assert "401" in found["no token"]

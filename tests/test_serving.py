@@ -11,7 +11,6 @@ import urllib.error
 import urllib.request
 
 import pytest
-import torch
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -281,4 +280,3 @@ def test_pipeline_and_streamer(folders, encoding):
     thread.join()
     assert "".join(pieces) == folders.answer(encoding, "hello")
     assert len(pieces) > 2
-    assert torch.get_num_threads() == 1
