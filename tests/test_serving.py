@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+import transformers
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from engine_matrix import for_engine
 from tiny import VOCABULARY, tiny_model
+from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 
 MISSING = "what `transformers serve` needs is not installed: pip install -e '.[test]'"
 pytest.importorskip("fastapi", reason=MISSING)
@@ -170,6 +172,15 @@ def test_the_package_is_served_without_remote_code(tmp_path, folders):
         assert "Server is pinned to" in refused.value.body["detail"]
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("architecture", [WhatWhereLlamaForCausalLM, WhatWhereGPT2ForCausalLM])
+def test_the_class_that_engines_look_for(folders, architecture):
+    found = getattr(transformers, architecture.__name__)
+    # vLLM and SGLang ask.
+    assert found.is_backend_compatible() == architecture.is_backend_compatible()
+    with pytest.raises(ValueError, match="is not supported for position_encoding='cope'"):
+        found.from_pretrained(folders.path("cope"), attn_implementation="sdpa")
 
 
 def test_eight_requests_at_once(server, folders):
