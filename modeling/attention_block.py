@@ -32,8 +32,14 @@ class AttentionBlock(nn.Module):
         heads = value.shape[1] * self.num_key_value_groups
         if heads != self.num_heads:
             # Under tensor parallelism a rank has only some heads; parameters of heads are indexed by global numbers.
-            mesh = next(p.device_mesh for p in self.parameters() if hasattr(p, "device_mesh"))
-            context.head_offset = mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * heads
+            mesh = next((p.device_mesh for p in self.parameters() if hasattr(p, "device_mesh")), None)
+            if mesh is not None:
+                context.head_offset = mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * heads
+            elif self.encodings.hooks["after_cache"] or self.options is not None:
+                raise ValueError(
+                    f"position_encoding={self.config.position_encoding!r} has parameters for each head here, and does "
+                    "not support an engine's own tensor parallelism. Use one device, or data parallelism."
+                )
         return context
 
     def before_cache(

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attention_auto import auto_attention, ranges_path
 from .attention_autograd import blockwise_attention_by_autograd
 from .attention_blockwise import blockwise_path
+from .attention_engine import AttentionFunctions, accepts_engine, batch_dependence
+from .attention_mask import is_ranges
 from .attention_options import AttentionOptions
-from .attention_triton import auto_kernel, check_available, triton_attention_forward
+from .attention_sdpa import flex_path, sdpa_path
+from .attention_triton import check_available, triton_attention_forward
 from .checkpoint_conversion import older_weights
 from .position_absolute import AbsolutePositionEncoding
 from .position_alibi import ALiBi
@@ -95,7 +99,7 @@ def parse(config: Any) -> dict[str, Part]:
     Raises:
         ValueError: see `check`.
     """
-    given, pattern = config.position_encoding_parameters, config.position_encoding
+    given, pattern = config.position_encoding_parameters or {}, config.position_encoding
     field = "position_encoding_parameters"
     if isinstance(pattern, list):
         _check_pattern(pattern, config)
@@ -104,8 +108,8 @@ def parse(config: Any) -> dict[str, Part]:
     names = list(dict.fromkeys(part for name in config.layer_pattern for part in name.split("+")))
     fields = {name: f"{field}[{name!r}]" for name in names}
     if not is_nested(pattern):
-        given, fields = {pattern: given or {}}, {pattern: field}
-    for key in given or {}:
+        given, fields = {pattern: given}, {pattern: field}
+    for key in given:
         if key not in names:
             raise ValueError(
                 f"{field} has the unknown key {key!r}; for position_encoding={pattern!r} it is nested by name. "
@@ -114,8 +118,7 @@ def parse(config: Any) -> dict[str, Part]:
     parts = {}
     for name in names:
         cls = POSITION_ENCODINGS[name]
-        values = (given or {}).get(name, {})
-        parts[name] = cls, parse_parameters(cls.parameters_class, values, config, fields[name])
+        parts[name] = cls, parse_parameters(cls.parameters_class, given.get(name, {}), config, fields[name])
     return parts
 
 

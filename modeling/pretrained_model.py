@@ -7,6 +7,7 @@ import inspect
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 import torch
@@ -14,15 +15,23 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import AttentionMaskInterface, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import choose_implementation
-from .attention_mask import is_ranges
 from .model_card import PIPELINES, card_tags, complete_card
 from .position_base import PositionContext
-from .position_registry import POSITION_ENCODINGS, check, layer_plan, older_weights, parse, supported_implementations
+from .position_registry import (
+    POSITION_ENCODINGS,
+    check,
+    is_ranges,
+    layer_default,
+    layer_plan,
+    older_weights,
+    parse,
+    supported_implementations,
+)
 
 
 class WhatWherePreTrainedModel(PreTrainedModel):
@@ -146,11 +155,16 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         dropped = {cls.__name__ for cls in POSITION_ENCODINGS.values() if cls not in used}
         plan = layer_plan(self.config)
         kernels = ["".join(inspect.getsource(cls.kernel) for cls, _ in p if cls.overrides("kernel")) for p in plan]
+        implementations = supported_implementations(self.config)
         needed = {
+            "attention_auto": "auto" in implementations,
+            "attention_engine": "sdpa" in implementations,
+            "attention_mask": not {"auto", "blockwise", "triton"}.isdisjoint(implementations),
             "attention_autograd": any(cls.overrides("bias") and cls.term is None for cls in used),
             "attention_blockwise": any(cls.overrides("bias") or not cls.softmax for cls in used),
             "attention_triton": any(kernels),
             "attention_options": self.config.has_attention_options,
+            "attention_sdpa": any(layer_default(parts) == "sdpa" for parts in plan) or "sdpa" in implementations,
             "checkpoint_conversion": False,
             "position_cope_gates": any(getattr(given, "gates", "key") != "key" for _, given in parts),
             # Some only give arguments.
@@ -189,11 +203,20 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """What `generate_batch` calls; raises ValueError where paged attention does not support the encoding."""
         if "flash_attention" not in supported_implementations(self.config):
-            raise ValueError(
+            raise refusal(
                 f"Continuous batching does not support position_encoding={self.config.position_encoding!r}. Use "
                 "generate(). Allowed: 'none', 'absolute', 'sinusoidal', 'rope'."
             )
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+
+def refusal(message: str) -> ValueError:
+    """Returns the error for a request; `transformers serve` answers with its text only if it is the server's own."""
+    server: Any = sys.modules.get("starlette.exceptions")
+    if server is None:
+        return ValueError(message)
+    fields = {"status_code": 400, "detail": message, "headers": None, "__str__": Exception.__str__}
+    return type("RequestError", (ValueError, server.HTTPException), fields)(message)
 
 
 def prepare_forward(
@@ -227,6 +250,7 @@ def prepare_forward(
     _check_length(config, model.shared_encodings.max_length, position_ids)
     key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
     _check_mask(config, attention_mask, batch, length, past_length, key_length, past_key_values is None)
+    _check_context_parallel(config)
     given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
     context = PositionContext(position_ids, given, past_length, key_length, consecutive)
     model.shared_encodings(inputs_embeds, context)
@@ -271,6 +295,11 @@ def _check_mask(
                 f"attention_mask has the shape {shape}; allowed: (batch, past + new tokens) = "
                 f"({batch}, {past_length + length}), or a 4D mask."
             )
+        if config._attn_implementation not in AttentionMaskInterface() and not attention_mask.all():
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} has no mask function: it would ignore the "
+                "padding in attention_mask. Give no padding, or AttentionMaskInterface.register one."
+            )
         return
     has_ranges = config._attn_implementation in ("auto", "blockwise", "triton")
     if has_ranges and is_ranges(attention_mask) and shape == (batch, 1, length + key_length, 2):
@@ -292,12 +321,24 @@ def _check_mask(
         )
 
 
+def _check_context_parallel(config: Any) -> None:
+    # PyTorch replaces the function while it shards the tokens.
+    if "context_parallel" not in str(torch.nn.functional.scaled_dot_product_attention.__module__):
+        return
+    if config._attn_implementation != "sdpa" or "blockwise" in supported_implementations(config):
+        raise ValueError(
+            f"Context parallelism does not support position_encoding={config.position_encoding!r} with "
+            f"attn_implementation={config._attn_implementation!r}. Use attn_implementation='sdpa' and 'none', "
+            "'absolute', 'sinusoidal', 'rope' or 'pope'."
+        )
+
+
 def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
     if limit is None or torch.compiler.is_compiling() or position_ids.device.type == "meta":
         return
     length = int(position_ids.max()) + 1
     if length > limit:
-        raise ValueError(
+        raise refusal(
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
             f"({limit} tokens). Shorten it, or use an encoding other than 'absolute' and 'relative'."
         )
@@ -317,10 +358,4 @@ def causal_lm_output(
     loss = None
     if labels is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **kwargs)
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)

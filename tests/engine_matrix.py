@@ -39,7 +39,32 @@ class Engine:
         return self.cells.get(encoding, self.default)
 
 
+# What needs nothing beyond queries and keys.
+PLAIN = ("none", "absolute", "sinusoidal", "rope")
+
 ENGINES: dict[str, Engine] = {
+    "vllm": Engine(
+        "vLLM, SGLang",
+        "`vllm serve FOLDER --trust-remote-code`, or `sglang` with `--model-impl transformers`.",
+        "refused",
+        dict.fromkeys((*PLAIN, "pope"), "not run here"),
+        "vllm serve FOLDER --trust-remote-code",
+    ),
+    "context_parallel": Engine(
+        "context parallelism",
+        'accelerate\'s `ParallelismConfig(cp_size=...)` with `attn_implementation="sdpa"`, on GPUs.',
+        "refused",
+        dict.fromkeys((*PLAIN, "pope"), "not run here"),
+        "torchrun --nproc_per_node 2 tests/context_parallel_worker.py",
+    ),
+    "ulysses": Engine(
+        "DeepSpeed Ulysses",
+        'accelerate\'s `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` with `attn_implementation="sdpa"` or '
+        "flash attention.",
+        "refused",
+        dict.fromkeys(PLAIN, "not run here"),
+        "pip install deepspeed; torchrun --nproc_per_node 2 tests/ulysses_worker.py",
+    ),
     "lm_eval": Engine(
         "lm-eval",
         "`lm_eval --model hf --model_args pretrained=MODEL,trust_remote_code=True`, with `peft=ADAPTER`, or under "
@@ -50,7 +75,12 @@ ENGINES: dict[str, Engine] = {
         "continuous batching",
         "`model.generate_batch(prompts, ...)`.",
         "refused",
-        dict.fromkeys(("none", "absolute", "sinusoidal", "rope"), "works"),
+        dict.fromkeys(PLAIN, "works"),
+    ),
+    "serve": Engine(
+        "`transformers serve`",
+        "`transformers serve FOLDER --trust-remote-code`; one request after the other.",
+        "works",
     ),
 }
 

@@ -13,10 +13,12 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 import whatwhere
 import whatwhere.attention as attention
+import whatwhere.attention_auto as attention_auto
 import whatwhere.attention_triton as attention_triton
 from test_attention_blockwise import LargestTensor
 from tiny import FAMILIES, position_context, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_mask import dense_mask, is_ranges, ranges_mask
+from whatwhere.attention_sdpa import sdpa_path
 from whatwhere.position_base import PositionContext
 from whatwhere.position_cope import CoPE
 from whatwhere.position_registry import supported_implementations
@@ -395,13 +397,18 @@ def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
     """What `auto` hands on: ranges; and to PyTorch's attention a mask where its own causal one would be wrong."""
     model, seen = tiny_model("llama", encoding, "auto", num_key_value_heads=4), []
     functions = attention.ALL_ATTENTION_FUNCTIONS
-    for name in ("sdpa", "blockwise"):
+    defaults = {
+        "sdpa": attention._attention("sdpa", attention_auto.ranges_path(sdpa_path)),
+        "blockwise": functions["blockwise"],
+    }
+    for name in defaults:
 
-        def watched(module, query, key, value, mask, *rest, name=name, function=functions[name], **options):
+        def watched(module, query, key, value, mask, *rest, name=name, function=defaults[name], **options):
             seen.append((name, query.shape[2], key.shape[2], mask))
             return function(module, query, key, value, mask, *rest, **options)
 
-        monkeypatch.setitem(functions._local_mapping, name, watched)
+        defaults[name] = watched
+    monkeypatch.setitem(functions._local_mapping, "auto", attention_auto.auto_attention(**defaults))
     ids, mask = tokens(2, 21), padding("left")
     fast = "blockwise" if encoding == "cope" else "sdpa"
     cases = (
@@ -433,7 +440,7 @@ def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
 @pytest.mark.parametrize("kind", ["left", "right", "both", "hole", "packed", "static"])
 def test_rows_at_a_time_are_eager_attention(encoding, kind, monkeypatch):
     """With few rows at a time: some see nothing, some have one document, and keys are further than the rows."""
-    monkeypatch.setattr(attention, "CPU_ROWS", 4)
+    monkeypatch.setattr(attention_auto, "CPU_ROWS", 4)
     model, ids = tiny_model("gpt2", encoding, "auto"), tokens(2, 21)
     masks = {"both": padding("left", "right"), "packed": None, "static": padding("left")}
     inputs = {"mask": masks[kind] if kind in masks else padding(kind), "input_ids": ids}
@@ -453,9 +460,9 @@ def test_rows_at_a_time_need_no_quadratic_mask():
     module = types.SimpleNamespace(encodings=types.SimpleNamespace(hooks={"bias": []}))
     ranges = ranges_of([-1] * 100 + [0] * 924, 1024)
     with torch.no_grad(), LargestTensor() as largest:
-        attention._PATHS["sdpa"](module, query, key, value, ranges, 0.3, 0.0, None)
-    assert largest.largest <= 4 * attention.CPU_ROWS * 1024
-    assert attention.CPU_ROWS <= 256
+        attention_auto.ranges_path(sdpa_path)(module, query, key, value, ranges, 0.3, 0.0, None)
+    assert largest.largest <= 4 * attention_auto.CPU_ROWS * 1024
+    assert attention_auto.CPU_ROWS <= 256
 
 
 # Every kind of mask with one encoding; the other pairs are slow.

@@ -1,12 +1,26 @@
 """Engines that call a model in their own way: each cell of `engine_matrix` works or is refused."""
 
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from engine_matrix import for_engine
-from tiny import tiny_model, tokens
+from engine_matrix import PLAIN, for_engine
+from paged_engine import Engine, attention_function
+from tiny import FAMILIES, tiny_model, tokens
+from whatwhere.position_registry import supported_implementations
 
 
 @for_engine("continuous_batching")
@@ -27,3 +41,206 @@ def test_continuous_batching(encoding, expected):
     for prompt, output in zip(prompts, outputs.values()):
         alone = model.generate(prompt, generation_config=options)
         assert output.generated_tokens == alone[0, prompt.shape[1] :].tolist()
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Puts functions into Transformers' table as engines do, for one test."""
+
+    def put(name, function, for_all=False):
+        # vLLM: `ALL_ATTENTION_FUNCTIONS.register(name, f)`. SGLang, DeepSpeed: `ALL_ATTENTION_FUNCTIONS[name] = f`.
+        mapping = AttentionInterface._global_mapping if for_all else ALL_ATTENTION_FUNCTIONS._local_mapping
+        monkeypatch.setitem(mapping, name, function)
+
+    return put
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@for_engine("vllm")
+def test_an_engine_with_its_own_pages(encoding, expected, family, register, tmp_path):
+    for name in ("vllm", "sglang"):
+        register(name, attention_function, for_all=name == "vllm")
+    model = tiny_model(family, encoding)
+    if expected == "refused":
+        for name in ("vllm", "sglang"):
+            with pytest.raises(ValueError, match=f"{name}.*position_encoding={encoding!r}.*Use".replace("+", "[+]")):
+                model.set_attn_implementation(name)
+        return
+    model.save_pretrained(tmp_path)
+    # Rotated keys are as wide as this.
+    size = 16 if encoding == "pope" else None
+    prompts = [tokens(1, length, seed=length) for length in (5, 9, 1, 7)]
+    for name in ("vllm", "sglang"):
+        engine = Engine(tmp_path, name, head_size=size)
+        texts, logits = engine.generate([prompt[0].tolist() for prompt in prompts], new_tokens=6)
+        for prompt, text, found in zip(prompts, texts, logits):
+            alone = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+            assert text == alone[0].tolist()
+            torch.testing.assert_close(found, model(alone[:, :-1]).logits[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+    ],
+    ids=lambda parameters: parameters["rope_type"],
+)
+def test_an_engine_with_scaled_rotations(parameters, register, tmp_path):
+    register("vllm", attention_function)
+    model = tiny_model("llama", "rope", rope_parameters={"rope_theta": 10000.0, **parameters})
+    model.save_pretrained(tmp_path)
+    prompt = tokens(1, 20)
+    (text,), _ = Engine(tmp_path, "vllm").generate([prompt[0].tolist()], new_tokens=6)
+    assert text == model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=-1)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"key_value_shift": True, "position_encoding": "none"}, "key_value_shift=True"),
+    ],
+    ids=["dynamic", "key_value_shift"],
+)
+def test_keys_that_depend_on_the_batch_are_refused(fields, named, register):
+    register("vllm", attention_function)
+    model = tiny_model("llama", fields.pop("position_encoding", "rope"), **fields)
+    with pytest.raises(ValueError, match=f"{named}.* does not work with attn_implementation='vllm'.*generate"):
+        model.set_attn_implementation("vllm")
+
+
+def test_an_engine_whose_cache_is_too_narrow(register, tmp_path):
+    register("vllm", attention_function)
+    tiny_model("llama", "pope").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'pope' needs 16 channels .*'vllm', which has 8: set its head size to 16"):
+        Engine(tmp_path, "vllm").generate([[3, 4, 5]], new_tokens=1)
+
+
+def test_padding_without_a_mask_function(register):
+    register("ours_alone", lambda *args, **kwargs: stock_sdpa(*args, **{**kwargs, "is_causal": True}))
+    model = tiny_model("llama", "rope", "ours_alone")
+    ids = tokens(2, 6)
+    mask = torch.ones_like(ids)
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, model(ids).logits)
+    mask[0, :2] = 0
+    with pytest.raises(ValueError, match="'ours_alone' has no mask function"):
+        model(ids, attention_mask=mask)
+    # With one, all masks work, and Transformers' own caches.
+    register("ours_alone", stock_sdpa)
+    AttentionMaskInterface.register("ours_alone", sdpa_mask)
+    try:
+        for encoding in ("rope", "pope"):
+            model = tiny_model("llama", encoding, "ours_alone")
+            expected = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+            model.set_attn_implementation("sdpa")
+            assert expected.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False))
+    finally:
+        del AttentionMaskInterface._global_mapping["ours_alone"]
+
+
+def test_an_engines_own_tensor_parallelism():
+    # A rank has some heads, and no device mesh says which.
+    def half(model):
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            for name, rows in (("q_proj", 16), ("k_proj", 8), ("v_proj", 8)):
+                weight = getattr(attention, name).weight
+                weight.data = weight.data[:rows]
+            attention.o_proj.weight.data = attention.o_proj.weight.data[:, :16]
+        return model
+
+    assert half(tiny_model("llama", "rope"))(tokens(1, 5)).logits.isfinite().all()
+    for encoding, fields in (("pope", {}), ("rope", {"qk_norm": True})):
+        with pytest.raises(ValueError, match=f"position_encoding='{encoding}' has parameters for each head here"):
+            half(tiny_model("llama", encoding, **fields))(tokens(1, 5))
+
+
+@pytest.fixture
+def sharded_tokens():
+    """PyTorch's context parallelism, of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with context_parallel(init_device_mesh("cpu", (1,)), buffers=[torch.zeros(2, 8)], buffer_seq_dims=[1]):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@for_engine("context_parallel")
+def test_context_parallelism(encoding, expected, request):
+    model = tiny_model("llama", encoding)
+    ids = tokens(2, 9)
+    if expected == "refused":
+        request.getfixturevalue("sharded_tokens")
+        for implementation in set(supported_implementations(model.config)) - {"triton"}:
+            model.set_attn_implementation(implementation)
+            with pytest.raises(ValueError, match="Context parallelism.*" + re.escape(f"{encoding!r}") + ".*Use"):
+                model(ids)
+        return
+    # Ring attention has no CPU operator. What else changes: masks are dropped, and positions are given.
+    model.set_attn_implementation("sdpa")
+    logits = model(ids).logits
+    _attach_context_parallel_hooks(model)
+    found = model(ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(9).expand(2, -1)).logits
+    torch.testing.assert_close(found, logits)
+    request.getfixturevalue("sharded_tokens")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"Context parallelism.*attn_implementation='eager'.*'sdpa'"):
+        model(ids)
+
+
+@for_engine("ulysses")
+def test_ulysses(encoding, expected, register):
+    """A stand-in for DeepSpeed, with one process: it puts a function in the place of Transformers' own."""
+    calls = []
+
+    def all_to_all(module, query, key, value, attention_mask, *args, **kwargs):
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1] == module.head_dim
+        calls.append(kwargs["position_ids"])
+        output, weights = stock_sdpa(module, query, key, value, None, *args, **kwargs)
+        return output.flatten(2), weights
+
+    model = tiny_model("llama", encoding)
+    ids, positions = tokens(2, 12), torch.arange(12).expand(2, -1)
+    if "sdpa" not in supported_implementations(model.config):
+        assert expected == "refused"
+        with pytest.raises(ValueError, match=re.escape(f"position_encoding={encoding!r}. Allowed")):
+            model.set_attn_implementation("sdpa")
+        return
+    model.set_attn_implementation("sdpa")
+    logits = model(ids).logits
+    register("sdpa", all_to_all)
+    if expected == "refused":
+        message = f"An engine replaced attn_implementation='sdpa'.*position_encoding={encoding!r}.*Use"
+        with pytest.raises(ValueError, match=message.replace("+", "[+]")):
+            model(ids, position_ids=positions)
+        return
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, logits)
+    assert len(calls) == 2
+    assert all(given.equal(positions) for given in calls)
+
+
+@pytest.mark.slow
+def test_ulysses_itself():
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
+    worker = pathlib.Path(__file__).parent / "ulysses_worker.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    agreed = [line.removeprefix("agrees: ") for line in done.stdout.splitlines() if line.startswith("agrees: ")]
+    assert agreed == [f"{family} {encoding}" for family in FAMILIES for encoding in PLAIN]

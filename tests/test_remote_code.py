@@ -199,14 +199,16 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
         check(model, found)
 
 
-KERNELS = {"attention_triton", "kernel_flash", "kernel_launch"}
+KERNELS = {"attention_auto", "attention_mask", "attention_triton", "kernel_flash", "kernel_launch"}
 # With decays or relative positions.
 TERMS = {*KERNELS, "kernel_terms"}
+# Where PyTorch's attention is supported.
+SDPA = {"attention_sdpa", "attention_engine"}
 # What a saved folder has beside the files that all have.
 NEEDED = {
-    "rope": {"position_rope"},
-    "absolute": {"position_absolute"},
-    "alibi": {"attention_blockwise", "position_alibi", "kernel_plain", *TERMS},
+    "rope": {"position_rope", *SDPA},
+    "absolute": {"position_absolute", *SDPA},
+    "alibi": {*SDPA, "attention_blockwise", "position_alibi", "kernel_plain", *TERMS},
     "cope": {"attention_blockwise", "position_cope", "kernel_cope", *KERNELS},
     "cope+relative": {
         *("attention_blockwise", "position_cope", "position_relative", "kernel_cope", "kernel_relative"),
@@ -214,19 +216,19 @@ NEEDED = {
     },
     "cope+alibi": {"attention_blockwise", "position_cope", "position_alibi", "kernel_cope", *TERMS},
     "cope_mlp": {"attention_blockwise", "position_cope", "position_cope_mlp", "kernel_cope", "kernel_knots", *KERNELS},
-    "pope": {"position_pope", "kernel_pope", "kernel_polar", *KERNELS},
+    "pope": {*SDPA, "position_pope", "kernel_pope", "kernel_polar", *KERNELS},
     "stick_breaking": {"attention_blockwise", "position_stick_breaking", "kernel_scan", *KERNELS},
-    "fox+rope": {"attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *TERMS},
+    "fox+rope": {*SDPA, "attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *TERMS},
     "token_gated_cope": {
         *("attention_autograd", "attention_blockwise", "position_token_gated_cope", "kernel_plain"),
-        *TERMS,
+        *(SDPA | TERMS),
     },
-    "relative": {"attention_blockwise", "position_relative", "kernel_relative", *TERMS},
-    "pope,none": {"position_pope", "position_none", "kernel_pope", "kernel_polar", "kernel_plain", *TERMS},
-    "rope,none": {"position_rope", "position_none"},
+    "relative": {*SDPA, "attention_blockwise", "position_relative", "kernel_relative", *TERMS},
+    "pope,none": {*SDPA, "position_pope", "position_none", "kernel_pope", "kernel_polar", "kernel_plain", *TERMS},
+    "rope,none": {"position_rope", "position_none", *SDPA},
     "pope,alibi": {
         *("attention_blockwise", "position_pope", "position_alibi", "kernel_pope", "kernel_polar", "kernel_plain"),
-        *TERMS,
+        *(SDPA | TERMS),
     },
 }
 
@@ -238,7 +240,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
     name = encoding.split(",") if "," in encoding else encoding
     tiny_model(family, name, qk_norm=options).save_pretrained(tmp_path)
     saved = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
-    modeling = {"attention", "attention_block", "attention_mask", "model_card", "position_base", "position_registry"}
+    modeling = {"attention", "attention_block", "model_card", "position_base", "position_registry"}
     modeling |= {f"modeling_whatwhere_{family}", "pretrained_model"} | NEEDED[encoding]
     modeling |= {"attention_options", "head_linear"} if options else set()
     configuration = {"configuration_common", f"configuration_whatwhere_{family}"}
