@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from whatwhere.scripts.data import music
 from whatwhere.scripts.data.corpora import CORPORA, load_corpus
-from whatwhere.scripts.data.pack import make_blocks
+from whatwhere.scripts.data.pack import Packer
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 
 CHORALES = {
@@ -98,10 +98,10 @@ def test_real_chorales(data_dir):
     tokenizer = build_tokenizer("jsb")
     for split, count, steps in (("train", 229, 55_228), ("validation", 76, 18_408), ("test", 77, 18_900)):
         rows = load_corpus("jsb_chorales", split, data_dir=data_dir)
-        blocks = make_blocks(rows, tokenizer, sequence_length=2048, pack="separate")
+        blocks = list(Packer(tokenizer, 2048, "separate")(rows))
         assert len(rows) == count
         # All tokens are in the blocks; only long chorales have more than one.
-        assert sum(len(block) for block in blocks.blocks) == 4 * steps
+        assert sum(len(block["input_ids"]) for block in blocks) == 4 * steps
         assert len(blocks) == count + sum(len(text.split()) > 2048 for text in rows["text"])
 
 

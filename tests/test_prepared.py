@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from whatwhere.scripts.commands import prepare as command
 from whatwhere.scripts.data import prepared
-from whatwhere.scripts.data.pack import ShuffledBatches, Steps, add_labels, iterate_blocks
+from whatwhere.scripts.data.pack import Packer, ShuffledBatches, Steps, add_labels
 from whatwhere.scripts.data.prepared import DamagedShard, PreparedText, TextBlocks, prepare, prepared_folder
 from whatwhere.scripts.data.rows import on_disk, texts_of
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -39,7 +39,7 @@ def tokenizer():
 
 
 def in_memory(rows, tokenizer, length, pack):
-    return list(iterate_blocks(rows, tokenizer, length, pack))
+    return list(Packer(tokenizer, length, pack)(rows))
 
 
 @pytest.mark.parametrize("pack", ["concat", "documents", "separate"])

@@ -305,7 +305,7 @@ class PreparedText:
 
 
 class TextBlocks:
-    """Blocks of `sequence_length` tokens of prepared text; `pack` as in `iterate_blocks`.
+    """Blocks of `sequence_length` tokens of prepared text; `pack` as in `Packer`.
 
     Rows are read when they are asked for. Has what `torch.utils.data.DataLoader` needs.
     """

@@ -29,7 +29,7 @@ class RecipeError(Refused):
 
 
 class DataRecipe(TextSource):
-    """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `iterate_blocks`.
+    """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `Packer`.
 
     With `source` "mixture", training sequences are drawn from the texts of `mixture` by their weights, see
     `MixedBatches`. Held-out data are those of all texts.
