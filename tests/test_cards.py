@@ -22,7 +22,7 @@ from whatwhere.scripts.cards.content import model_card
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data
-from whatwhere.scripts.evaluation.results import collect_lm_eval, read_results, write_json
+from whatwhere.scripts.evaluation.results import read_results, write_json
 from whatwhere.scripts.reproduction import report
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
@@ -582,8 +582,3 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not finite"):
         write_json(tmp_path / "results.json", {"value": float("nan")})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_lm_eval_results(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no results"):
-        collect_lm_eval(tmp_path, command="lm_eval")
