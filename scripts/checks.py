@@ -56,8 +56,6 @@ def parse(cls: type[C], values: Any, *, path: str = "", error: type[Refused] = R
     """Builds an instance from a mapping.
 
     Args:
-        cls: its class.
-        values: the user's input.
         path: prefix of field names in messages, such as `data.`.
         error: the class of the error.
 

@@ -1,23 +1,10 @@
 """Model cards, written from results files.
 
-Write the card (README.md) of a checkpoint into its folder, from its configuration and results files:
-
-    whatwhere card demo/pope
-
-Write cards of finished runs into separate folders, without weights, as in `model_cards/`:
-
-    whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
-
-Rewrite all cards of such a folder from its files, and the list in its README.md:
-
-    whatwhere card --output model_cards
-
 A card's folder contains `config.json`, `recipe.yaml`, the results files of its weights (`results.json`, `length.json`,
 `length_*.json`, `lm_eval.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json` with the place
 of the weights. `--results` adds measurements of several checkpoints: each card gets its own entries, and also shows
 those of the other cards that were measured on the same text. Absolute paths in recorded commands are shortened to their
-last part. The card gives the command that trains the weights. Cards of the papers' tables (`whatwhere reproduce
---cards`) are rewritten, too.
+last part. Cards of the papers' tables (`whatwhere reproduce --cards`) are rewritten, too.
 """
 
 import collections
@@ -48,7 +35,11 @@ from ..evaluation.results import (
 from .content import headline, model_card
 from .curves import draw_curves, thin_curves
 
-DESCRIPTION = "Write model cards from results files: next to the weights, or in separate folders."
+DESCRIPTION = """Write model cards from results files: next to the weights, or in separate folders.
+
+whatwhere card demo/pope
+whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
+whatwhere card --output model_cards    # rewrite all cards, and the list in README.md"""
 INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->")
 
 # The folders of an absolute path, at the beginning of a word or after `=`.
@@ -59,7 +50,6 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, figures: 
     """Writes README.md into a folder, from the other files in it, and returns its path.
 
     Args:
-        folder: a checkpoint, or the folder of a card.
         name: of the model; by default the folder's name.
         figures: redraw the figure of a card's folder; a checkpoint's figure is never redrawn.
 
@@ -191,8 +181,6 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
     """Copies the files for a card from a run's folder, without results of other weights.
 
     Args:
-        run: the folder of a finished run.
-        folder: of the card, from `card_folder`.
         shared: measurements of several checkpoints, by file name; entries with the run's weights are used.
     """
     weights = read_json(run / "results.json")["weights_sha256"]
@@ -283,11 +271,8 @@ def make(
     """Writes the cards of runs into separate folders, or without runs rewrites all cards there; returns the paths.
 
     Args:
-        runs: folders of finished runs.
-        output: the folder of all cards.
         name: see `card_folder`; for a single run.
         files: length results of several checkpoints, measured together.
-        figures: draw the figures.
 
     Raises:
         ValueError: a run or a file is not valid, or there is nothing to do.

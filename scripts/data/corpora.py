@@ -160,7 +160,6 @@ def load_corpus(
     """Loads a split of a corpus.
 
     Args:
-        name: a key of `CORPORA`.
         split: `train`, `validation` or `test`, optionally with a slice of documents: `test[:10]`.
         data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
             corpus is read from the Hub.

@@ -19,8 +19,6 @@ class Packer:
     """Cuts the tokens of documents into blocks; the rest is kept for the next documents.
 
     Args:
-        tokenizer: see `build_tokenizer`.
-        sequence_length: tokens in a block.
         pack: `concat` yields only `input_ids`, and attention crosses documents. `documents` also yields `position_ids`
             that restart at 0 with each document and each block; Transformers derives a mask from them that separates
             documents. Both join all documents. `separate` cuts each document into blocks, the last of which may be

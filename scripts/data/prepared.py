@@ -135,8 +135,6 @@ def prepare(
 
     Args:
         rows: with `text`, and `document` if the text is a piece (see `tokenize_pieces`).
-        tokenizer: see `build_tokenizer`.
-        name: of the rows, for messages and the progress bar.
         processes: that tokenise; by default one for each core, or one for little text.
 
     Raises:
@@ -229,20 +227,12 @@ def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None)
 
 
 class PreparedText:
-    """The tokens of a split, in files that are read as far as they are used.
-
-    Attributes:
-        folder: see the text of this file.
-        tokens: their number.
-        documents: their number.
-        sha256: a fingerprint of the tokens.
-    """
+    """The tokens of a split, in files that are read as far as they are used."""
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
         """Opens a folder of `prepare`; sizes are checked, and the SHA-256 of files with another time of writing.
 
         Args:
-            folder: see the text of this file.
             verify: check the SHA-256 of all files.
 
         Raises:
@@ -380,12 +370,7 @@ class TextBlocks:
 
 
 class MixedBlocks(TextBlocks):
-    """The blocks of several texts, one text after the other.
-
-    Attributes:
-        parts: the blocks of each text.
-        starts: the number of the first block of each text.
-    """
+    """The blocks of several texts, one text after the other."""
 
     def __init__(self, parts: Sequence[TextBlocks]) -> None:
         self.parts = parts

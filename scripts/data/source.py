@@ -115,7 +115,6 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
     """Finds the files of `source="local"` without reading them.
 
     Args:
-        text: the source.
         data_dir: the folder of `splits`; by default the environment variable WHATWHERE_DATA_DIR.
 
     Returns:

@@ -156,7 +156,6 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         Args:
             share: (i, n) for the i-th of n processes that read different data.
             workers: processes that read ahead; with 0, this one reads.
-            pin_memory: as in `DataLoader`.
 
         Raises:
             ValueError: the state is of another number of workers; from the iterator: the stream cannot be read.

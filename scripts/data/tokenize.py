@@ -127,7 +127,6 @@ def tokenize_pieces(
     pre-tokenisation), pieces are longer, up to the whole document.
 
     Args:
-        tokenizer: see `build_tokenizer`.
         rows: with `text`, a document; or with `text` and `document`, the next piece of the document with that number.
 
     Raises:

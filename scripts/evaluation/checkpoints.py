@@ -61,8 +61,6 @@ class Loading:
     Attributes:
         device: as in `choose_device`.
         dtype: of the model's weights and activations.
-        attn_implementation: None for the model's default.
-        trust_remote_code: run the code in the checkpoint's folder.
     """
 
     device: str = "cpu"

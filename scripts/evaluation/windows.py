@@ -111,10 +111,7 @@ def measure_windows(
         model: a causal language model of Transformers; it is put into eval mode.
         texts: token ids of each text, integers (tokens), on any device.
         byte_counts: int64 (vocabulary), bytes of text per token; None if unknown.
-        length: tokens in a window.
-        trained_length: for `Cell.multiple`.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
-        name: of the progress bar.
         processes: the batches are divided among them, and all return the same.
 
     Returns:

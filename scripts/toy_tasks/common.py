@@ -26,9 +26,6 @@ class SampleConfig(Checked):
 
     Attributes:
         seed: with the split and the index, determines a sample.
-        train_samples: the size of the training split.
-        validation_samples: the size of the validation split.
-        test_samples: the size of the test split.
     """
 
     seed: NotNegative = 0
@@ -45,12 +42,7 @@ class SampleConfig(Checked):
         raise NotImplementedError
 
     def sample(self, split: str, index: int) -> Any:
-        """Returns a sample, determined by split, index, seed and the other parameters.
-
-        Args:
-            split: `train`, `validation` or `test`.
-            index: at least 0, without an upper limit.
-        """
+        """Returns a sample, determined by split, index, seed and the other parameters."""
         return self.draw(np.random.default_rng([self.seed, SPLITS[split], index]))
 
     def row(self, sample: Any) -> dict[str, Any]:

@@ -30,15 +30,6 @@ class CountingConfig(TaskConfig):
     random variable, an increment a random variable that has been set. An increment is redrawn if no variable is set or
     the variable has its maximum value, and a program if it sets no variable. The question is about a random variable
     that has been set.
-
-    Attributes:
-        variables: the number of variables.
-        min_steps: the minimum number of operations.
-        max_steps: the maximum number of operations.
-        max_value: the maximum value of a variable.
-        set_weight: weight of assignments.
-        pass_weight: weight of `pass`.
-        increment_weight: weight of increments.
     """
 
     separator: ClassVar[str] = " "

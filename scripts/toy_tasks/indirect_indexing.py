@@ -25,8 +25,6 @@ class IndirectIndexingConfig(TaskConfig):
     outside the string.
 
     Attributes:
-        min_length: minimum number of letters in a string.
-        max_length: maximum number of letters in a string.
         max_shift: the largest shift to either side; a shift of 0 is written `+0`.
         letters: the number of letters in the alphabet: A to Z, then a to z.
     """

@@ -21,8 +21,6 @@ class SelectiveCopyConfig(TaskConfig):
 
     Attributes:
         vocabulary: the number of different symbols, including the blank.
-        non_blanks: number of symbols to copy in a sample.
-        blanks: number of blanks in a sample.
     """
 
     train_samples: Count = 1_000_000

@@ -50,11 +50,6 @@ class Checkpoints:
     """The checkpoints of a run, and the weights of the best model so far. Each is written atomically.
 
     All processes must call `save`, `save_best` and `wait`; the folder must be the same for all.
-
-    Args:
-        folder: of the run.
-        keep: number of checkpoints to keep.
-        timeout: of communication, in seconds.
     """
 
     def __init__(self, folder: RunFolder, keep: int, timeout: int = DDP_TIMEOUT) -> None:
@@ -76,7 +71,6 @@ class Checkpoints:
         Args:
             tensors: see `training_tensors`. They are copied before this function returns.
             state: the contents of `run.json`.
-            best: as in `save_best`.
 
         Raises:
             TrainingError: the previous checkpoint could not be written.

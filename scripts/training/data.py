@@ -25,7 +25,6 @@ class TrainingData:
     """The data of a run.
 
     Attributes:
-        tokenizer: saved with the model.
         batches: returns the batch of a step, or a process's share of it: `input_ids`, and for some data `labels` or
             `position_ids`. See `ShuffledBatches`, and for a stream `StreamedBatches`.
         held_out: blocks or samples by the name of their split.
@@ -45,13 +44,7 @@ class TrainingData:
 
 
 def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
-    """Reads and tokenises the data of a recipe.
-
-    Args:
-        recipe: see `load_recipe`.
-        data_dir: the folder of local data.
-        processes: that tokenise, see `prepare`.
-    """
+    """Reads and tokenises the data of a recipe."""
     return _load_task(recipe) if recipe.data.source == "task" else _load_text(recipe, data_dir, processes)
 
 
@@ -80,13 +73,10 @@ def tokenise(
     """Returns the data of a run on text.
 
     Args:
-        data: its options.
         texts: the splits of each of `data.texts()`, from `load_text`.
-        tokenizer: see `build_tokenizer`.
         limit: blocks of each held-out split; None, except for streams, for all.
         batch_size: sequences in the batch of a step, in all processes.
         seed: of the order of the training text.
-        processes: that tokenise, see `prepare`.
     """
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
     weights = data.weights()

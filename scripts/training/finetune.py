@@ -183,11 +183,9 @@ def finetune(
     """Fine-tunes a checkpoint into the folder `output` and returns the contents of `results.json`.
 
     Args:
-        settings: of the run.
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
-        data_dir: the folder of local data.
         arguments: the command line to record; by default that of this process.
 
     Raises:

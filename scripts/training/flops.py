@@ -67,7 +67,6 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
 
     Args:
         config: of the model; its attention implementation has no effect.
-        sequence_length: T.
     """
     config = copy.deepcopy(config)
     # The other implementations have kernels, whose products the counter does not know.

@@ -73,12 +73,10 @@ def train(
     """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
 
     Args:
-        recipe: see `load_recipe`.
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
         resume_from: continue from the checkpoint after this step, and delete later ones.
-        data_dir: the folder of local data.
         arguments: the command line to record; by default that of this process.
         end: whether this is the last run of these processes; if not, the process group is kept for the next run.
 
@@ -186,11 +184,7 @@ class Run:
         return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
 
     def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
-        """Prepares the folder, and loads the checkpoint if the run is resumed.
-
-        Raises:
-            TrainingError: see `load_checkpoint`.
-        """
+        """Prepares the folder, and loads the checkpoint if the run is resumed."""
         if resume:
             self.load_checkpoint(resume_from)
         if self.accelerator.is_main_process:

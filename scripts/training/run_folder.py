@@ -47,7 +47,6 @@ class RunFolder:
     """The folder of a run; it need not exist yet.
 
     Attributes:
-        path: the folder.
         record: the name of the settings file.
     """
 
@@ -78,7 +77,6 @@ class RunFolder:
 
         Args:
             settings: the expected settings; None for any.
-            ignore: settings that may differ.
 
         Raises:
             TrainingError: the results cannot be read, or the run has other settings.
@@ -98,8 +96,6 @@ class RunFolder:
 
         Args:
             resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
-            settings: of the run.
-            ignore: settings that may have changed.
 
         Raises:
             TrainingError: `resume` is "auto", and the folder has a finished run with other settings.
@@ -110,11 +106,6 @@ class RunFolder:
 
     def check(self, settings: Mapping[str, Any], *, resume: bool, ignore: tuple[str, ...] = ()) -> None:
         """Checks that the run can be started or resumed in this folder.
-
-        Args:
-            settings: of the run.
-            resume: continue the run in the folder.
-            ignore: settings that may have changed.
 
         Raises:
             TrainingError: the folder is not empty; or with `resume`, it has no unfinished run with these settings.
