@@ -115,11 +115,3 @@ class AliceConfig(SampleConfig):
             "word": sample.word,
             "place": sample.place,
         }
-
-
-def solve(text: str, config: AliceConfig) -> str:
-    """Returns the answer to a prompt."""
-    *_, sentence, question = text.split("\n\n")
-    word = question.split('"')[1]
-    letters = "".join(character if character.isalpha() else " " for character in sentence)
-    return str(letters.split().count(word))

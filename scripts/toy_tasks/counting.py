@@ -7,7 +7,6 @@ A sample is a program and a question about one of its variables:
 The number after `print a` is the answer.
 """
 
-import itertools
 import string
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
@@ -109,15 +108,3 @@ class CountingConfig(TaskConfig):
             symbols[ends[kinds == _SET] + place] = symbol
         symbols[-4:] = question, first_variable + asked, zero + values[asked], semicolon
         return Sample(symbols, np.arange(symbols.size) == symbols.size - 2)
-
-
-def solve(text: str, config: CountingConfig) -> str:
-    """Returns the symbol that follows `text`, which ends in `print` and a variable."""
-    values: dict[str, int] = {}
-    words = text.split()
-    for word, following in itertools.pairwise(words):
-        if following == "=":
-            values[word] = 0
-        elif following == "++;":
-            values[word] += 1
-    return str(values[words[-1]])

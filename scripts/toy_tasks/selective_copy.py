@@ -51,8 +51,3 @@ class SelectiveCopyConfig(TaskConfig):
         symbols[np.sort(random.permutation(length)[: self.non_blanks])] = content
         symbols[length:] = content
         return Sample(symbols, np.arange(symbols.size) >= length)
-
-
-def solve(text: str, config: SelectiveCopyConfig) -> str:
-    """Returns the symbol that follows `text`, a complete sequence with a part of its copy."""
-    return text.replace("_", "")[-config.non_blanks]
