@@ -119,7 +119,7 @@ def test_a_finished_run_of_the_same_recipe_is_reused(finished):
     metrics = json.loads(results.read_text(encoding="utf-8"))["metrics"]
     results.unlink()
     assert not demo.is_finished("rope", folder / "rope", overrides)
-    with pytest.raises(demo.DemoError, match="training failed: rope"):
+    with pytest.raises(TrainingError, match="training failed: rope"):
         demo.train({"rope": folder / "rope"}, [*overrides, "seed=1"])
     demo.train({"rope": folder / "rope"}, overrides)
     assert json.loads(results.read_text(encoding="utf-8"))["metrics"] == metrics
@@ -127,7 +127,7 @@ def test_a_finished_run_of_the_same_recipe_is_reused(finished):
 
 @pytest.mark.slow
 def test_a_clean_process_that_fails_is_an_error(tmp_path):
-    with pytest.raises(demo.DemoError, match="clean process failed"):
+    with pytest.raises(TrainingError, match="clean process failed"):
         demo.continue_prompt(tmp_path, "x", new_tokens=1)
 
 

@@ -46,12 +46,11 @@ INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->"
 _ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])")
 
 
-def write_card(folder: str | pathlib.Path, *, name: str | None = None, figures: bool = True) -> pathlib.Path:
+def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
     """Writes README.md into a folder, from the other files in it, and returns its path.
 
     Args:
         name: of the model; by default the folder's name.
-        figures: redraw the figure of a card's folder; a checkpoint's figure is never redrawn.
 
     Raises:
         ValueError: the folder has no model of this package, or a file is broken.
@@ -70,7 +69,7 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, figures: 
     first = next((key for key in results if key.startswith("length")), None)
     compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
     figure = first or ("curves" if about and "curves" in results else None)
-    if about and figures and figure:
+    if about and figure:
         _draw(folder, figure, results[figure], compared)
     path = folder / "README.md"
     training = results.get("results", {})
@@ -211,14 +210,14 @@ def _paper_tables(output: pathlib.Path) -> dict[str, dict[str, Any]]:
     return {name: content for name, content in found.items() if "table" in content}
 
 
-def regenerate(output: pathlib.Path, *, figures: bool = True) -> list[pathlib.Path]:
+def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Rewrites all cards in a folder, of models and of tables, and their list; returns the paths."""
     from ..reproduction.report import card
 
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):
         if (folder / "card.json").is_file():
-            paths.append(write_card(folder, figures=figures))
+            paths.append(write_card(folder))
         else:
             paths.append(folder / "README.md")
             paths[-1].write_text(card(read_json(folder / "results.json")), encoding="utf-8")
@@ -266,7 +265,6 @@ def make(
     *,
     name: str | None = None,
     files: Sequence[pathlib.Path] = (),
-    figures: bool = True,
 ) -> list[pathlib.Path]:
     """Writes the cards of runs into separate folders, or without runs rewrites all cards there; returns the paths.
 
@@ -278,7 +276,7 @@ def make(
         ValueError: a run or a file is not valid, or there is nothing to do.
     """
     if not runs:
-        if not (paths := regenerate(output, figures=figures)):
+        if not (paths := regenerate(output)):
             raise ValueError(f"output={str(output)!r} has no cards: give a RUN.")
         return paths
     shared = {path.stem: read_json(path) for path in files}
@@ -290,7 +288,7 @@ def make(
     for path in files:
         if not any((folder / path.name).is_file() for folder in folders):
             raise ValueError(f"results={str(path)!r} is not valid: none of its checkpoints has the weights of a RUN.")
-    return [*(write_card(folder, figures=figures) for folder in folders), *write_index(output)]
+    return [*map(write_card, folders), *write_index(output)]
 
 
 def main(arguments: list[str] | None = None) -> None:

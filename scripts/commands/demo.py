@@ -63,10 +63,6 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
 
-class DemoError(TrainingError):
-    """A stage failed; the message gives the reason."""
-
-
 @contextlib.contextmanager
 def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     """Prints the name and the duration of a stage, and adds the duration to `seconds`."""
@@ -101,7 +97,7 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     """Trains each encoding in its own process, `processes()` at a time; continues interrupted runs.
 
     Raises:
-        DemoError: training failed; its messages were printed.
+        TrainingError: training failed; its messages were printed.
     """
     threads = max(1, (os.cpu_count() or 1) // processes())
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
@@ -124,7 +120,7 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     if failed and set(failed.values()) <= {130, 143}:
         raise KeyboardInterrupt
     if failed:
-        raise DemoError(f"training failed: {', '.join(failed)}")
+        raise TrainingError(f"training failed: {', '.join(failed)}")
 
 
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, tokens: int | None) -> None:
@@ -174,7 +170,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
     """Generates a continuation of a prompt in a process with remote code, without the package and without network.
 
     Raises:
-        DemoError: the process failed.
+        TrainingError: the process failed.
     """
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
@@ -182,7 +178,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         done = subprocess.run(command, env=environment, check=False, **streams)
     if done.returncode:
-        raise DemoError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
+        raise TrainingError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
     return done.stdout
 
 
