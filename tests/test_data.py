@@ -281,7 +281,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"source": "local", "data_dir": "none", "splits": {"train": "a", "validation": "b"}}, "data_dir=.none"),
         (
             {"source": "local", "splits": {"train": "nothing*", "validation": "valid.jsonl"}},
-            "'nothing\\*' matches no file",
+            "'nothing\\*' is not valid",
         ),
         ({"source": "local", "splits": {"train": "valid.jsonl"}}, "'validation' is missing"),
         ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl", "dev": "x"}}, "'dev'"),

@@ -15,7 +15,6 @@ what was measured with other weights or settings.
 
 import argparse
 import dataclasses
-import glob
 import hashlib
 import itertools
 import os
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from ...model_card import weights_fingerprint
+from ..checks import differences
 from ..commands.common import command_parser
 from . import variants, windows
 from .checkpoints import Loading, add_loading, at_least_one, loading_of, longest_length, names_of, trained_length_of
@@ -103,17 +103,16 @@ def iterate_texts(
     if source == "stdlib":
         yield from load_text()["test"]["text"]
     elif source == "local":
-        from ..data.files import read_found
+        from ..data.files import find_all, read_found
         from ..data.rows import DATA_DIR_VARIABLE, data_folder
-        from ..data.source import own_files
 
-        option, pattern = "--test-files" if files else "--data-dir", files or "**/*.txt"
+        option, root = "--test-files" if files else "--data-dir", None
         if data_dir or not files:
             root = data_folder(data_dir)
             if root is None:
                 raise ValueError(f"--data local needs --test-files, --data-dir or {DATA_DIR_VARIABLE}.")
-            pattern = os.path.join(glob.escape(str(root)), pattern)
-        rows = read_found(own_files(option, [pattern]), option, text_field="text", streaming=False)
+        found = find_all(option, [files or "**/*.txt"], root)
+        rows = read_found(found, option, text_field="text", streaming=False)
         yield from map(text_of, rows)
     elif source == "hub":
         # Only one split is read. `load_text` needs a value for each.
@@ -121,18 +120,6 @@ def iterate_texts(
         yield from map(text_of, load_text(source, dataset=dataset, splits=splits)["test"])
     else:
         yield from map(text_of, load_corpus(source, split, data_dir=data_dir, streaming=True))
-
-
-# The options that determine the keys of `LengthResults.data`.
-_OPTIONS = {
-    "corpus": "--data",
-    "split": "--data",
-    "dataset": "--dataset",
-    "files": "--test-files",
-    "joined": "--join",
-    "document_limit": "--documents",
-    "text_tokens": "--tokens",
-}
 
 
 class LengthResults:
@@ -171,12 +158,7 @@ class LengthResults:
         content = read_json(self.path)
         before, self.checkpoints = content["data"], content["checkpoints"]
         self.earlier = [*content.get("earlier", []), {key: content[key] for key in self.origin}]
-        changed = [
-            f"{_OPTIONS.get(key, key)}: {before.get(key)!r} → {value!r}"
-            for key, value in self.data.items()
-            if before.get(key) != value
-        ]
-        if changed:
+        if changed := differences({key: before.get(key) for key in self.data}, self.data):
             raise ValueError(
                 f"{str(self.path)!r} contains results on other data (before → now): {'; '.join(changed)}. Choose "
                 "another --output, or remove the file."

@@ -13,7 +13,8 @@ from typing import Any
 
 from whatwhere.position_base import suggest
 
-from ..training.recipe import Recipe, differences, load_recipe
+from ..checks import differences
+from ..training.recipe import Recipe, load_recipe
 from ..training.run_folder import RunFolder
 from .tables import Column, Row, Table, resolve
 

@@ -99,19 +99,16 @@ class Checkpoints:
             # The new checkpoint is complete.
             print(f"an old checkpoint cannot be deleted: {error}", file=sys.stderr)
 
-    def finish_writing(self) -> None:
-        """Waits for the last checkpoint at most as long as for communication; ignores errors."""
-        if self._thread is not None:
-            self._thread.join(self.timeout)
-
-    def wait(self) -> None:
-        """Waits until the last checkpoint is written.
+    def wait(self, *, failed: bool = False) -> None:
+        """Waits until the last checkpoint is written; if the run has `failed`, no longer than for communication.
 
         Raises:
-            TrainingError: it could not be written; raised in all processes.
+            TrainingError: it could not be written; raised in all processes, unless the run has failed.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self.timeout if failed else None)
+        if failed:
+            return
         error, self._thread, self._error = self._error, None, None
         if error is not None:
             raise error
@@ -125,16 +122,15 @@ class Checkpoints:
         draft = folder.with_name(f".{folder.name}")
         if _is_first():
             shutil.rmtree(draft, ignore_errors=True)
-        with self._agreed(folder), self.writing(folder):
+        with self._agreed(folder):
             draft.mkdir(parents=True, exist_ok=True)
         try:
-            with self._agreed(folder), self.writing(folder):
-                write_tensors(draft, tensors, self._group)
             own: dict[str, str] = {}
-            with self._agreed(folder), self.writing(folder):
+            with self._agreed(folder):
+                write_tensors(draft, tensors, self._group)
                 own = {file.name: file_sha256(file) for file in _own_files(draft)}
             digests = self._gathered(own)
-            with self._agreed(folder), self.writing(folder):
+            with self._agreed(folder):
                 if _is_first():
                     write_state(draft, state, digests)
                     shutil.rmtree(folder, ignore_errors=True)
@@ -157,7 +153,8 @@ class Checkpoints:
         """Raises an error of one process in all, as a TrainingError."""
         problem = ""
         try:
-            yield
+            with self.writing(folder):
+                yield
         except TrainingError as error:
             problem = str(error)
         except Exception as error:
@@ -374,24 +371,18 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{str(folder)!r} has the format {version!r}, written by another version of this package. Allowed: {FORMAT}"
         )
-    with ThreadPoolExecutor() as pool:
-        found = dict(zip(digests, pool.map(lambda name: _sha256_or_error(folder / name), digests)))
-    for name, digest in found.items():
-        if isinstance(digest, OSError):
-            raise DamagedCheckpoint(f"{str(folder / name)!r} cannot be read: {digest.strerror}") from digest
+    try:
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(lambda name: file_sha256(folder / name), digests))
+    except OSError as error:
+        raise DamagedCheckpoint(f"{error.filename!r} cannot be read: {error.strerror}") from error
+    for name, digest in zip(digests, found):
         if digest != digests[name]:
             raise DamagedCheckpoint(
                 f"{str(folder / name)!r} is damaged: it was truncated or changed after it was written (its SHA-256 "
                 f"differs from {MANIFEST})"
             )
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
-
-
-def _sha256_or_error(file: Path) -> str | OSError:
-    try:
-        return file_sha256(file)
-    except OSError as error:
-        return error
 
 
 def load_checkpoint(

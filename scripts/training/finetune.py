@@ -140,14 +140,8 @@ def _model_type(checkpoint: str) -> str:
         return str(PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type"))
 
 
-def load_model(
-    checkpoint: str,
-    position_encoding: str | list[str] | None = None,
-    position_encoding_parameters: dict | None = None,
-    rope_parameters: dict | None = None,
-    distributed_config: Any = None,
-) -> tuple[Any, set[str]]:
-    """Loads one of our models, or a stock GPT-2 or Llama as one of ours; None keeps the checkpoint's value.
+def load_model(settings: Settings, distributed_config: Any = None) -> tuple[Any, set[str]]:
+    """Loads one of our models, or a stock GPT-2 or Llama as one of ours.
 
     Returns:
         the model, and the names of the parameters that the checkpoint does not have.
@@ -155,18 +149,15 @@ def load_model(
     Raises:
         ValueError: there is no such checkpoint, it has another model type, or the encoding is not valid.
     """
-    model_type = _model_type(checkpoint)
+    checkpoint, model_type = settings.checkpoint, _model_type(settings.checkpoint)
     family = FAMILIES.get(model_type.removeprefix("whatwhere_"))
     if family is None:
         allowed = ", ".join(repr(prefix + name) for prefix in ("", "whatwhere_") for name in FAMILIES)
         raise FinetuneError(f"checkpoint={checkpoint!r}: its model_type is {model_type!r}. Allowed: {allowed}.")
-    asked = {
-        "position_encoding": position_encoding,
-        "position_encoding_parameters": position_encoding_parameters,
-        "rope_parameters": rope_parameters,
-        "distributed_config": distributed_config,
-    }
-    changes = {key: value for key, value in asked.items() if value is not None}
+    names = ("position_encoding", "position_encoding_parameters", "rope_parameters")
+    changes = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    if distributed_config is not None:
+        changes["distributed_config"] = distributed_config
     with checked_loading(checkpoint):
         model, report = family.from_pretrained(checkpoint, output_loading_info=True, **changes)
     return model, set(report["missing_keys"])
@@ -199,7 +190,7 @@ def finetune(
         find_files(settings.data_recipe(), data_dir)
     folder = RunFolder(Path(output), "finetune.json")
     with folder.lock():
-        resume, results = folder.resumes(resume, settings.model_dump())
+        resume, results = folder.begin(resume, settings.model_dump())
         if results is not None:
             return results
         if resume and settings.dp_shard > 1:
@@ -207,7 +198,6 @@ def finetune(
                 f"resume={resume!r} is not valid with dp_shard={settings.dp_shard!r}: Trainer saves no optimiser state "
                 "of sharded models. Use `whatwhere train`, or choose another folder."
             )
-        folder.check(settings.model_dump(), resume=resume)
         return _finetune(settings, folder, resume, data_dir, arguments)
 
 
@@ -217,13 +207,7 @@ def _finetune(
     output = folder.path
     processes = PartialState(cpu=options.cpu or not torch.accelerator.is_available())
     set_seed(options.seed)
-    model, fresh = load_model(
-        options.checkpoint,
-        options.position_encoding,
-        options.position_encoding_parameters,
-        options.rope_parameters,
-        _sharding(options, processes.num_processes),
-    )
+    model, fresh = load_model(options, _sharding(options, processes.num_processes))
     data = _load_data(options, model.config, data_dir)
     ((split, held_out),) = data.held_out.items()
     if processes.is_main_process:

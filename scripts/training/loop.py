@@ -87,10 +87,9 @@ def train(
     """
     folder = RunFolder(Path(output))
     with folder.lock():
-        resume, results = folder.resumes(resume or resume_from is not None, recipe.resolved(), MAY_CHANGE)
+        resume, results = folder.begin(resume or resume_from is not None, recipe.resolved(), MAY_CHANGE)
         if results is not None:
             return results
-        folder.check(recipe.resolved(), resume=resume, ignore=MAY_CHANGE)
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
         with run.explaining_errors():
@@ -99,7 +98,7 @@ def train(
                 run.train()
                 return run.finish(arguments, end=end)
             except Exception:
-                run.checkpoints.finish_writing()
+                run.checkpoints.wait(failed=True)
                 raise
 
 

@@ -15,7 +15,6 @@ from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Po
 from ..data.source import MixedText, TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
-from .run_folder import differences as differences
 
 DDP_TIMEOUT = 600
 CONFIGURATIONS: dict[str, Any] = {"gpt2": WhatWhereGPT2Config, "llama": WhatWhereLlamaConfig}
@@ -257,25 +256,25 @@ class Recipe(Checked):
         older recipes stay equal.
         """
         values = self.model_dump()
-        if self.evaluation.keep == "last":
-            del values["evaluation"]["keep"]
-        if self.training.ddp_timeout == DDP_TIMEOUT:
-            del values["training"]["ddp_timeout"]
-        if self.data.workers is None:
-            del values["data"]["workers"]
+        for section, keys in _LEFT_OUT.items():
+            fields = type(getattr(self, section)).model_fields
+            for key in keys:
+                if getattr(getattr(self, section), key) == fields[key].default:
+                    del values[section][key]
         if self.distributed == DistributedRecipe():
             del values["distributed"]
-        if not self.training.chunked_loss:
-            del values["training"]["chunked_loss"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
-                del values["data"][key]
-        for key in ("train_file", "validation_file", "mixture"):
-            if values["data"][key] is None:
                 del values["data"][key]
         return values
 
 
+# Keys that are newer than results of older recipes; they are left out of a record if they have their defaults.
+_LEFT_OUT = {
+    "evaluation": ("keep",),
+    "training": ("ddp_timeout", "chunked_loss"),
+    "data": ("workers", "train_file", "validation_file", "mixture"),
+}
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
 
