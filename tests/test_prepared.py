@@ -130,7 +130,7 @@ def test_damage_is_found_and_named(rows, tokenizer):
     file = text.folder / "tokens-00003.bin"
     content = file.read_bytes()
     file.write_bytes(content[:-2])
-    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*bytes instead of"):
+    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*is damaged"):
         prepare(rows, tokenizer)
     file.write_bytes(b"\0\0" + content[2:])
     with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*SHA-256"):

@@ -365,9 +365,6 @@ class TextBlocks:
             result["position_ids"] = torch.from_numpy(np.stack([self._positions(one) for one in index]))
         return result
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        return [self[index] for index in indices]
-
 
 class MixedBlocks(TextBlocks):
     """The blocks of several texts, one text after the other."""
@@ -427,12 +424,11 @@ def _check(file: Path, record: Mapping[str, Any], verify: bool) -> None:
         stamp = _stamp(file)
     except OSError as error:
         raise DamagedShard(f"{str(file)!r} cannot be read: {error.strerror}. {advice}") from error
-    if stamp["bytes"] != record["bytes"]:
-        raise DamagedShard(
-            f"{str(file)!r} is damaged: it has {stamp['bytes']:,} bytes instead of {record['bytes']:,}. {advice}"
-        )
-    if (verify or stamp["written_ns"] != record["written_ns"]) and file_sha256(file) != record["sha256"]:
-        raise DamagedShard(f"{str(file)!r} is damaged: its SHA-256 differs from that in its record. {advice}")
+    damaged = stamp["bytes"] != record["bytes"]
+    if not damaged and (verify or stamp["written_ns"] != record["written_ns"]):
+        damaged = file_sha256(file) != record["sha256"]
+    if damaged:
+        raise DamagedShard(f"{str(file)!r} is damaged: its size or SHA-256 differs from that in its record. {advice}")
 
 
 def file_sha256(path: Path) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .genome import GENOME_PATTERN, GENOME_WORDS
 from .music import CHORALE_WORDS, remi_words
@@ -65,13 +66,8 @@ def build_tokenizer(
             backend = Tokenizer.from_file(str(trained))
         else:
             backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
-        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            bos_token=END_OF_TEXT,
-            eos_token=END_OF_TEXT,
-            pad_token=PADDING,
-            clean_up_tokenization_spaces=False,
-            padding_side="left",
+        tokenizer: PreTrainedTokenizerBase = wrapped(
+            backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING
         )
     elif kind == "jsb":
         tokenizer = _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
@@ -261,14 +257,19 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return counts
 
 
+def wrapped(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerFast:
+    """Returns Transformers' tokenizer with a backend, for generation with padding on the left."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
+    )
+
+
 def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
     """Returns a tokenizer that splits at white space; `words` is the vocabulary with the special tokens."""
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Without a decoder, words are joined by spaces again.
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
-    )
+    return wrapped(backend, **special_tokens)
 
 
 def _is_of_words(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -291,15 +292,7 @@ def _genome_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(GENOME_WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(GENOME_PATTERN), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        pad_token="<pad>",
-        mask_token="<mask>",
-        cls_token="<cls>",
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+    return wrapped(backend, **{f"{name}_token": f"<{name}>" for name in ("unk", "pad", "mask", "cls")})
 
 
 def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -316,19 +309,11 @@ def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _byte_characters() -> list[str]:
-    """Returns the character of each byte in byte-level tokenizers: itself if printable, else one from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    characters = {byte: chr(byte) for byte in printable}
-    for byte in range(256):
-        characters.setdefault(byte, chr(0x100 + len(characters) - len(printable)))
-    return [characters[byte] for byte in range(256)]
-
-
 def _byte_tokenizer() -> Tokenizer:
     # A byte-level BPE without merges: its 256 tokens are the bytes, in order.
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (END_OF_TEXT, PADDING)])

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ..checks import Checked, Count, NotNegative
-from ..data.tokenize import END_OF_TEXT, PADDING
+from ..data.tokenize import END_OF_TEXT, PADDING, wrapped
 
 UNKNOWN = "<|unknown|>"
 # Part of every sample's seed, so that splits have independent random numbers.
@@ -134,12 +134,4 @@ def build_tokenizer(config: TaskConfig) -> PreTrainedTokenizerFast:
         pattern = "|".join(re.escape(symbol) for symbol in sorted(symbols, key=len, reverse=True))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{pattern}|[\s\S]"), behavior="isolated")
         backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=PADDING,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+    return wrapped(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING, unk_token=UNKNOWN)
