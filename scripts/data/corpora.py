@@ -165,7 +165,6 @@ def load_corpus(
         split: `train`, `validation` or `test`, optionally with a slice of documents: `test[:10]`.
         data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
             corpus is read from the Hub.
-        streaming: read lazily instead of downloading or copying first.
 
     Returns:
         a `datasets.Dataset` (`IterableDataset` when streaming) with a document in `text`.

@@ -91,11 +91,7 @@ class TextSource(Checked):
 
 
 class MixedText(TextSource):
-    """A text of a mixture.
-
-    Attributes:
-        weight: its share of the training sequences, relative to the weights of the other texts.
-    """
+    """A text of a mixture."""
 
     weight: Positive
 

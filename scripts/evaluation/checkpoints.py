@@ -56,12 +56,7 @@ def checked_loading(checkpoint: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How checkpoints are loaded; errors are ValueErrors that name the checkpoint.
-
-    Attributes:
-        device: as in `choose_device`.
-        dtype: of the model's weights and activations.
-    """
+    """How checkpoints are loaded; errors are ValueErrors that name the checkpoint."""
 
     device: str = "cpu"
     dtype: str = "float32"

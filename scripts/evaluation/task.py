@@ -122,7 +122,6 @@ def evaluate(
     """Evaluates every checkpoint on its test sets.
 
     Args:
-        task, sets, samples: as in `test_sets`; the task may also be a probe.
         seed: of the samples; 0 gives the samples of the final evaluation in training.
         processes: they divide the samples, and all return the same.
 

@@ -129,11 +129,7 @@ class _LogFilter(logging.Filter):
 
 
 def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
-    """Returns lm-eval's `TaskManager` with its tasks and ours; this takes some seconds.
-
-    Raises:
-        ImportError: lm-eval is not installed.
-    """
+    """Returns lm-eval's `TaskManager` with its tasks and ours; this takes some seconds."""
     from lm_eval.tasks import TaskManager
 
     metadata = None if data_dir is None else {"data_dir": str(data_dir)}

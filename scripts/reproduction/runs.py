@@ -45,9 +45,7 @@ class Run:
 
     Attributes:
         row, column: the first cell that uses the run; others may share it.
-        folder: of the run; it may not exist yet.
         changes: `differences` between the exact run and this one, without `IMMATERIAL` keys; empty for an exact run.
-        system: the overrides of the row.
         overrides: all overrides (user, row, column and seed), as for `train --set`.
     """
 
@@ -152,7 +150,6 @@ def plan(
 
     Args:
         seeds: number of runs of each system, with seeds 0 to `seeds` - 1; by default as in the paper.
-        rows: keys of the rows to include; by default all.
         sets: `key.sub=value` for every run.
 
     Returns:

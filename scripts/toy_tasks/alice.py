@@ -57,7 +57,6 @@ class AliceConfig(SampleConfig):
     """Questions about a word in the last sentence, in one before it, in both or in neither, equally often.
 
     Attributes:
-        sentences: the number of sentences, all different.
         as_in_paper: alternate the two questions of the paper; `sentences` must be 2.
     """
 

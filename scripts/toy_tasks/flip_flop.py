@@ -19,7 +19,6 @@ class FlipFlopConfig(TaskConfig):
     """FFL(ignore): the first instruction is a write, the last one a read, and all others are random.
 
     Attributes:
-        instructions: the number of instructions; each has two symbols.
         ignore: the probability of `ignore`; the other instructions are writes and reads with equal probability.
     """
 

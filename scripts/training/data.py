@@ -73,10 +73,8 @@ def tokenise(
     """Returns the data of a run on text.
 
     Args:
-        texts: the splits of each of `data.texts()`, from `load_text`.
         limit: blocks of each held-out split; None, except for streams, for all.
         batch_size: sequences in the batch of a step, in all processes.
-        seed: of the order of the training text.
     """
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
     weights = data.weights()

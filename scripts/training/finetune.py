@@ -177,7 +177,6 @@ def finetune(
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
-        arguments: the command line to record; by default that of this process.
 
     Raises:
         ValueError: the checkpoint, the data or a setting is not valid.

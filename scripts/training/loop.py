@@ -77,7 +77,6 @@ def train(
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
         resume_from: continue from the checkpoint after this step, and delete later ones.
-        arguments: the command line to record; by default that of this process.
         end: whether this is the last run of these processes; if not, the process group is kept for the next run.
 
     Raises:

@@ -91,7 +91,6 @@ class DataRecipe(TextSource):
         """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
 
         Args:
-            seed: of the samples.
             test_set: the name of a test set, whose parameters are used instead.
 
         Raises:
@@ -197,14 +196,7 @@ class TrainingRecipe(Checked):
 
 
 class DistributedRecipe(Checked):
-    """The number of processes along each dimension of parallelism, by accelerate's names; see `distributed.py`.
-
-    Attributes:
-        dp_replicate: copies of the model (data parallel); by default, the processes that the others leave.
-        dp_shard: processes that share the weights, gradients and optimiser state of a copy (FSDP2).
-        tp: processes that share each layer (tensor parallel).
-        cp: processes that share each sequence (context parallel).
-    """
+    """The number of processes along each dimension of parallelism, by accelerate's names; see `distributed.py`."""
 
     dp_replicate: Count | None = None
     dp_shard: Count = 1
@@ -306,8 +298,7 @@ def load_recipe(
     Args:
         source: a YAML file, or the name of a shipped recipe (`demo_rope`).
         overrides: `key.sub=value`, applied in order; the value is YAML.
-        train_file: the text to train on, instead of the recipe's source.
-        validation_file: the text to evaluate on; needs `train_file`.
+        train_file, validation_file: own text, instead of the recipe's source.
 
     Raises:
         RecipeError: the file or its contents are not valid.

@@ -85,7 +85,6 @@ class RunFolder:
 
         Args:
             resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
-            settings: of the run.
             ignore: settings that may have changed.
 
         Returns:
