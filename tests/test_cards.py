@@ -415,9 +415,10 @@ def test_prompts_are_words_of_their_tokenizers(corpus, kind):
     assert not {*ids} & {*tokenizer.all_special_ids, None}
 
 
-def test_curves_are_means_of_consecutive_lines():
+def test_curves_are_means_of_consecutive_lines(monkeypatch):
+    monkeypatch.setattr(curves, "POINTS", 3)
     lines = [*METRICS, {"step": 50, "loss": 7.5}]
-    found = curves.thin_curves(lines, points=3)
+    found = curves.thin_curves(lines)
     assert found["training"] == [
         {"step": 20, "loss": 4.5, "lines": 2},
         {"step": 40, "loss": 2.5, "lines": 2},

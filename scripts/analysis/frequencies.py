@@ -65,11 +65,6 @@ class Usage:
         return entry
 
 
-def plane_norms(states: torch.Tensor, planes: int) -> torch.Tensor:
-    """Returns the norms of the planes (c, c + planes), (..., planes), of states (..., D)."""
-    return torch.hypot(states[..., :planes], states[..., planes : 2 * planes])
-
-
 class _Means:
     """Sums mean norms (F,) by layer and side."""
 
@@ -120,7 +115,9 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
                         query = query * math.sqrt(2)
                     norms = [states[..., : part.rotated].abs() for states in (query, key)]
                 else:
-                    norms = [plane_norms(states, len(frequencies)) for states in (query, key)]
+                    # Channels c and c + F are a plane.
+                    planes = [states[..., : 2 * len(frequencies)].chunk(2, dim=-1) for states in (query, key)]
+                    norms = [torch.hypot(*channels) for channels in planes]
                 means.add(index, "queries", norms[0])
                 means.add(index, "keys", norms[1])
 

@@ -205,11 +205,6 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
     write_json(folder / "card.json", without_folders({"weights": place, "tokenizer": has_tokenizer}))
 
 
-def _paper_tables(output: pathlib.Path) -> dict[str, dict[str, Any]]:
-    found = {path.parent.name: read_json(path) for path in sorted(output.glob("*/results.json"))}
-    return {name: content for name, content in found.items() if "table" in content}
-
-
 def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Rewrites all cards in a folder, of models and of tables, and their list; returns the paths."""
     from ..reproduction.report import card
@@ -245,11 +240,13 @@ def index(output: pathlib.Path) -> str:
         encoding = f"`{encoding_text(config['position_encoding'])}`"
         models.append([_link(folder.name), encoding, size, headline(training), ", ".join(others)])
     tables = []
-    for name, table in _paper_tables(output).items():
+    for path in sorted(output.glob("*/results.json")):
+        if "table" not in (table := read_json(path)):
+            continue
         verdicts = collections.Counter(cell["verdict"]["text"] for cell in table["cells"])
         runs = {seed["folder"] for cell in table["cells"] for seed in cell["ours"]["seeds"]}
         counts = ", ".join(f"{count} {text}" for text, count in verdicts.items())
-        tables.append([_link(name), table["title"], str(len(runs)), counts])
+        tables.append([_link(path.parent.name), table["title"], str(len(runs)), counts])
     heads = ["model", "position encoding", "parameters", "held-out result", "other measurements"]
     found = ([heads, *models], [["table", "title", "runs", "cells"], *tables])
     return "\n\n".join(markdown_table(rows) for rows in found if len(rows) > 1)

@@ -289,10 +289,6 @@ class PreparedText:
             shard += 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def all_ends(self) -> np.ndarray:
-        """Returns the ends of all documents, int64 (documents)."""
-        return np.concatenate([ends + first for ends, first in zip(self._ends, self._starts)])
-
 
 class TextBlocks:
     """Blocks of `sequence_length` tokens of prepared text; `pack` as in `Packer`.
@@ -317,7 +313,7 @@ class TextBlocks:
         """
         self.text, self.sequence_length, self.pack, self.pad_token_id = text, sequence_length, pack, pad_token_id
         if pack == "separate":
-            ends = text.all_ends()
+            ends = np.concatenate([ends + first for ends, first in zip(text._ends, text._starts)])
             lengths = np.diff(ends, prepend=0)
             counts = lengths // sequence_length + (lengths % sequence_length > 1)
             self._document_starts, self._last_blocks = ends - lengths, np.cumsum(counts)

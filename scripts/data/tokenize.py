@@ -46,7 +46,6 @@ def build_tokenizer(
     vocab_size: int | None = None,
     texts: Iterable[str] | None = None,
     trained: Path | None = None,
-    model_max_length: int | None = None,
 ) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
@@ -57,7 +56,6 @@ def build_tokenizer(
         vocab_size: the size of the `bpe` vocabulary with special tokens, at least 258; only for `bpe`.
         texts: the documents on which `bpe` is trained (the training split).
         trained: the file of a trained `bpe`, instead of `texts`.
-        model_max_length: the tokenizer warns about longer inputs; by default never.
     """
     if vocab_size is not None and kind != "bpe":
         raise ValueError(f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' takes a vocabulary size.")
@@ -82,8 +80,6 @@ def build_tokenizer(
             raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-    if model_max_length is not None:
-        tokenizer.model_max_length = model_max_length
     return tokenizer
 
 

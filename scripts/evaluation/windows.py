@@ -35,11 +35,6 @@ def position_edges(length: int) -> list[int]:
     return [0, *itertools.takewhile(lambda edge: edge < length, halves), length]
 
 
-def windows_in(texts: Sequence[torch.Tensor], length: int) -> list[int]:
-    """Returns the number of windows of `length` tokens in each text; the first token is never a target."""
-    return [max(0, len(ids) - 1) // length for ids in texts]
-
-
 def common_tokens(wanted: int, available: int, lengths: Sequence[int]) -> int:
     """Returns the number of tokens to score such that windows of all lengths score the same tokens.
 
@@ -122,7 +117,8 @@ def measure_windows(
         ValueError: every text is shorter than a window.
     """
     fillable(texts, [length])
-    counts = windows_in(texts, length)
+    # The first token is never a target.
+    counts = [max(0, len(ids) - 1) // length for ids in texts]
     model.eval()
     plain_head = has_plain_head(model, texts[0][None, : min(16, length)].to(model.device, torch.int64))
     # Nats and bytes of each window, and nats at each position; the processes add them up.

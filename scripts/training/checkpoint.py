@@ -337,7 +337,8 @@ def write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) ->
     sha256 = {**digests, "run.json": file_sha256(folder / "run.json")}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "sha256": sha256}, indent=2) + "\n", encoding="utf-8")
     for name in ("run.json", MANIFEST):
-        _flush(folder / name)
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _own_files(folder: Path) -> list[Path]:
@@ -443,8 +444,3 @@ def _to_hex(state: torch.Tensor) -> str:
 
 def _from_hex(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
