@@ -25,7 +25,7 @@ from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot
 from whatwhere.scripts.evaluation.checkpoints import Loading
 from whatwhere.scripts.evaluation.lm_eval import zero_shot_files as files
-from whatwhere.scripts.evaluation.results import collect_lm_eval, lm_eval_tasks, read_results
+from whatwhere.scripts.evaluation.results import lm_eval_tasks, read_results
 
 # Of PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -168,6 +168,12 @@ def write_cbt(root, word_class, rows):
     path = root / f"cbt/cbtest_{word_class}_test_2500ex.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def report_in(folder):
+    """What lm-eval's own report file says."""
+    (file,) = folder.rglob("results_*.json")
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def manager(data_dir=None):
@@ -443,7 +449,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
             assert task["metrics"]["acc"]["standard_error"] >= 0
         assert set(tasks["lambada_openai"]["metrics"]) == {"perplexity", "acc"}
         # lm-eval's report says the same.
-        assert collect_lm_eval(tmp_path / folder, command="x")["tasks"].keys() == tasks.keys()
+        assert lm_eval_tasks(report_in(tmp_path / folder)).keys() == tasks.keys()
         accuracy = [tasks[name]["metrics"]["acc"] for name in ("lambada_openai", "whatwhere_local_blimp")]
         cells = [f"{100 * score['value']:.2f} ± {100 * score['standard_error']:.2f}" for score in accuracy]
         assert re.search(rf"^\| {folder} \| [\d,]+ \| {cells[0]} \| {cells[1]} \| ", table, flags=re.MULTILINE)
@@ -650,7 +656,7 @@ def test_lm_evals_command_line(launched, tmp_path, local_data, capsys):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    tasks = collect_lm_eval(tmp_path / "scores", command="lm_eval")["tasks"]
+    tasks = lm_eval_tasks(report_in(tmp_path / "scores"))
     assert list(tasks) == ["piqa", "whatwhere_local_cbt"]
     assert tasks["whatwhere_local_cbt"]["samples"] == 16
     assert len(tasks["whatwhere_local_cbt"]["subtasks"]) == 4

@@ -102,10 +102,6 @@ def scorer(processes: Processes, *arguments: Any, **options: Any) -> Any:
     """Returns lm-eval's `HFLM`, with the requests divided among the processes; each process gets all answers.
 
     lm-eval's own division fails if a task has fewer questions than processes, and on CPUs it does not divide.
-
-    Args:
-        processes: all of them use the result in the same way.
-        arguments, options: of `HFLM`.
     """
     from lm_eval.models.huggingface import HFLM
 
