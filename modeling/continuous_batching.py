@@ -72,7 +72,7 @@ def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
         _check_length(config, len(input_ids), (default if max_new_tokens is None else max_new_tokens) or 0)
         return add_request(manager, input_ids, request_id, max_new_tokens, **kwargs)
 
-    manager.add_request = checked  # type: ignore[method-assign]
+    manager.add_request = checked  # type: ignore[method-assign, assignment]
     return manager
 
 
