@@ -20,7 +20,8 @@ MODELING = pathlib.Path(__file__).parent.parent / "modeling"
 # What a checkpoint of this family with PoPE needs of the package; the list of encodings is shortened.
 CONFIGURATION = {"configuration_common.py", "configuration_whatwhere_llama.py"}
 COPIED = {
-    *("attention.py", "attention_block.py", "attention_mask.py", "attention_triton.py"),
+    *("attention.py", "attention_auto.py", "attention_block.py", "attention_engine.py", "attention_mask.py"),
+    *("attention_sdpa.py", "attention_triton.py"),
     *("kernel_flash.py", "kernel_launch.py", "kernel_polar.py", "kernel_pope.py", "model_card.py"),
     *("modeling_whatwhere_llama.py", "position_base.py", "position_pope.py", "pretrained_model.py"),
 }
