@@ -81,8 +81,8 @@ def accepts_engine(config: Any, name: str, supported: list[str]) -> bool:
 
 
 def batch_dependence(config: Any) -> str | None:
-    """Returns the field by which keys depend on more than the tokens up to them in their own sequence, or None."""
-    if config.key_value_shift:
-        return "key_value_shift=True"
+    """Returns the setting by which a key, as an engine keeps it, depends on other tokens of a batch, or None."""
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    return f"rope_type={rope_type!r}" if rope_type in ("dynamic", "longrope") else None
+    if rope_type in ("dynamic", "longrope"):
+        return f"rope_type={rope_type!r}"
+    return "key_value_shift=True" if config.key_value_shift else None

@@ -3,6 +3,7 @@
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
 
+import importlib
 import inspect
 import os
 import pathlib
@@ -24,6 +25,7 @@ from .model_card import PIPELINES, card_tags, complete_card
 from .position_base import PositionContext
 from .position_registry import (
     POSITION_ENCODINGS,
+    batch_dependence,
     check,
     is_ranges,
     layer_default,
@@ -201,13 +203,17 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         return None
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """What `generate_batch` calls; raises ValueError where paged attention does not support the encoding."""
-        if "flash_attention" not in supported_implementations(self.config):
+        """What `generate_batch` calls; see `continuous_batching`, which folders do not have."""
+        try:
+            module = importlib.import_module("whatwhere.continuous_batching")
+        except ImportError as error:
+            if "flash_attention" in supported_implementations(self.config) and batch_dependence(self.config) is None:
+                return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
             raise refusal(
-                f"Continuous batching does not support position_encoding={self.config.position_encoding!r}. Use "
-                "generate(). Allowed: 'none', 'absolute', 'sinusoidal', 'rope'."
-            )
-        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+                f"Continuous batching of position_encoding={self.config.position_encoding!r} needs more code than this "
+                "folder has: install the package whatwhere, or use generate()."
+            ) from error
+        return module.init_continuous_batching(self, *args, **kwargs)
 
 
 def refusal(message: str) -> ValueError:

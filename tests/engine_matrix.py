@@ -5,6 +5,7 @@ Run as a program (`make engines` does, after the tests) it writes that table.
 
 import dataclasses
 import pathlib
+import textwrap
 from typing import Literal
 
 import pytest
@@ -73,9 +74,8 @@ ENGINES: dict[str, Engine] = {
     ),
     "continuous_batching": Engine(
         "continuous batching",
-        "`model.generate_batch(prompts, ...)`.",
-        "refused",
-        dict.fromkeys(PLAIN, "works"),
+        "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching`.",
+        "works",
     ),
     "serve": Engine(
         "`transformers serve`",
@@ -110,7 +110,8 @@ def text() -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows] + [""]
     for name, engine in ENGINES.items():
         elsewhere = f" To run it where the engine is: `{engine.elsewhere}`." if engine.elsewhere else ""
-        lines.append(f"- **{engine.title}**: {engine.use} Tests: `{test_of(name)}`.{elsewhere}")
+        item = f"- **{engine.title}**: {engine.use} Tests: `{test_of(name)}`.{elsewhere}"
+        lines += textwrap.wrap(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
