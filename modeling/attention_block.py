@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, QuantizedCache
 
 from .position_base import PositionContext
 from .position_registry import AttentionOptions, PositionEncodings
@@ -56,7 +56,7 @@ class AttentionBlock(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all keys and values, including cached ones; fills in `context.value` and `context.states`.
 
-        States are stored as additional channels of the cached keys, so that every cache of Transformers supports them.
+        States are cached in additional channels of the keys. Raises ValueError for a cache that cannot hold them.
 
         Args:
             hidden: (B, Q, E), the input of the layer.
@@ -71,6 +71,13 @@ class AttentionBlock(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         elif cache is not None:
             widths = [key.shape[-1], *(state.shape[-1] for state in states.values())]
+            layer = next(iter(getattr(cache, "layers", ())[self.layer_idx :]), None)
+            if isinstance(cache, QuantizedCache) or getattr(layer, "k_head_dim", sum(widths)) != sum(widths):
+                raise ValueError(
+                    f"This {type(cache).__name__} cannot hold position_encoding={self.config.position_encoding!r}: its "
+                    f"keys need {sum(widths)} channels, of which {sum(widths[1:])} are exact numbers for {[*states]}. "
+                    "Allowed: a DynamicCache, or a StaticCache that gets its width from its first update."
+                )
             keys, value = cache.update(torch.cat((key, *states.values()), dim=-1), value, self.layer_idx)
             key, *found = keys.split(widths, dim=-1)
             states = dict(zip(states, found))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 # A logit below this is masked: additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
 HIDDEN = -5e3
@@ -185,15 +186,7 @@ class PositionContext:
 
     def to(self, *args: Any, **kwargs: Any) -> "PositionContext":
         """Returns a copy on another device: what accelerate calls when layers are on several."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return value.to(*args, **kwargs)
-            if isinstance(value, (tuple, list)):
-                return type(value)(map(move, value))
-            return {name: move(entry) for name, entry in value.items()} if isinstance(value, dict) else value
-
-        return dataclasses.replace(self, **{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        return PositionContext(**tree_map_only(torch.Tensor, lambda one: one.to(*args, **kwargs), vars(self)))
 
 
 class PositionEncoding(nn.Module):

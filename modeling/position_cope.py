@@ -61,7 +61,7 @@ class CoPEParameters(Parameters):
 
 
 class CoPETable(nn.Module):
-    """The position embeddings e, (D, P), shared by heads. A module of its own, so that PEFT can target it."""
+    """The position embeddings e, (D, P), shared by heads. A module of its own, called with an argument, for PEFT."""
 
     def __init__(self, head_dim: int, num_positions: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class CoPETable(nn.Module):
     def reset(self) -> None:
         init.zeros_(self.weight)
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: Any = None) -> torch.Tensor:
         return self.weight
 
 
@@ -252,7 +252,7 @@ class SharedCoPE(nn.Module):
         self.table = CoPETable(head_dim, num_positions)
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
-        return self.table()
+        return self.table(None)
 
 
 class CoPE(PositionEncoding):
@@ -298,7 +298,7 @@ class CoPE(PositionEncoding):
         return self.gate_key is not None if hook == "cached_state" else super().uses(hook)
 
     def _table(self, context: PositionContext) -> torch.Tensor:
-        return context.shared[self.name] if self.table is None else self.table()
+        return context.shared[self.name] if self.table is None else self.table(None)
 
     def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the gate keys of the new tokens, W_g h: (B, G, Q, D), rotated if the keys are."""

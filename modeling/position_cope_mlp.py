@@ -59,7 +59,7 @@ class PositionMLP(nn.Module):
         init.copy_(self.bias, -torch.arange(units) / units)
         init.zeros_(self.output)
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, _: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.weight, self.bias, self.output
 
 
@@ -171,7 +171,7 @@ class CoPEMLP(PositionEncoding):
         self.network = PositionMLP(self.head_dim, parameters.hidden_units)
 
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        return self.network(), (scaling, self.parameters_.num_positions - 1)
+        return self.network(None), (scaling, self.parameters_.num_positions - 1)
 
     def kernel(
         self,
@@ -186,7 +186,7 @@ class CoPEMLP(PositionEncoding):
         from .kernel_cope import cope_attention
 
         last = self.parameters_.num_positions - 1
-        weight, bias, output = (tensor.float() for tensor in self.network())
+        weight, bias, output = (tensor.float() for tensor in self.network(None))
         weight = weight / last
         with torch.no_grad():
             knots, active = _activity(weight, bias, last)

@@ -164,7 +164,7 @@ class PhaseShift(nn.Module):
             )
         self.weight.clamp_(-2 * math.pi, 0)
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: Any = None) -> torch.Tensor:
         """Returns delta folded into [-2 pi, 0]: float32 (H, R)."""
         return fold(self.weight.float())
 
@@ -277,7 +277,7 @@ class PoPE(PositionEncoding):
         if self.delta is not None:
             # The key's phase is s theta + delta (Eq. 7); on the query that is t theta - delta.
             first = context.head_offset
-            delta = self.delta()[first : first + query.shape[1], None]
+            delta = self.delta(None)[first : first + query.shape[1], None]
             delta_cos, delta_sin = delta.cos(), delta.sin()
             query_cos, query_sin = (
                 torch.addcmul(query_cos * delta_cos, query_sin, delta_sin),
@@ -316,7 +316,7 @@ class PoPE(PositionEncoding):
         from .kernel_pope import pope_attention
 
         first = context.head_offset
-        shift = None if self.delta is None else self.delta()[first : first + query.shape[1]]
+        shift = None if self.delta is None else self.delta(None)[first : first + query.shape[1]]
         tables = context.shared[self.name]
         if query.dtype != torch.float32:
             # The kernel reads halves beside features that are no finer.

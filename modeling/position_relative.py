@@ -149,7 +149,7 @@ class RelativeTable(nn.Module):
     def reset(self) -> None:
         init.normal_(self.weight, mean=0.0, std=self.weight.shape[1] ** -0.5)
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: Any = None) -> torch.Tensor:
         return self.weight
 
 
@@ -161,7 +161,7 @@ class SharedRelative(nn.Module):
         self.table = RelativeTable(num_positions, head_dim)
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
-        return self.table()
+        return self.table(None)
 
 
 class RelativePosition(PositionEncoding):

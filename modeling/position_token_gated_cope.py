@@ -68,7 +68,7 @@ class TokenGatedTable(nn.Module):
     def reset(self) -> None:
         init.normal_(self.weight, mean=0.0, std=STD)
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, _: Any = None) -> torch.Tensor:
         return self.weight
 
 
@@ -133,7 +133,7 @@ class TokenGatedCoPE(PositionEncoding):
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
         dtype = compute_dtype(query.dtype)
         gates = self._gates(context)[:, :, None].to(dtype)
-        table = self.table().to(dtype)
+        table = self.table(None).to(dtype)
         P = table.shape[0]
         positions = (gates * (logits > HIDDEN)).cumsum(-1).clamp(0, P - 1.001)
         # The gradient of a position flows through the fraction only; where it is clamped, there is none.
@@ -164,7 +164,7 @@ class TokenGatedCoPE(PositionEncoding):
         """
         from .kernel_plain import plain_attention
 
-        gates, table = self._gates(context), self.table().float()
+        gates, table = self._gates(context), self.table(None).float()
         if ranges is None:
             positions = gates.double().cumsum(-1)
         else:

@@ -259,7 +259,7 @@ def prepare_forward(
     _check_context_parallel(config)
     given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
     context = PositionContext(position_ids, given, past_length, key_length, consecutive)
-    model.shared_encodings(inputs_embeds, context)
+    context = model.shared_encodings(inputs_embeds, context)
     # Transformers detects packed documents only without a cache; an empty cache is equivalent.
     empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
     mask: Any = create_causal_mask(

@@ -1,6 +1,6 @@
-"""What each engine or mode does with each encoding: tests take their cases from it, and docs/engines.md its table.
+"""What each engine or mode does with each encoding: tests take their cases from it, and docs/engines.md its tables.
 
-Run as a program (`make engines` does, after the tests) it writes that table.
+Run as a program (`make engines` does, after the tests) it writes those tables.
 """
 
 import dataclasses
@@ -15,6 +15,9 @@ import whatwhere
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "engines.md"
 START, END = "<!-- The next lines are written by `make engines`. -->\n", "<!-- Until here. -->\n"
 
+# Those that cache a state of each token in further channels of its key.
+WITH_STATE = ("fox", "token_gated_cope", "fox+rope", "token_gated_cope+rope")
+
 Cell = Literal["works", "refused", "not run here"]
 
 
@@ -23,18 +26,22 @@ class Engine:
     """One column.
 
     Attributes:
+        part: the table that it is in.
         title: the head of the column.
         use: a sentence on how to use it.
         default: the cells that `cells` does not name.
         cells: other cells, by encoding.
         elsewhere: where there are cells "not run here": the command that runs them where the engine is.
+        test: the test, if it does not take its cases from here.
     """
 
+    part: Literal["Serving", "Inference", "Training"]
     title: str
     use: str
     default: Cell
     cells: dict[str, Cell] = dataclasses.field(default_factory=dict)
     elsewhere: str | None = None
+    test: str | None = None
 
     def cell(self, encoding: str) -> Cell:
         return self.cells.get(encoding, self.default)
@@ -45,6 +52,7 @@ PLAIN = ("none", "absolute", "sinusoidal", "rope")
 
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
+        "Serving",
         "vLLM, SGLang",
         "`vllm serve FOLDER --trust-remote-code`, or `sglang` with `--model-impl transformers`.",
         "refused",
@@ -52,6 +60,7 @@ ENGINES: dict[str, Engine] = {
         "vllm serve FOLDER --trust-remote-code",
     ),
     "context_parallel": Engine(
+        "Training",
         "context parallelism",
         'accelerate\'s `ParallelismConfig(cp_size=...)` with `attn_implementation="sdpa"`, on GPUs.',
         "refused",
@@ -59,6 +68,7 @@ ENGINES: dict[str, Engine] = {
         "torchrun --nproc_per_node 2 tests/context_parallel_worker.py",
     ),
     "ulysses": Engine(
+        "Training",
         "DeepSpeed Ulysses",
         'accelerate\'s `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` with `attn_implementation="sdpa"` or '
         "flash attention.",
@@ -67,48 +77,166 @@ ENGINES: dict[str, Engine] = {
         "pip install deepspeed; torchrun --nproc_per_node 2 tests/ulysses_worker.py",
     ),
     "lm_eval": Engine(
+        "Inference",
         "lm-eval",
         "`lm_eval --model hf --model_args pretrained=MODEL,trust_remote_code=True`, with `peft=ADAPTER`, or under "
         "`accelerate launch -m lm_eval`; or `whatwhere zero-shot`.",
         "works",
     ),
     "continuous_batching": Engine(
+        "Serving",
         "continuous batching",
         "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching`.",
         "works",
     ),
     "serve": Engine(
+        "Serving",
         "`transformers serve`",
         "`transformers serve FOLDER --trust-remote-code`; one request after the other.",
         "works",
     ),
+    "assisted_generation": Engine(
+        "Inference",
+        "assisted generation",
+        "`model.generate(..., assistant_model=...)` or `prompt_lookup_num_tokens=3`.",
+        "works",
+    ),
+    "compiled_decoding": Engine(
+        "Inference",
+        "compiled decoding",
+        '`model.generate(..., cache_implementation="static")`, which compiles on GPUs: one graph for 50 steps.',
+        "works",
+    ),
+    "quantized_cache": Engine(
+        "Inference",
+        "quantised cache",
+        '`model.generate(..., cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})`, or '
+        '"hqq". Refused where a token has a state in the cache, which is a sum of exact numbers.',
+        "works",
+        dict.fromkeys(WITH_STATE, "refused"),
+    ),
+    "offloaded_cache": Engine(
+        "Inference",
+        "offloaded cache",
+        '`model.generate(..., cache_implementation="offloaded")` or "offloaded_static", on a GPU.',
+        "not run here",
+        elsewhere="pytest tests/test_engines_inference.py -k offloaded_cache",
+    ),
+    "offloaded_weights": Engine(
+        "Inference",
+        "offloaded weights",
+        '`from_pretrained(..., device_map="auto", offload_folder=...)`, layers on the disk.',
+        "works",
+    ),
+    "export": Engine(
+        "Inference",
+        "`torch.export`",
+        "`TorchExportableModuleForDecoderOnlyLM`, the way to ExecuTorch, with `eager` attention and a static cache; "
+        "prefill and decoding are one program. What is refused is exported with a wider cache, see below.",
+        "works",
+        dict.fromkeys(WITH_STATE, "refused"),
+    ),
+    "torchao": Engine(
+        "Inference",
+        "torchao",
+        "`from_pretrained(..., quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))`, and 4 bits. It leaves the "
+        "layers of the GPT-2 family as they are.",
+        "works",
+    ),
+    "bitsandbytes": Engine(
+        "Inference",
+        "bitsandbytes",
+        "`from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))`. It leaves what belongs to "
+        "encodings as it is.",
+        "works",
+    ),
+    "trl_sft": Engine(
+        "Training",
+        "TRL: SFT",
+        "`SFTTrainer`: padded batches, `padding_free=True` and `packing=True` give the same losses and weights; "
+        "they do not need flash attention here.",
+        "works",
+    ),
+    "trl_dpo": Engine("Training", "TRL: DPO", "`DPOTrainer`, of all weights or with a `peft_config`.", "works"),
+    "trl_grpo": Engine(
+        "Training",
+        "TRL: GRPO",
+        "`GRPOTrainer`, also with `use_transformers_continuous_batching=True`.",
+        "works",
+    ),
+    "peft": Engine(
+        "Training",
+        "PEFT",
+        '`LoraConfig(target_modules="all-linear")`, also with `use_dora=True`, with encodings in `modules_to_save` '
+        "and with their tables in `target_parameters`.",
+        "works",
+    ),
+    "tensor_parallel": Engine(
+        "Training",
+        "tensor parallelism",
+        "`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, or `distributed: {tp: 2}` in a "
+        "recipe, of the Llama family.",
+        "works",
+        test="tests/test_model_parallel.py::test_two_ranks_equal_one",
+    ),
+    "pipeline_parallel": Engine(
+        "Training",
+        "pipeline parallelism",
+        "`from_pretrained(..., distributed_config=DistributedConfig(pp_size=2))`, of the Llama family, for inference.",
+        "works",
+        test="tests/test_model_parallel.py::test_two_ranks_equal_one",
+    ),
+    "fully_shard": Engine(
+        "Training",
+        "`fully_shard`",
+        "PyTorch's FSDP2, or `distributed: {dp_shard: 2}` in a recipe.",
+        "works",
+        test="tests/test_model_parallel.py::test_two_ranks_equal_one",
+    ),
+    "zero_3": Engine(
+        "Training",
+        "DeepSpeed ZeRO-3",
+        "`deepspeed.initialize(model=..., config=..., optimizer=...)`; it clips gradients to 1 unless told otherwise.",
+        "works",
+        test="tests/test_engines_training.py::test_zero_3",
+    ),
 }
 
 
-def for_engine(name: str):
+def for_engine(name: str, quick: tuple[str, ...] | None = None):
     """Parametrises a test by `encoding` and `expected`, the cells of an engine's column.
 
+    Encodings that are not `quick` are marked slow, if that is given.
     The test compares "works" with the plain model, finds the message of "refused", and runs a stand-in for the engine
     in cells "not run here".
     """
-    encodings = whatwhere.list_position_encodings()
+    encodings, slow = whatwhere.list_position_encodings(), pytest.mark.slow
     return pytest.mark.parametrize(
-        ("encoding", "expected"), [(one, ENGINES[name].cell(one)) for one in encodings], ids=encodings
+        ("encoding", "expected"),
+        [
+            pytest.param(one, ENGINES[name].cell(one), id=one, marks=slow if quick and one not in quick else ())
+            for one in encodings
+        ],
     )
 
 
 def text() -> str:
-    """Returns the table, and a sentence on each engine."""
+    """Returns the tables, and a sentence on each engine."""
+    return "\n".join(_table(part) for part in dict.fromkeys(engine.part for engine in ENGINES.values()))
+
+
+def _table(part: str) -> str:
+    engines = {name: engine for name, engine in ENGINES.items() if engine.part == part}
     rows = [
-        ["`position_encoding`", *(engine.title for engine in ENGINES.values())],
-        ["---"] * (1 + len(ENGINES)),
+        ["`position_encoding`", *(engine.title for engine in engines.values())],
+        ["---"] * (1 + len(engines)),
         *(
-            [f"`{encoding}`", *(engine.cell(encoding) for engine in ENGINES.values())]
+            [f"`{encoding}`", *(engine.cell(encoding) for engine in engines.values())]
             for encoding in whatwhere.list_position_encodings()
         ),
     ]
-    lines = ["| " + " | ".join(row) + " |" for row in rows] + [""]
-    for name, engine in ENGINES.items():
+    lines = [f"### {part}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
+    for name, engine in engines.items():
         elsewhere = f" To run it where the engine is: `{engine.elsewhere}`." if engine.elsewhere else ""
         item = f"- **{engine.title}**: {engine.use} Tests: `{test_of(name)}`.{elsewhere}"
         lines += textwrap.wrap(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -116,13 +244,15 @@ def text() -> str:
 
 
 def test_of(name: str) -> str:
-    """Returns the test that has the cells of an engine as its cases.
+    """Returns the test of an engine, which has its cells as cases unless `Engine.test` names it.
 
     Raises:
         LookupError: there is none.
     """
+    if ENGINES[name].test is not None:
+        return ENGINES[name].test
     for path in sorted(pathlib.Path(__file__).parent.glob("test_*.py")):
-        _, found, after = path.read_text(encoding="utf-8").partition(f'@for_engine("{name}")')
+        _, found, after = path.read_text(encoding="utf-8").partition(f'@for_engine("{name}"')
         if found:
             return f"tests/{path.name}::{after.partition('def ')[2].partition('(')[0]}"
     raise LookupError(f"no test has the cells of the engine {name!r}: decorate one with @for_engine({name!r}).")

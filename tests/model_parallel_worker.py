@@ -1,10 +1,14 @@
-"""Run by torchrun: every case on two ranks gives the logits and gradients of one. See test_model_parallel.py."""
+"""Run by torchrun: every case on two ranks gives the logits and gradients of one. See test_model_parallel.py.
+
+Ranks share heads (tensor parallelism), layers (pipeline parallelism) or parameters (`fully_shard`).
+"""
 
 import pathlib
 import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers.distributed import DistributedConfig
 
 import whatwhere
@@ -18,6 +22,12 @@ CASES = {
     "pope,alibi:options": (["pope", "alibi"], OPTIONS),
     "fox:options": ("fox", {**OPTIONS, "key_value_shift": True}),
 }
+
+
+def same_gradients(model: torch.nn.Module, expected: torch.nn.Module, case: str) -> None:
+    for (name, one), other in zip(expected.named_parameters(), model.parameters()):
+        gradient = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
+        torch.testing.assert_close(gradient, one.grad, rtol=1e-3, atol=1e-4, msg=f"{case} {name}")
 
 
 def main() -> None:
@@ -36,14 +46,20 @@ def main() -> None:
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-4)
         expected.loss.backward()
         outputs.loss.backward()
-        for (name, one), other in zip(model.named_parameters(), parallel.parameters()):
-            gradient = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
-            torch.testing.assert_close(gradient, one.grad, rtol=1e-3, atol=1e-4, msg=f"{case} {name}")
+        same_gradients(parallel, model, case)
         stages = type(model).from_pretrained(folder / case, distributed_config=DistributedConfig(pp_size=2)).eval()
         with torch.no_grad():
             torch.testing.assert_close(stages(ids, use_cache=False).logits, expected.logits, rtol=1e-4, atol=1e-4)
         options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
         assert torch.equal(stages.generate(ids[:, :9], **options), model.generate(ids[:, :9], **options)), case
+        sharded = type(model).from_pretrained(folder / case).eval()
+        for part in (*sharded.model.layers, sharded):
+            fully_shard(part)
+        own = ids[dist.get_rank() :][:1]
+        outputs = sharded(own, labels=own)
+        torch.testing.assert_close(outputs.logits, expected.logits[dist.get_rank() :][:1], rtol=1e-4, atol=1e-4)
+        outputs.loss.backward()
+        same_gradients(sharded, model, case)
         if dist.get_rank() == 0:
             print("agrees:", case, flush=True)
     dist.destroy_process_group()

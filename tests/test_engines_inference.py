@@ -1,0 +1,216 @@
+"""Numbers in fewer bits, other caches and other forms of a model: each cell of `engine_matrix` works or is refused."""
+
+import copy
+import importlib
+import re
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig, CompileConfig, DynamicCache, QuantizedCache, StaticCache, TorchAoConfig
+from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
+
+from engine_matrix import for_engine
+from tiny import tiny_model, tokens
+
+# A table of CoPE, rotated keys that are cached without the rotation, and a state of each token in the cache.
+QUICK = ("cope", "pope", "fox")
+GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+
+
+def close(actual, expected, tolerance=1e-4):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def needs(*modules):
+    """Skips a test where a package is missing that nothing else of the project needs."""
+    for name in modules:
+        pytest.importorskip(name, reason=f"{name} is not installed", exc_type=ImportError)
+
+
+def saved(model, folder, **options):
+    """Saves a model, and loads it with options of `from_pretrained`."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, **options).eval()
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("hqq", {"axis_key": 1, "axis_value": 1}), ("quanto", {"axis_key": 0, "axis_value": 0})],
+    ids=["hqq", "quanto"],
+)
+@for_engine("quantized_cache", QUICK)
+def test_quantized_cache(encoding, expected, backend, options):
+    model, ids = tiny_model("llama", encoding), tokens(2, 20)
+    options = {"backend": backend, "nbits": 4, **options}
+    needs({"quanto": "optimum.quanto"}.get(backend, backend))
+    if expected == "refused":
+        with pytest.raises(ValueError, match=re.escape(f"QuantizedCache cannot hold position_encoding={encoding!r}")):
+            model.generate(ids, cache_implementation="quantized", cache_config=options, **GREEDY)
+        return
+    quantized, rounded = QuantizedCache(config=model.config, **options), DynamicCache(config=model.config)
+    with torch.no_grad():
+        prefill = model(ids[:, :16], past_key_values=quantized).logits
+        close(prefill, model(ids[:, :16]).logits)
+        for index, layer in enumerate(quantized.layers):
+            keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+            rounded.update(keys, values, index)
+        # The error is that of the rounded keys and values, and no other.
+        for step in range(16, 20):
+            token = ids[:, step : step + 1]
+            found = model(token, past_key_values=quantized).logits
+            close(found, model(token, past_key_values=rounded).logits)
+    assert (found[:, -1] - model(ids).logits[:, -1]).abs().max() > 1e-3
+
+
+@for_engine("assisted_generation")
+def test_assisted_generation(encoding, expected):
+    model, ids = tiny_model("llama", encoding), tokens(1, 7)
+    twice = torch.cat((ids, ids), dim=1)
+    assistant = tiny_model("llama", encoding, num_hidden_layers=1)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **GREEDY), model.generate(ids, **GREEDY))
+    assert torch.equal(model.generate(twice, prompt_lookup_num_tokens=3, **GREEDY), model.generate(twice, **GREEDY))
+
+
+class NoStream:
+    """What an offloaded cache does with streams of a GPU, for CPUs."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+
+@for_engine("offloaded_cache", QUICK)
+def test_offloaded_cache(encoding, expected, monkeypatch):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        # Everything but the copies between devices.
+        monkeypatch.setattr(torch, "Stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: NoStream())
+    model, ids = tiny_model("llama", encoding).to(device), tokens(2, 7).to(device)
+    plain = model.generate(ids, **GREEDY)
+    for cache in ("offloaded", "offloaded_static"):
+        assert torch.equal(model.generate(ids, cache_implementation=cache, disable_compile=True, **GREEDY), plain)
+
+
+def exported(module, ids):
+    """The program of any number of tokens."""
+    length = torch.export.Dim("length", max=15)
+    shapes = {"input_ids": {1: length}, "cache_position": {0: length}}
+    positions = torch.arange(ids.shape[1])
+    program = module.export(input_ids=ids, cache_position=positions, dynamic_shapes=shapes, strict=False)
+    return program.module()
+
+
+@for_engine("export", QUICK)
+def test_export(encoding, expected):
+    # For a bias, blockwise attention does not fit all lengths.
+    model, ids = tiny_model("llama", encoding, "eager"), tokens(1, 9)
+    model.generation_config.cache_implementation = "static"
+    module = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=16)
+    with torch.no_grad():
+        if expected == "refused":
+            with pytest.raises(
+                ValueError, match=f"StaticCache cannot hold {re.escape(f'position_encoding={encoding!r}')}"
+            ):
+                exported(module, ids)
+            widen_cache(module.model)
+        program = exported(module, ids)
+        pieces = [program(input_ids=ids[:, :4], cache_position=torch.arange(4))]
+        for step in range(4, 9):
+            pieces += [program(input_ids=ids[:, step : step + 1], cache_position=torch.tensor([step]))]
+        close(torch.cat(pieces, dim=1), model(ids).logits)
+
+
+def widen_cache(module):
+    """Gives an exportable module a cache that a forward pass has sized: docs/engines.md."""
+    length = module.static_cache.layers[0].max_cache_len
+    module.static_cache = StaticCache(config=module.model.config, max_cache_len=length)
+    module.model(torch.tensor([[0]]), past_key_values=module.static_cache)
+    for index, layer in enumerate(module.static_cache.layers):
+        module.register_buffer(f"key_cache_{index}", layer.keys, persistent=False)
+        module.register_buffer(f"value_cache_{index}", layer.values, persistent=False)
+        module.register_buffer(f"cumulative_length_{index}", layer.cumulative_length, persistent=False)
+
+
+@for_engine("compiled_decoding", QUICK)
+def test_compiled_decoding(encoding, expected):
+    model, ids = tiny_model("llama", encoding, max_position_embeddings=64), tokens(2, 7)
+    lengths = {"max_new_tokens": 51, "min_new_tokens": 51, "do_sample": False}
+    graphs = []
+
+    def backend(graph, inputs, **options):
+        graphs.append(graph)
+        return graph.forward
+
+    settings = CompileConfig(backend=backend, fullgraph=True)
+    # `generate` compiles by itself on GPUs.
+    settings._compile_all_devices = True
+    torch._dynamo.reset()
+    compiled = model.generate(ids, cache_implementation="static", compile_config=settings, **lengths)
+    assert len(graphs) == 1
+    assert torch.equal(compiled, model.generate(ids, **lengths))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@for_engine("torchao", QUICK)
+def test_torchao(encoding, expected, bits, tmp_path):
+    needs("torchao")
+    quantization = importlib.import_module("torchao.quantization")
+    if bits == 8:
+        settings = quantization.Int8WeightOnlyConfig()
+    else:
+        # `Int4WeightOnlyConfig`, the same numbers, has kernels for GPUs only.
+        group = quantization.PerGroup(32)
+        settings = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)
+    model, ids = tiny_model("llama", encoding, hidden_size=64, intermediate_size=64), tokens(2, 12)
+    quantized = saved(model, tmp_path, quantization_config=TorchAoConfig(settings), dtype=torch.float32)
+    with torch.no_grad():
+        plain = model(ids).logits
+        found = 0
+        for one, other in zip(model.parameters(), quantized.parameters(), strict=True):
+            if type(other) is not torch.nn.Parameter:
+                found += 1
+                one.copy_(other.dequantize())
+        assert found >= 14
+        close(quantized(ids).logits, model(ids).logits)
+        assert not torch.equal(plain, model(ids).logits)
+    assert torch.equal(quantized.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+@for_engine("bitsandbytes", QUICK)
+def test_bitsandbytes(encoding, expected, tmp_path):
+    needs("bitsandbytes")
+    import bitsandbytes
+
+    model, ids = tiny_model("llama", encoding, hidden_size=64, intermediate_size=64), tokens(2, 12)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    quantized = saved(model, tmp_path, quantization_config=settings, dtype=torch.float32)
+    rounded, found = copy.deepcopy(model), 0
+    with torch.no_grad():
+        for name, module in quantized.named_modules():
+            if isinstance(module, bitsandbytes.nn.Linear4bit):
+                found += 1
+                weight = bitsandbytes.functional.dequantize_4bit(module.weight, module.weight.quant_state)
+                rounded.get_submodule(name).weight.copy_(weight)
+        assert found == 14
+        # The products of a CPU have a bfloat16's digits.
+        expected = rounded(ids).logits
+        assert (quantized(ids).logits - expected).std() < 0.05 * expected.std()
+        assert (model(ids).logits - expected).std() > 0.2 * expected.std()
+
+
+@for_engine("offloaded_weights", QUICK)
+def test_offloaded_weights(encoding, expected, tmp_path):
+    model, ids = tiny_model("llama", encoding, num_hidden_layers=4), tokens(2, 12)
+    memory = {"cpu": sum(parameter.numel() for parameter in model.parameters()) * 4 // 2}
+    folder = tmp_path / "offloaded"
+    loaded = saved(model, tmp_path, device_map="auto", max_memory=memory, offload_folder=folder)
+    assert {"cpu", "disk"} == set(loaded.hf_device_map.values())
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(loaded.generate(ids, **GREEDY), model.generate(ids, **GREEDY))

@@ -1,0 +1,245 @@
+"""Trainers and adapters of others: each cell of `engine_matrix` works or is refused."""
+
+import math
+import pathlib
+import re
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import whatwhere
+from engine_matrix import for_engine
+from tiny import FAMILIES, OURS, VOCABULARY, slow_but, tiny_model, tokens
+
+# TRL and PEFT use names that this version of Transformers has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+# A bias with a table, rotated keys, and a state of each token in the cache.
+QUICK = ("cope", "pope", "fox")
+
+
+@pytest.fixture
+def trl():
+    return pytest.importorskip("trl", reason="trl is not installed")
+
+
+@pytest.fixture
+def tokenizer():
+    """Words w4 to w60, with their numbers as ids."""
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    words = special | {f"w{index}": index for index in range(len(special), VOCABULARY)}
+    model = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=model, **names)
+
+
+def text(length, seed):
+    return " ".join(f"w{max(4, index)}" for index in tokens(1, length, seed=seed)[0].tolist())
+
+
+def settings(folder, **fields):
+    """What all runs share: plain gradient descent, so that equal gradients give equal weights."""
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        **fields,
+    }
+
+
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def same_weights(model, other, tolerance=1e-5):
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance, msg=name)
+
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+SFT = {
+    "plain": {"gradient_checkpointing": False},
+    "checkpointing": {"gradient_checkpointing": True},
+    "padding-free": {"padding_free": True, "max_length": None},
+    "packed": {"packing": True, "max_length": 32},
+    "compiled": {"padding_free": True, "max_length": None, "gradient_checkpointing": False, **COMPILED},
+}
+
+
+def fine_tuned(trl, tokenizer, encoding, folder, **fields):
+    """A model after two steps on six sequences, and the loss of each."""
+    data = Dataset.from_dict({"input_ids": [tokens(1, T, seed=T)[0].tolist() for T in (5, 9, 17, 12, 20, 7)]})
+    torch.manual_seed(0)
+    model = tiny_model("llama", encoding)
+    config = trl.SFTConfig(**settings(folder, per_device_train_batch_size=6, **fields))
+    trainer = trl.SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    return model, [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@for_engine("trl_sft", QUICK)
+@pytest.mark.parametrize("mode", slow_but(list(SFT)[1:4], list(SFT)[1:]))
+def test_trl_sft(trl, tokenizer, encoding, expected, mode, tmp_path):
+    torch._dynamo.reset()
+    model, losses = fine_tuned(trl, tokenizer, encoding, tmp_path, **SFT[mode])
+    plain, expected_losses = fine_tuned(trl, tokenizer, encoding, tmp_path, **SFT["plain"])
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert losses[1] < losses[0]
+    same_weights(model, plain)
+
+
+def log_probabilities(model, batch):
+    """The sum of the completions' log-probabilities, one for each row."""
+    inputs, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.no_grad():
+        found = model(inputs, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+    found = found.gather(-1, inputs[:, 1:, None])[..., 0]
+    return (found * batch["completion_mask"][:, 1:]).sum(-1)
+
+
+@for_engine("trl_dpo", QUICK)
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+def test_trl_dpo(trl, tokenizer, encoding, expected, adapter, tmp_path):
+    base = tiny_model("llama", encoding)
+    base.save_pretrained(tmp_path / "base")
+    rows = range(4)
+    data = Dataset.from_dict(
+        {
+            "prompt": [text(3 + row, row) for row in rows],
+            "chosen": [" " + text(4 + row, 10 + row) for row in rows],
+            "rejected": [" " + text(7 - row, 20 + row) for row in rows],
+        }
+    )
+    model = type(base).from_pretrained(tmp_path / "base")
+    config = trl.DPOConfig(**settings(tmp_path, per_device_train_batch_size=4, learning_rate=0.5))
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4) if adapter else None
+    trainer = trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses[1] < losses[0] - 1e-4
+    batch = next(iter(trainer.get_train_dataloader()))
+    reference = torch.cat(trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch))
+    close(reference, log_probabilities(base, batch), 1e-4)
+    trained = log_probabilities(trainer.model.eval(), batch)
+    assert (trained - reference).abs().min() > 1e-4
+
+
+@for_engine("trl_grpo", QUICK)
+@pytest.mark.parametrize("continuous", [False, True], ids=["generate", "generate_batch"])
+def test_trl_grpo(trl, tokenizer, encoding, expected, continuous, tmp_path):
+    base = tiny_model("llama", encoding)
+    base.save_pretrained(tmp_path / "base")
+    model = type(base).from_pretrained(tmp_path / "base")
+    prompts, seen = [text(3 + row, row) for row in range(2)], []
+
+    def reward(prompts, completion_ids, **kwargs):
+        seen.append((prompts, completion_ids))
+        return [float(sum(index % 2 for index in ids)) for ids in completion_ids]
+
+    paged = {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {"page_size": 32, "num_blocks": 8, "max_batch_tokens": 64},
+    }
+    config = trl.GRPOConfig(
+        **settings(tmp_path, per_device_train_batch_size=8, num_generations=4, max_completion_length=6, beta=0.1),
+        **(paged if continuous else {}),
+    )
+    data = Dataset.from_dict({"prompt": prompts})
+    trainer = trl.GRPOTrainer(model, reward, args=config, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    first, second = [line for line in trainer.state.log_history if "loss" in line]
+    # The model and the reference agree on the completions of the model, until it has learned.
+    assert first["kl"] == pytest.approx(0, abs=1e-7)
+    assert second["kl"] > 1e-5
+    assert all(1 <= len(ids) <= 6 for _, batch in seen for ids in batch)
+    assert len(seen) == 2
+    with pytest.raises(AssertionError):
+        same_weights(model, base)
+
+
+def own_parameters(model):
+    """The parameters of encodings, by name."""
+    return {name: one for name, one in model.named_parameters() if any(part in name for part in OURS)}
+
+
+def adapters(model):
+    """The configurations of adapters that people write."""
+    names = own_parameters(model)
+    modules = sorted({name.rpartition(".")[0] for name in names})
+    # LoRA of a table is a product of two matrices, as that of a projection.
+    tables = [name for name, one in names.items() if one.ndim == 2]
+    linear = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}
+    found = {"lora": linear, "dora": {**linear, "use_dora": True}}
+    if modules:
+        found["modules_to_save"] = {**linear, "modules_to_save": modules}
+    if tables:
+        # Not together with the layers of GPT-2, says PEFT.
+        projections = ["q_proj", "k_proj", "v_proj", "o_proj"] if hasattr(model, "model") else []
+        found["target_parameters"] = {**linear, "target_modules": projections, "target_parameters": tables}
+    return {name: peft.LoraConfig(**values) for name, values in found.items()}
+
+
+def learn(model, ids, **options):
+    """Two steps of gradient descent."""
+    model.train()
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+    for _ in range(2):
+        model(ids, labels=ids, use_cache=False, **options).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@for_engine("peft", QUICK)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft(encoding, expected, family, tmp_path):
+    base, ids = tiny_model(family, encoding), tokens(2, 16)
+    base.save_pretrained(tmp_path / "base")
+    for name, config in adapters(base).items():
+        torch.manual_seed(0)
+        model = peft.get_peft_model(type(base).from_pretrained(tmp_path / "base"), config)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        learn(model, ids)
+        model.gradient_checkpointing_disable()
+        with torch.no_grad():
+            logits = model(ids).logits
+            assert (logits - base(ids).logits).abs().max() > 1e-2, name
+            with model.disable_adapter():
+                close(model(ids).logits, base(ids).logits)
+            model.save_pretrained(tmp_path / name)
+            loaded = peft.PeftModel.from_pretrained(type(base).from_pretrained(tmp_path / "base"), tmp_path / name)
+            assert torch.equal(loaded.eval()(ids).logits, logits), name
+            merged = model.merge_and_unload()
+            close(merged(ids).logits, logits, 1e-4)
+        changed = {n for n, one in own_parameters(merged).items() if not torch.equal(one, base.get_parameter(n))}
+        if name == "modules_to_save":
+            assert changed == set(own_parameters(base))
+        if name == "target_parameters":
+            assert changed == set(config.target_parameters)
+
+
+@pytest.mark.slow
+def test_zero_3():
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    worker, encodings = pathlib.Path(__file__).parent / "zero_worker.py", whatwhere.list_position_encodings()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*launcher, worker, *encodings], capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.findall(r"agrees: (.+)", done.stdout) == encodings
