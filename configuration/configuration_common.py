@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
 
 import torch
+import transformers
 from transformers.utils.versions import require_version
 
 require_version("transformers>=5.17,<6", "Models of whatwhere need it: pip install -U 'transformers>=5.17,<6'")
@@ -21,7 +22,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
     StrictDataclassFieldValidationError,
 )
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
@@ -45,6 +46,8 @@ _BASE_KEYWORDS = {
     "tokenizer_class",
     "torch_dtype",
 }
+# `transformers serve` and engines look for a model's class in `transformers`; this one finds each checkpoint's own.
+_FOUND = type("AutoModelForCausalLM", (AutoModelForCausalLM,), {"is_backend_compatible": staticmethod(lambda: True)})
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -63,6 +66,8 @@ def checked(cls: type) -> Any:
     validators.update({alias: validators[name] for alias, name in cls.attribute_map.items()})  # type: ignore[attr-defined]
     for name in ("__setattr__", "validate"):
         setattr(cls, name, _with_value_errors(getattr(cls, name)))
+    # On the type, because there are two such modules as soon as Transformers has imported its processors.
+    setattr(type(transformers), cls.__name__.replace("Config", "ForCausalLM"), _FOUND)
     return cls
 
 
@@ -255,11 +260,8 @@ class WhatWhereConfig(PreTrainedConfig):
         return self.layer_pattern[layer_idx % len(self.layer_pattern)].split("+")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dictionary. See the base class.
-
-        peft asks for it before it looks for the default target modules of a model type: this one has those of its stock
-        model type.
-        """
+        """Returns the fields as a dictionary. See the base class."""
+        # peft asks for it before it looks for the default target modules of a model type: those of the stock one.
         constants = sys.modules.get("peft.utils.constants")
         for name, mapping in list(vars(constants).items()) if constants else ():
             if name.endswith("_MODULES_MAPPING") and self.stock_model_type in mapping:
@@ -347,6 +349,3 @@ class WhatWhereConfig(PreTrainedConfig):
         for key in [key for key in kwargs if key in names and key not in left]:
             config_dict[cls.attribute_map.get(key, key)] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)
-
-
-__all__ = ["ConfigurationError", "WhatWhereConfig", "checked"]

@@ -103,6 +103,3 @@ class WhatWhereGPT2Config(WhatWhereConfig):
             )
         if self.add_cross_attention:
             raise ValueError("add_cross_attention=True is not supported: the models are decoders only. Allowed: False.")
-
-
-__all__ = ["WhatWhereGPT2Config"]

@@ -99,6 +99,3 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
                 f"pad_token_id={self.pad_token_id!r} is not valid: it must be less than "
                 f"vocab_size={self.vocab_size!r}, or None."
             )
-
-
-__all__ = ["WhatWhereLlamaConfig"]

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .attention_engine import batch_dependence
 from .position_registry import max_length, supported_implementations
+from .pretrained_model import refusal
 
 # Sequences of up to so many tokens are one group; longer ones only with those at least half as long.
 SHORT = 512
@@ -72,7 +73,7 @@ def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
         _check_length(config, len(input_ids), (default if max_new_tokens is None else max_new_tokens) or 0)
         return add_request(manager, input_ids, request_id, max_new_tokens, **kwargs)
 
-    manager.add_request = checked  # type: ignore[method-assign]
+    manager.add_request = checked  # type: ignore[method-assign, assignment]
     return manager
 
 
@@ -80,7 +81,7 @@ def _check_length(config: Any, prompt: int, new: int) -> None:
     limit = max_length(config)
     # The last token is not run.
     if limit is not None and prompt + new - 1 > limit:
-        raise ValueError(
+        raise refusal(
             f"A prompt of {prompt} tokens and max_new_tokens={new} are more than position_encoding="
             f"{config.position_encoding!r} supports ({limit} tokens). Shorten them, or use an encoding other than "
             "'absolute' and 'relative'."

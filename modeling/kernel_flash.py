@@ -577,7 +577,7 @@ _COLUMNS: _Table = {
 _SMALLEST = Tiles(16, 16, 4, 1)
 _FLOAT32 = (Tiles(32, 32, 8, 1), _SMALLEST)
 _ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
-# Their rows are `decode_rows`.
+# Their rows are `decode_rows`. Wide float32 begins with the second: compilers take minutes for the first.
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 _COMBINE = (Tiles(16, 16, 4, 1),)
 
@@ -883,7 +883,7 @@ def flash_decode(
     launch(
         decode_kernel,
         lambda tiles: (splits * blocks * B * G,),
-        [dataclasses.replace(candidate, rows=rows) for candidate in _DECODE],
+        [dataclasses.replace(one, rows=rows) for one in _DECODE[query.dtype == torch.float32 and V > 128 :]],
         (*call.key(tables and tables.shift), R, rows),
         (*call.matrices, parts, top_lse, ranges, start, tables, added, call.scaling, G, H // G, K, splits),
         {**call.constants, "R": R},

@@ -83,9 +83,8 @@ def _short_text(config: Any, name: str) -> str:
     title = re.sub(r"[\\`*_\[\]<|]", r"\\\g<0>", " ".join(name.split()))
     code = f"from transformers import {auto}\n\nname = {json.dumps(name, ensure_ascii=False)}\n"
     code += f"model = {auto}.from_pretrained(name, trust_remote_code=True)"
-    encoding = encoding_text(config.position_encoding)
-    text = f"A `{config.model_type}` model with position encoding `{encoding}`, made with `whatwhere`. "
-    text += f"`{auto}` loads it, with the code in this repository:"
+    text = f"A `{config.model_type}` model with position encoding `{encoding_text(config.position_encoding)}`, made "
+    text += f"with `whatwhere`. `{auto}` loads it, with the code in this repository:"
     end = "No results are recorded for these weights. Their licence is not known to this card."
     table = "\n".join(["| parameter | value |", "|---|---|", *rows])
     return "\n\n".join([f"\n# {title}", text, f"```python\n{code}\n```", table, end])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .attention_blockwise import Block, Term, compute_dtype
 from .position_base import Parameters, PositionContext, PositionEncoding
@@ -39,15 +40,15 @@ class ALiBiParameters(Parameters):
             )
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
-    """Returns the slope of each head, all positive (Press et al., Section 3 and their code).
+def alibi_slopes(num_heads: int, device: torch.device | None = None) -> torch.Tensor:
+    """Returns the slope of each head, all positive, float32 (num_heads,) (Press et al., Section 3 and their code).
 
     For a power of two, 2^(-8/H), 2^(-16/H), ..., 2^-8. Otherwise those of the power of two below, then every second
-    one of the power of two above.
+    one of the power of two above. They are computed on the device: a CUDA graph must not copy from the CPU.
     """
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
-    return slopes + [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    heads = torch.arange(num_heads, dtype=torch.float32, device=device)
+    return torch.exp2(torch.where(heads < power, heads + 1, heads - power + 0.5) * (-8 / power))
 
 
 class ALiBiTerm(Term):
@@ -101,9 +102,9 @@ class ALiBi(PositionEncoding):
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
         heads, sloped = self.config.num_attention_heads, self.parameters_.heads(self.config)
-        slopes = [*alibi_slopes(sloped), *[0.0] * (heads - sloped)][context.head_offset :]
         positions = context.query_positions, context.key_positions
-        return (torch.tensor(slopes, device=positions[0].device), *positions), ()
+        slopes = F.pad(alibi_slopes(sloped, positions[0].device), (0, heads - sloped))
+        return (slopes[context.head_offset :], *positions), ()
 
     def kernel(
         self,

@@ -128,10 +128,10 @@ class CoPEALiBi(PositionEncoding):
         if self.slopes is not None:
             return self.slopes()[first:]
         # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
-        heads = self.config.num_attention_heads
-        alibi = self.parameters_.slopes == "alibi"
-        slopes = alibi_slopes(heads) if alibi else [self.parameters_.first_slope * 0.5**head for head in range(heads)]
-        return torch.tensor(slopes[first:], dtype=torch.float32, device=context.query_positions.device)
+        heads, device = self.config.num_attention_heads, context.query_positions.device
+        if self.parameters_.slopes == "alibi":
+            return alibi_slopes(heads, device)[first:]
+        return self.parameters_.first_slope * 0.5 ** torch.arange(first, heads, dtype=torch.float32, device=device)
 
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         return (self._slopes(context),), ()

@@ -99,7 +99,7 @@ def parse(config: Any) -> dict[str, Part]:
     Raises:
         ValueError: see `check`.
     """
-    given, pattern = config.position_encoding_parameters, config.position_encoding
+    given, pattern = config.position_encoding_parameters or {}, config.position_encoding
     field = "position_encoding_parameters"
     if isinstance(pattern, list):
         _check_pattern(pattern, config)
@@ -108,8 +108,8 @@ def parse(config: Any) -> dict[str, Part]:
     names = list(dict.fromkeys(part for name in config.layer_pattern for part in name.split("+")))
     fields = {name: f"{field}[{name!r}]" for name in names}
     if not is_nested(pattern):
-        given, fields = {pattern: given or {}}, {pattern: field}
-    for key in given or {}:
+        given, fields = {pattern: given}, {pattern: field}
+    for key in given:
         if key not in names:
             raise ValueError(
                 f"{field} has the unknown key {key!r}; for position_encoding={pattern!r} it is nested by name. "
@@ -118,8 +118,7 @@ def parse(config: Any) -> dict[str, Part]:
     parts = {}
     for name in names:
         cls = POSITION_ENCODINGS[name]
-        values = (given or {}).get(name, {})
-        parts[name] = cls, parse_parameters(cls.parameters_class, values, config, fields[name])
+        parts[name] = cls, parse_parameters(cls.parameters_class, given.get(name, {}), config, fields[name])
     return parts
 
 

@@ -8,6 +8,7 @@ import inspect
 import os
 import pathlib
 import re
+import sys
 from typing import Any
 
 import torch
@@ -208,11 +209,20 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         except ImportError as error:
             if "flash_attention" in supported_implementations(self.config) and batch_dependence(self.config) is None:
                 return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-            raise ValueError(
+            raise refusal(
                 f"Continuous batching of position_encoding={self.config.position_encoding!r} needs more code than this "
                 "folder has: install the package whatwhere, or use generate()."
             ) from error
         return module.init_continuous_batching(self, *args, **kwargs)
+
+
+def refusal(message: str) -> ValueError:
+    """Returns the error for a request; `transformers serve` answers with its text only if it is the server's own."""
+    server: Any = sys.modules.get("starlette.exceptions")
+    if server is None:
+        return ValueError(message)
+    fields = {"status_code": 400, "detail": message, "headers": None, "__str__": Exception.__str__}
+    return type("RequestError", (ValueError, server.HTTPException), fields)(message)
 
 
 def prepare_forward(
@@ -257,7 +267,7 @@ def prepare_forward(
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
         past_key_values=None if empty and not consecutive else past_key_values,
-        position_ids=position_ids,
+        position_ids=None if consecutive else position_ids,
     )
     return position_ids, mask, context, past_key_values
 
@@ -334,7 +344,7 @@ def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) ->
         return
     length = int(position_ids.max()) + 1
     if length > limit:
-        raise ValueError(
+        raise refusal(
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
             f"({limit} tokens). Shorten it, or use an encoding other than 'absolute' and 'relative'."
         )
@@ -354,10 +364,4 @@ def causal_lm_output(
     loss = None
     if labels is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **kwargs)
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+    return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)

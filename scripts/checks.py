@@ -6,7 +6,7 @@ path, its value and what is allowed.
 
 import operator
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -56,8 +56,6 @@ def parse(cls: type[C], values: Any, *, path: str = "", error: type[Refused] = R
     """Builds an instance from a mapping.
 
     Args:
-        cls: its class.
-        values: the user's input.
         path: prefix of field names in messages, such as `data.`.
         error: the class of the error.
 
@@ -68,6 +66,18 @@ def parse(cls: type[C], values: Any, *, path: str = "", error: type[Refused] = R
         return cls.model_validate(values)
     except pydantic.ValidationError as found:
         raise error(*_messages(cls, found, path)) from None
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Returns a line `key: old → new` for every key in which two settings differ."""
+    lines = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before!r} → {after!r}")
+    return lines
 
 
 def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) -> list[str]:

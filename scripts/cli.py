@@ -14,6 +14,13 @@ COMMANDS = (
     ("train", "prepare", "tokenise the text of a recipe", "demo_rope --processes 8", "commands.prepare"),
     ("train", "plan", "memory, FLOPs and time of a recipe", "llama_7b --devices 64", "commands.plan"),
     ("train", "finetune", "fine-tune a checkpoint", "demo/pope --output runs/tuned", "commands.finetune"),
+    (
+        "train",
+        "convert",
+        "another encoding for a pretrained model",
+        "gpt2 --position-encoding cope --output out",
+        "commands.convert",
+    ),
     ("train", "demo", "train three small models and compare them", "--steps 100", "commands.demo"),
     ("evaluate", "length", "perplexity beyond the trained length", "demo/rope demo/pope", "evaluation.length"),
     ("evaluate", "zero-shot", "zero-shot tasks, by lm-eval", "demo/pope --limit 100", "evaluation.zero_shot"),

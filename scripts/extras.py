@@ -4,7 +4,7 @@
 EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "filelock", "jinja2", "numpy", "peft", "pyarrow", "pydantic"), "train"),
     **dict.fromkeys(("fsspec", "tokenizers", "tqdm", "yaml"), "train"),
-    **dict.fromkeys(("lm_eval", "evaluate", "matplotlib", "PIL"), "eval"),
+    **dict.fromkeys(("lm_eval", "evaluate", "matplotlib", "nltk", "PIL", "wonderwords"), "eval"),
     **dict.fromkeys(("miditok", "symusic"), "music"),
     "triton": "kernels",
 }

@@ -1,6 +1,7 @@
-"""The calls of the Triton kernels that are checked on a GPU (`gpu_check`) and compiled without one (`compile_kernels`).
+"""The calls of the Triton kernels: checked on a GPU (`gpu_check`), timed (`benchmark`), compiled (`compile_kernels`).
 
-A new kernel, or a new use of one, is a function here and a line in `KERNELS`: the check and the compilation use both.
+A new kernel, or a new use of one, is a function here and a line in `KERNELS`: the check and the compilation use both,
+and a line in `benchmark.attention.KINDS` times it.
 
 Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, R rotated channels, P positions in CoPE's
 table, N chosen rows.
@@ -9,6 +10,7 @@ table, N chosen rows.
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,9 +18,18 @@ import torch
 import torch.nn.functional as F
 
 from whatwhere.position_alibi import alibi_slopes
+from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
+from whatwhere.position_token_gated_cope import TokenGatedCoPE
 
-from .benchmark.references import cope_reference, plain_reference, pope_reference, scan_reference, undecided_rows
+from .benchmark.references import (
+    cope_reference,
+    plain_reference,
+    pope_reference,
+    scan_reference,
+    token_gated_reference,
+    undecided_rows,
+)
 
 # Entries of the table of relative positions.
 DISTANCES = 200
@@ -81,8 +92,9 @@ class Call(NamedTuple):
     Attributes:
         names: of the inputs.
         inputs: the differentiable ones.
-        kernel: a function of the inputs.
-        reference: the same in any type, with the argument `rows`, int64 (N,): (B, H, N, D).
+        kernel: a function of the inputs; without a mask, of the last query rows too.
+        reference: the same in any type, with the argument `rows`, int64 (N,): (B, H, N, D). Without a mask, of the last
+            batch entry and the last head too.
         undecided: a function of inputs in float64 and `rows`: bool (B, H, N), see `undecided_rows`.
     """
 
@@ -142,6 +154,7 @@ class _Inputs:
         self.positions = torch.arange(case.keys, device=device)[None]
         if self.ranges is not None:
             self.positions = self.positions - torch.arange(case.batch, device=device)[:, None]
+        self.slopes = alibi_slopes(case.heads, device)
 
     def random(self, *shape: int) -> torch.Tensor:
         # Drawn in float32, because random numbers in float16 differ between devices.
@@ -152,11 +165,15 @@ class _Inputs:
         states = (self.query, self.key, self.value)
         return [(one.bfloat16() if self.rounded else one).to(self.dtype) for one in states]
 
-    def alibi(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def positions_of(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the positions of the rows, which are the last ones, and of the keys."""
+        return self.positions[:, -query.shape[2] :], self.positions
+
+    def alibi(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ALiBi's numbers of rows and keys."""
-        slopes = torch.tensor(alibi_slopes(self.query.shape[1]), device=self.device).double()
-        keys = -slopes[:, None] * self.positions[:, None]
-        return keys[..., keys.shape[-1] - self.query.shape[2] :], keys
+        slopes = -self.slopes[-query.shape[1] :, None].double()
+        rows, keys = (slopes * one[:, None] for one in self.positions_of(query))
+        return rows, keys
 
     def seeded(self) -> float:
         """Returns the probability that a weight is dropped; which are, is the same after each call."""
@@ -181,8 +198,6 @@ def _cope(case: Case, device: torch.device) -> Call:
 
     And add: another encoding of a sum, "alibi" or "relative"; knots: how many, somewhere, in place of the integers.
     """
-    from whatwhere.kernel_cope import cope_attention
-
     given = _Inputs(case, device)
     gate, gates, P = case.option("gate", "key"), case.option("gates", "half"), case.option("positions", 64)
     gate_key = given.random(*given.key.shape)
@@ -215,12 +230,14 @@ def _cope(case: Case, device: torch.device) -> Call:
         result = {"gate_key": gate_of, "position_query": found.get("dposition_query"), "position_scale": given.scaling}
         result |= pieces
         if add == "alibi":
-            result["decay"] = given.alibi()
+            result["decay"] = given.alibi(inputs[0])
         if add == "relative":
-            result["relative"] = (found["drelative"], given.positions[:, -case.queries :], given.positions)
+            result["relative"] = (found["drelative"], *given.positions_of(inputs[0]))
         return result
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        from whatwhere.kernel_cope import cope_attention
+
         query, key, value, table, *_ = inputs
         return cope_attention(query, key, value, table, **other(inputs), **options, dropout=given.seeded())
 
@@ -238,8 +255,6 @@ def _cope(case: Case, device: torch.device) -> Call:
 
 def _pope(case: Case, device: torch.device) -> Call:
     """Options: shift; partial: half of the channels have a phase."""
-    from whatwhere.kernel_pope import pope_attention
-
     given = _Inputs(case, device)
     R = case.head_dim // 2 if case.option("partial", False) else case.head_dim
     phases = given.positions[..., None].float() * pope_frequencies(R, 10000.0, device)
@@ -251,6 +266,8 @@ def _pope(case: Case, device: torch.device) -> Call:
     options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
 
     def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *shift: torch.Tensor) -> torch.Tensor:
+        from whatwhere.kernel_pope import pope_attention
+
         cos_q, sin_q, cos_k, sin_k = tables
         everything = cos_q, sin_q, cos_k, sin_k, shift[0] if shift else None
         return pope_attention(query, key, value, everything, **options, dropout=given.seeded())
@@ -263,51 +280,52 @@ def _pope(case: Case, device: torch.device) -> Call:
 
 def _plain(case: Case, device: torch.device, decay: str = "") -> Call:
     """Plain attention; with decay "fox" or "alibi" what these add to the logits."""
-    from whatwhere.kernel_plain import plain_attention
-
     given = _Inputs(case, device)
     Q, K, ranges = case.queries, case.keys, given.ranges
     inputs = given.states()
     if decay == "fox":
-        # From heads that forget in a few tokens to heads that remember thousands.
-        fading = 0.1 ** torch.arange(case.heads, device=device)[:, None]
+        # From heads that remember thousands of tokens to heads that forget in a few.
+        fading = 0.1 ** torch.arange(case.heads, device=device).flip(0)[:, None]
         inputs.append(F.logsigmoid(given.random(case.batch, case.heads, K) + 3.0) * fading)
     slots = torch.arange(K - Q, K, device=device)[None] if ranges is None else ranges[:, 0, :Q, 1].long() - 1
 
-    def decays(*log_forget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def decays(query: torch.Tensor, *log_forget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if decay == "alibi":
-            return given.alibi()
+            return given.alibi(query)
         if decay != "fox":
             return None
         (gates,) = log_forget
         sums = (gates if ranges is None else gates * (ranges[:, :, Q:, 0] != 0)).double().cumsum(-1)
-        return sums.gather(2, slots.clamp(min=0)[:, None].expand(*sums.shape[:2], Q)), sums
+        own = slots[:, None, -query.shape[2] :].clamp(min=0)
+        return sums.gather(2, own.expand(*sums.shape[:2], -1)), sums
 
     def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"decay": decays(*more), "ranges": ranges, "scaling": given.scaling}
+        from whatwhere.kernel_plain import plain_attention
+
+        options: dict[str, Any] = {"decay": decays(query, *more), "ranges": ranges, "scaling": given.scaling}
         return plain_attention(query, key, value, **options, dropout=given.seeded())
 
     def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"decay": decays(*inputs[3:]), "ranges": ranges, "scaling": given.scaling}
+        options: dict[str, Any] = {"decay": decays(inputs[0], *inputs[3:]), "ranges": ranges, "scaling": given.scaling}
         return plain_reference(*inputs[:3], rows=rows, kept=given.kept(rows), **options)
 
     return Call(("dq", "dk", "dv", "dlog_forget"), inputs, kernel, reference)
 
 
 def _relative(case: Case, device: torch.device) -> Call:
-    from whatwhere.kernel_relative import relative_attention
-
     given = _Inputs(case, device)
-    positions = given.positions[:, -case.queries :], given.positions
     options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        from whatwhere.kernel_relative import relative_attention
+
         query, key, value, table = inputs
+        positions = given.positions_of(query)
         return relative_attention(query, key, value, table, *positions, **options, dropout=given.seeded())
 
     def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         query, key, value, table = inputs
-        relative = (table, *positions)
+        relative = (table, *given.positions_of(query))
         return plain_reference(query, key, value, relative=relative, rows=rows, kept=given.kept(rows), **options)
 
     table = given.random(DISTANCES, case.head_dim).to(given.dtype)
@@ -316,15 +334,15 @@ def _relative(case: Case, device: torch.device) -> Call:
 
 def _scan(case: Case, device: torch.device, slopes: bool) -> Call:
     """CoPE_ALiBi with slopes, else stick-breaking attention."""
-    from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
-
     given = _Inputs(case, device)
     inputs = given.states()
     if slopes:
-        inputs.append(-(0.5 ** torch.arange(case.heads, device=device)))
+        inputs.append(-given.slopes)
     options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
+
         dropout = given.seeded()
         if slopes:
             return cope_alibi_attention(*inputs, **options, dropout=dropout)
@@ -334,6 +352,39 @@ def _scan(case: Case, device: torch.device, slopes: bool) -> Call:
         return scan_reference(*inputs, rows=rows, kept=given.kept(rows), **options)
 
     return Call(("dq", "dk", "dv", "dslopes"), inputs, kernel, reference)
+
+
+def _token_gated(case: Case, device: torch.device) -> Call:
+    """What token-gated CoPE makes of the kernel of plain attention: keys are twice as wide as values."""
+    given = _Inputs(case, device)
+    table = given.random(300, case.head_dim)
+    matrix = given.random(case.head_dim, case.head_dim) * given.scaling
+    # At an integer the derivative is discontinuous. Sums of these are 1/128 from one at least, and exact.
+    gates = (torch.sigmoid(given.random(case.batch, case.heads, case.keys)) * 64).ceil() / 64
+    first = torch.zeros(case.batch, 1, dtype=torch.long, device=device)
+    if given.ranges is not None:
+        # The first token that each row sees.
+        valid = given.ranges[:, 0, case.queries :, 0] != 0
+        shown = torch.where(valid, torch.arange(case.keys, device=device), case.keys - 1)
+        first = shown.flip(1).cummin(1).values.flip(1).gather(1, given.ranges[:, 0, : case.queries, 0].long())
+    gates += torch.zeros_like(gates[:, 0]).scatter_(1, first, 1 / 128)[:, None]
+    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
+
+    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value, gates, table, matrix = inputs
+        encoding: Any = types.SimpleNamespace(
+            _gates=lambda context: gates,
+            table=lambda: table,
+            position_query=lambda query, dtype: F.linear(query.to(dtype), matrix.to(dtype)),
+        )
+        context = PositionContext(given.positions, query=query)
+        return TokenGatedCoPE.kernel(encoding, query, key, value, context, **options, dropout=given.seeded())
+
+    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return token_gated_reference(*inputs, rows=rows, kept=given.kept(rows), **options)
+
+    names = ("dq", "dk", "dv", "dgates", "dtable", "dmatrix")
+    return Call(names, [*given.states(), gates, table, matrix], kernel, reference)
 
 
 class Kernel(NamedTuple):
@@ -370,4 +421,5 @@ KERNELS = {
     "relative": Kernel(_relative, _VARIANTS),
     "cope_alibi": Kernel(functools.partial(_scan, slopes=True), _VARIANTS),
     "stick_breaking": Kernel(functools.partial(_scan, slopes=False), _VARIANTS),
+    "token_gated_cope": Kernel(_token_gated, _VARIANTS[:2]),
 }

@@ -5,6 +5,7 @@ Run as a program (`make engines` does, after the tests) it writes those tables.
 
 import dataclasses
 import pathlib
+import textwrap
 from typing import Literal
 
 import pytest
@@ -75,10 +76,23 @@ ENGINES: dict[str, Engine] = {
         dict.fromkeys(PLAIN, "not run here"),
         "pip install deepspeed; torchrun --nproc_per_node 2 tests/ulysses_worker.py",
     ),
+    "lm_eval": Engine(
+        "Inference",
+        "lm-eval",
+        "`lm_eval --model hf --model_args pretrained=MODEL,trust_remote_code=True`, with `peft=ADAPTER`, or under "
+        "`accelerate launch -m lm_eval`; or `whatwhere zero-shot`.",
+        "works",
+    ),
     "continuous_batching": Engine(
         "Serving",
         "continuous batching",
         "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching`.",
+        "works",
+    ),
+    "serve": Engine(
+        "Serving",
+        "`transformers serve`",
+        "`transformers serve FOLDER --trust-remote-code`; one request after the other.",
         "works",
     ),
     "assisted_generation": Engine(
@@ -224,7 +238,8 @@ def _table(part: str) -> str:
     lines = [f"### {part}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
     for name, engine in engines.items():
         elsewhere = f" To run it where the engine is: `{engine.elsewhere}`." if engine.elsewhere else ""
-        lines.append(f"- **{engine.title}**: {engine.use} Tests: `{test_of(name)}`.{elsewhere}")
+        item = f"- **{engine.title}**: {engine.use} Tests: `{test_of(name)}`.{elsewhere}"
+        lines += textwrap.wrap(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 

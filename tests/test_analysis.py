@@ -12,7 +12,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-import transformers
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from safetensors.torch import load_file
@@ -111,45 +110,6 @@ def test_norms_equal_loops_over_tokens_and_channels(tokenizer, family, encoding,
             assert side[layer].tolist() == pytest.approx(norms, rel=1e-4)
     # Nothing of the measurement stays in the model.
     assert not any("rotate" in vars(part) for layer in common.attention_layers(model) for part in layer.modules())
-
-
-def stock(name, **fields):
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(
-        name, vocab_size=258, pad_token_id=0, bos_token_id=1, eos_token_id=2, **{**sizes, **fields}
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
-
-
-def test_a_stock_llama_gives_the_same_numbers(tokenizer):
-    ours = model_of("llama", "rope")
-    theirs = stock("llama", num_key_value_heads=2)
-    theirs.load_state_dict(ours.state_dict())
-    texts = ["To be", "or not"]
-    expected, found = (frequencies.measure(model, tokenizer, texts) for model in (ours, theirs))
-    torch.testing.assert_close(found.queries, expected.queries, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.keys, expected.keys, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.frequencies, expected.frequencies)
-
-
-def test_norms_of_queries_that_are_normed_are_those_after_it(tokenizer):
-    model = stock("qwen3", num_key_value_heads=2, head_dim=8)
-    found = frequencies.measure(model, tokenizer, ["To be or not"])
-    # RMSNorm without learned scale: the squares of a head's channels sum to their number.
-    states = []
-    handle = model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, i, o: states.append(o))
-    model(input_ids=text_ids(tokenizer, "To be or not"))
-    handle.remove()
-    torch.testing.assert_close(states[0].square().sum(-1), torch.full((1, 12, 4), 8.0), rtol=1e-2, atol=0)
-    expected = torch.hypot(states[0][..., :4], states[0][..., 4:]).double().mean((0, 1, 2))
-    torch.testing.assert_close(found.queries[0], expected)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "cohere"])
-def test_stock_models_without_llamas_planes_are_refused(tokenizer, name):
-    with pytest.raises(ValueError, match=f"model_type='{name}' is not supported.*Llama"):
-        frequencies.measure(stock(name), tokenizer, ["To be"])
 
 
 def test_an_encoding_without_frequencies_is_refused(tokenizer):

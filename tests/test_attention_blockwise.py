@@ -9,7 +9,9 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 import whatwhere.attention_blockwise as blockwise
@@ -17,7 +19,7 @@ import whatwhere.position_alibi
 import whatwhere.position_cope
 import whatwhere.position_relative
 import whatwhere.position_stick_breaking
-from tiny import ranges_of, slow_but, tiny_config, tiny_model, tokens
+from tiny import causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
 from whatwhere.position_registry import list_position_encodings, supported_implementations
 
@@ -446,14 +448,34 @@ def test_refusals(change, message):
 # On a GPU: nothing is read by the host, and blocks are large.
 
 
+def devices(tree):
+    return {one.device.type for one in tree_leaves(tree) if isinstance(one, torch.Tensor)}
+
+
 class NoReads(TorchDispatchMode):
-    """Raises if an operation gives the host what is in a tensor."""
+    """Raises if the host gets what is in a tensor, or a tensor what the host has: a CUDA graph allows neither."""
 
     READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "allclose")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket._qualified_op_name.partition("::")[2].lstrip("_")
         assert name not in [read.lstrip("_") for read in self.READS], f"the host reads a tensor: {func}"
+        # By `torch.tensor`; or it is one number that an index assigns, which on a GPU is no copy.
+        assert name != "lift_fresh" or args[0].dim() == 0, "a tensor is made of numbers of the host"
+        out = func(*args, **(kwargs or {}))
+        found = devices((args, kwargs)) | devices(out)
+        assert len(found) < 2, f"{func} copies between {found}"
+        return out
+
+
+class NoNumbers(TorchFunctionMode):
+    """Raises where a tensor is made of numbers of the host, which no operation shows on the meta device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        assert name not in ("tensor", "as_tensor", "new_tensor", "from_numpy"), (
+            "a tensor is made of numbers of the host"
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -523,6 +545,48 @@ def test_models_on_the_path_of_a_gpu(encoding, as_on_a_gpu):
     as_on_a_gpu()
     for (name, one), other in zip(run().items(), expected.values()):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture
+def on_meta(monkeypatch):
+    """The meta device as a GPU: what is in its tensors cannot be read, and operators run as they are there."""
+    for operators in (blockwise, whatwhere.position_stick_breaking):
+        monkeypatch.setattr(operators, "_without_autocast", lambda device: contextlib.nullcontext())
+        for operator in (operators._forward, operators._backward):
+            monkeypatch.setattr(operator, "_abstract_fn", operator._init_fn)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)
+
+
+@pytest.mark.parametrize("mask", [None, "padding", "packed"])
+@pytest.mark.parametrize("encoding", slow_but(["alibi", "cope", "stick_breaking"], supporting()))
+def test_a_training_step_copies_nothing(encoding, mask, on_meta):
+    """Forward and backward of a whole model can be part of a CUDA graph."""
+    with torch.device("meta"):
+        model = (
+            causal_lm_class("llama")
+            ._from_config(tiny_config("llama", encoding), attn_implementation="blockwise")
+            .train()
+        )
+        batch = torch.zeros(2, 40, dtype=torch.long)
+        masks = {
+            None: None,
+            "padding": torch.zeros(2, 40, dtype=torch.long),
+            "packed": torch.zeros(2, 1, 80, 2, dtype=torch.int32),
+        }
+    with NoReads(), NoNumbers():
+        model(batch, attention_mask=masks[mask], use_cache=False).logits.square().sum().backward()
+    assert all(one.grad is not None for one in model.model.layers.parameters())
+
+
+def test_copies_are_found(on_meta):
+    numbers = torch.zeros(3, device="meta")
+    for copies in (lambda: torch.zeros(3).to("meta"), lambda: numbers.copy_(torch.zeros(3)), lambda: torch.tensor([1])):
+        with pytest.raises(AssertionError, match=r"copies between|numbers of the host"), NoReads():
+            copies()
+    with pytest.raises(AssertionError, match="numbers of the host"), NoNumbers():
+        torch.tensor([1.0], device="meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(numbers.any())
 
 
 def blocks_on(device, B, heads, groups, length):

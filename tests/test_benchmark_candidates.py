@@ -54,6 +54,39 @@ def test_decoding_by_one_launch(polar):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def of_two(*limits):
+    """Ranges of one row of 150 keys in two batch entries; key 140 is not seen."""
+    valid = torch.ones(2, 1, 150, 2, dtype=torch.int32)
+    valid[:, :, 140] = 0
+    return torch.cat((torch.tensor(limits, dtype=torch.int32)[:, None, None], valid), 2)
+
+
+ONCE = [
+    (*case, limits)
+    for case in (("half", 9), ("half", 64), ("open", 33), ("closed", 9))
+    for limits in (((0, 150), (0, 150)), ((0, 150), (70, 150)), ((0, 80), (30, 30)))
+]
+
+
+@pytest.mark.parametrize(("gates", "positions", "limits"), slow_but([ONCE[0], ONCE[7], ONCE[11]], ONCE))
+def test_decoding_with_cope_by_one_launch(gates, positions, limits, monkeypatch):
+    """Windows that end in the newest split, in another, and nowhere; rows that see nothing."""
+    ranges = None if limits == ((0, 150), (0, 150)) else of_two(*limits)
+    right, launches = candidates.launch, []
+    monkeypatch.setattr(candidates, "launch", lambda *given: launches.append(given[0]) or right(*given))
+    query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16)
+    if gates != "half":
+        query[..., 0], key[..., 0] = 8.0, 4.0 if gates == "open" else -4.0
+    options = {"scaling": 0.25, "position_scale": 0.25, "ranges": ranges}
+    # Twice: the counters are 0 again.
+    for _ in range(2):
+        table = torch.randn(16, positions)
+        found = candidates.cope_decode_once(query, key, value, table, **options)
+        expected = cope_attention(query, key, value, table, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert len(launches) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
 @pytest.mark.parametrize("rows", [1, 70])
 def test_causal_flex_attention(rows):
@@ -65,7 +98,8 @@ def test_causal_flex_attention(rows):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["pope-once", "cope-flex-half", "cope-chip-half"])
+@pytest.mark.filterwarnings("ignore:.*flex_attention")
+@pytest.mark.parametrize("name", ["pope-once", "cope-once-half", "cope-flex-half", "cope-chip-half"])
 def test_candidates_are_providers(name, monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     shape = {"batch": 1, "heads": 2, "length": 70, "head_dim": 16, "num_positions": 8}

@@ -22,7 +22,7 @@ from whatwhere.scripts.cards.content import model_card
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data
-from whatwhere.scripts.evaluation.results import collect_lm_eval, read_results, write_json
+from whatwhere.scripts.evaluation.results import read_results, write_json
 from whatwhere.scripts.reproduction import report
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
@@ -241,7 +241,7 @@ def test_model_index_holds_whole_measurements_that_mean_something(place):
     path = card_of(place) / "length_pg19.json"
     content = json.loads(path.read_text())
     write_json(path, {**content, "data": {**content["data"], "text_tokens": 2000}})
-    command.write_card(card_of(place), figures=False)
+    command.write_card(card_of(place))
     assert not any(dataset == "pg19" for dataset, _ in model_index(text_of(card_of(place))))
 
 
@@ -265,7 +265,7 @@ def test_every_measured_number_comes_from_the_files(place):
         assert text.count(old) == 1
         (folder / name).write_text(text.replace(old, new), encoding="utf-8")
         assert shown not in text_of(folder)
-        command.write_card(folder, figures=False)
+        command.write_card(folder)
         assert shown in text_of(folder)
 
 
@@ -415,9 +415,10 @@ def test_prompts_are_words_of_their_tokenizers(corpus, kind):
     assert not {*ids} & {*tokenizer.all_special_ids, None}
 
 
-def test_curves_are_means_of_consecutive_lines():
+def test_curves_are_means_of_consecutive_lines(monkeypatch):
+    monkeypatch.setattr(curves, "POINTS", 3)
     lines = [*METRICS, {"step": 50, "loss": 7.5}]
-    found = curves.thin_curves(lines, points=3)
+    found = curves.thin_curves(lines)
     assert found["training"] == [
         {"step": 20, "loss": 4.5, "lines": 2},
         {"step": 40, "loss": 2.5, "lines": 2},
@@ -433,7 +434,7 @@ def test_paths_of_a_machine_stay_there(place):
     results["command"] = f"whatwhere train tiny_small --data-dir '/data/of me/x' --output {run}"
     results["recipe"]["data"]["tokenizer"] = "/somewhere/else/tokenizer"
     write_json(run / "results.json", results)
-    command.make([run], place / "model_cards", figures=False)
+    command.make([run], place / "model_cards")
     folder = card_of(place)
     assert "tokenizer: tokenizer\n" in (folder / "recipe.yaml").read_text()
     assert 'name = "tiny"' in text_of(folder)
@@ -445,7 +446,7 @@ def test_tables_and_the_list(place):
     output = place / "model_cards"
     write_json(output / "cope_3_small" / "results.json", table)
     (output / "README.md").write_text(f"before\n{command.INDEX[0]}\nold\n{command.INDEX[1]}\nafter\n")
-    assert command.make([], output, figures=False)[-1] == output / "README.md"
+    assert command.make([], output)[-1] == output / "README.md"
     assert text_of(output / "cope_3_small") == report.card(table)
     text = text_of(output)
     assert (text.startswith("before\n"), text.endswith("\nafter\n"), "\nold\n" in text) == (True, True, False)
@@ -520,9 +521,11 @@ def test_snippets_run_without_the_package(place):
     assert done.stdout.startswith("The history of")
 
 
-def test_shipped_cards_are_what_their_files_give(tmp_path):
+def test_shipped_cards_are_what_their_files_give(tmp_path, monkeypatch):
+    # Other versions of matplotlib draw other bytes.
+    monkeypatch.setattr(command, "_draw", lambda *_: None)
     folder = pathlib.Path(shutil.copytree(SHIPPED, tmp_path / "model_cards"))
-    written = command.make([], folder, figures=False)
+    written = command.make([], folder)
     assert len(written) == 1 + sum(1 for _ in SHIPPED.glob("*/results.json"))
     before, after = files_of(SHIPPED), files_of(folder)
     assert [name for name in before if before[name] != after[name]] == []
@@ -575,15 +578,10 @@ def test_broken_results_are_refused_with_the_field(place, name, keys, message):
     del part[keys[-1]]
     write_json(path, content)
     with pytest.raises(ValueError, match=message):
-        command.write_card(card_of(place), figures=False)
+        command.write_card(card_of(place))
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not finite"):
         write_json(tmp_path / "results.json", {"value": float("nan")})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_lm_eval_results(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no results"):
-        collect_lm_eval(tmp_path, command="lm_eval")

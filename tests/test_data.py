@@ -14,19 +14,20 @@ import torch
 
 pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 
+import datasets
+
 import whatwhere
 from tiny import tiny_model
 from whatwhere.scripts.data import corpus
 from whatwhere.scripts.data import tokenize as tokens
 from whatwhere.scripts.data.pack import (
     IGNORED,
+    Packer,
     ShuffledBatches,
     add_labels,
-    blocks_sha256,
-    iterate_blocks,
-    make_blocks,
     pad_blocks,
 )
+from whatwhere.scripts.data.prepared import TextBlocks, prepare
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
@@ -35,8 +36,6 @@ TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttab
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """Keeps the copies that `datasets` makes out of the user's cache."""
-    import datasets
-
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
 
 
@@ -196,7 +195,7 @@ def test_own_text_of_one_file(tmp_path, monkeypatch):
     assert note.startswith("no validation file given: the last 5% of the document are held out")
     given = corpus.load_text("local", train_file=["a.txt"], validation_file="a.txt")
     assert given["train"]["text"][:] == given["validation"]["text"][:] == [text]
-    blocks = [block["input_ids"] for block in iterate_blocks(loaded["train"], build_tokenizer("bytes"), 8, "concat")]
+    blocks = [block["input_ids"] for block in Packer(build_tokenizer("bytes"), 8, "concat")(loaded["train"])]
     assert bytes(torch.from_numpy(numpy.concatenate(blocks)).tolist()) == train.encode()[: 8 * len(blocks)]
 
 
@@ -282,7 +281,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"source": "local", "data_dir": "none", "splits": {"train": "a", "validation": "b"}}, "data_dir=.none"),
         (
             {"source": "local", "splits": {"train": "nothing*", "validation": "valid.jsonl"}},
-            "'nothing\\*' matches no file",
+            "'nothing\\*' is not valid",
         ),
         ({"source": "local", "splits": {"train": "valid.jsonl"}}, "'validation' is missing"),
         ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl", "dev": "x"}}, "'dev'"),
@@ -558,22 +557,26 @@ def test_pair_of_gpt2_files(tmp_path):
 
 def test_concat_joins_documents_by_end_of_text():
     tokenizer = build_tokenizer("bytes")
-    blocks = make_blocks([{"text": "abc"}, {"text": ""}, {"text": "defgh"}], tokenizer, sequence_length=4)
+    blocks = list(Packer(tokenizer, 4, "concat")([{"text": "abc"}, {"text": ""}, {"text": "defgh"}]))
     end = tokenizer.eos_token_id
     # abc$ $def gh$: the last three tokens do not fill a block
-    assert blocks[:]["input_ids"].tolist() == [[97, 98, 99, end], [end, 100, 101, 102]]
-    assert blocks.column_names == ["input_ids"]
-    assert torch.equal(add_labels(blocks[:])["labels"], blocks[:]["input_ids"])
+    assert [block["input_ids"].tolist() for block in blocks] == [[97, 98, 99, end], [end, 100, 101, 102]]
+    assert all(block.keys() == {"input_ids"} for block in blocks)
 
 
 WORDS = [{"text": " ".join(str(60 + i) for i in range(length))} for length in (3, 12, 1, 10, 9, 0)]
 
 
-def test_separate_documents_are_padded():
+def separate_blocks(rows):
     tokenizer = build_tokenizer("jsb")
-    blocks = make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate")
+    text = prepare(datasets.Dataset.from_list(rows), tokenizer)
+    return TextBlocks(text, 9, "separate", pad_token_id=tokenizer.pad_token_id)
+
+
+def test_separate_documents_are_padded():
+    tokenizer, blocks = build_tokenizer("jsb"), separate_blocks(WORDS)
     # 12 is 9 and 3, 10 is 9 and 1; of a single token nothing can be predicted
-    assert [len(block) for block in blocks.blocks] == [3, 9, 3, 9, 9]
+    assert [len(blocks.block(index)) for index in range(len(blocks))] == [3, 9, 3, 9, 9]
     batch = blocks[[0, 2]]
     first = tokenizer("60 61 62")["input_ids"], tokenizer("69 70 71")["input_ids"]
     # to a multiple of 8
@@ -583,31 +586,15 @@ def test_separate_documents_are_padded():
     # but not beyond the sequence length
     assert blocks[[0, 1]]["input_ids"].shape == (2, 9)
     assert blocks[[1]]["labels"].tolist() == [tokenizer(WORDS[1]["text"])["input_ids"][:9]]
-    assert len(make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate", limit=2)) == 2
-    with pytest.raises(ValueError, match="has fewer tokens"):
-        make_blocks(WORDS[2:3], tokenizer, sequence_length=9, pack="separate")
+    shuffled = ShuffledBatches(blocks, 5, seed=1)
+    assert sorted((shuffled(0)["labels"] != IGNORED).sum(1).tolist()) == [3, 3, 9, 9, 9]
+    with pytest.raises(ValueError, match="sequence_length=9 is not valid"):
+        separate_blocks(WORDS[2:3])
 
 
 def test_end_of_text_belongs_to_a_separate_document():
-    tokenizer = build_tokenizer("bytes")
-    blocks = make_blocks([{"text": "ab"}, {"text": "c"}], tokenizer, sequence_length=9, pack="separate")
-    assert [block.tolist() for block in blocks.blocks] == [[97, 98, 256], [99, 256]]
-
-
-def test_fingerprint_of_blocks():
-    tokenizer = build_tokenizer("jsb")
-    prints = {
-        blocks_sha256(make_blocks(rows, tokenizer, sequence_length=length, pack="separate"))
-        for rows, length in ((WORDS, 9), (WORDS, 10), (WORDS[1:], 9), (WORDS[::-1], 9))
-    }
-    assert len(prints) == 4
-
-
-def test_batches_of_separate_documents():
-    tokenizer = build_tokenizer("jsb")
-    blocks = make_blocks(WORDS, tokenizer, sequence_length=9, pack="separate")
-    shuffled = ShuffledBatches(blocks, 5, seed=1)
-    assert sorted((shuffled(0)["labels"] != IGNORED).sum(1).tolist()) == [3, 3, 9, 9, 9]
+    blocks = Packer(build_tokenizer("bytes"), 9, "separate")([{"text": "ab"}, {"text": "c"}])
+    assert [block["input_ids"].tolist() for block in blocks] == [[97, 98, 256], [99, 256]]
 
 
 @pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
@@ -625,9 +612,14 @@ def test_padding_changes_no_loss(encoding):
     assert together.item() == pytest.approx(apart.item(), rel=1e-5)
 
 
+def packed_documents(texts, length):
+    blocks = list(Packer(build_tokenizer("bytes"), length, "documents")({"text": text} for text in texts))
+    return {name: torch.from_numpy(numpy.stack([block[name] for block in blocks])).long() for name in blocks[0]}
+
+
 def test_documents_restart_positions_and_lose_their_first_label():
     tokenizer = build_tokenizer("bytes")
-    blocks = make_blocks([{"text": "ab"}, {"text": "cdefghi"}], tokenizer, sequence_length=5, pack="documents")[:]
+    blocks = packed_documents(["ab", "cdefghi"], 5)
     assert blocks["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
     labels = add_labels(blocks)["labels"]
     assert labels.tolist()[0] == [IGNORED, 98, tokenizer.eos_token_id, IGNORED, 100]
@@ -638,7 +630,7 @@ def test_packing_loses_nothing_before_the_last_block(tokenizer):
     rows = [{"text": text} for text in TEXTS * 3]
     stream = torch.tensor(list(itertools.chain(*tokenize_documents(tokenizer, [row["text"] for row in rows]))))
     for length in (3, 16, 63):
-        blocks = [block["input_ids"] for block in iterate_blocks(rows, tokenizer, length, "concat")]
+        blocks = [block["input_ids"] for block in Packer(tokenizer, length, "concat")(rows)]
         assert len(blocks) == len(stream) // length
         assert torch.equal(
             torch.cat([torch.from_numpy(block) for block in blocks]).long(), stream[: len(blocks) * length]
@@ -663,18 +655,11 @@ def test_attention_does_not_cross_packed_documents():
         )  # fmt: skip
         torch.manual_seed(0)
         model = build_model(recipe, build_config(recipe)).eval()
-        tokenizer = build_tokenizer("bytes")
-        one = make_blocks([{"text": "abcde"}, {"text": "fghij"}], tokenizer, sequence_length=12, pack="documents")[:]
-        two = make_blocks([{"text": "XYZde"}, {"text": "fghij"}], tokenizer, sequence_length=12, pack="documents")[:]
+        one, two = packed_documents(["abcde", "fghij"], 12), packed_documents(["XYZde", "fghij"], 12)
         with torch.no_grad():
             first, second = model(**one, use_cache=False).logits, model(**two, use_cache=False).logits
         torch.testing.assert_close(first[:, 6:], second[:, 6:])
         assert not torch.allclose(first[:, 4], second[:, 4])
-
-
-def test_too_short_a_split():
-    with pytest.raises(ValueError, match="sequence_length=100"):
-        make_blocks([{"text": "abc"}], build_tokenizer("bytes"), sequence_length=100)
 
 
 def numbered_blocks(count: int):

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import pathlib
 import re
 import shlex
@@ -14,6 +15,7 @@ import whatwhere
 from tiny import tiny_model
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 from whatwhere.scripts import cli
+from whatwhere.scripts.data.tokenize import build_tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -32,6 +34,7 @@ def test_python_snippets_run(page, tmp_path, monkeypatch):
     # The two checkpoints that the text names, and the one call that needs a network.
     monkeypatch.chdir(tmp_path)
     tiny_model("llama", "pope").save_pretrained("demo/pope")
+    build_tokenizer("bytes").save_pretrained("demo/pope")
     GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4)).save_pretrained("openai-community/gpt2")
     pushed = []
     monkeypatch.setattr(PreTrainedModel, "push_to_hub", lambda self, name: pushed.append((name, self)))
@@ -57,6 +60,11 @@ def test_commands_exist_and_take_these_options(line, capsys):
     if command[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert re.search(rf"^{command[1]}:", makefile, flags=re.MULTILINE)
+        return
+    if command[0] == "transformers":
+        module = importlib.import_module(f"transformers.cli.{command[1]}")
+        parameters = inspect.signature(getattr(module, command[1].capitalize())).parameters
+        assert {word[2:].replace("-", "_") for word in command if word.startswith("--")} <= set(parameters)
         return
     if command[0] == "pip":
         (extra,) = re.findall(r"\.\[(\w+)\]", line) or [None]

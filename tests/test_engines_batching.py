@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 import whatwhere
 from engine_matrix import for_engine
-from tiny import FAMILIES, slow_but, tiny_model, tokens
+from tiny import FAMILIES, VOCABULARY, slow_but, tiny_model, tokens
+from whatwhere.scripts.benchmark import serving
+from whatwhere.scripts.benchmark.measure import CheckFailed
 
 # `page_size` was `block_size` in older versions.
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
@@ -182,9 +185,9 @@ def test_prompts_longer_than_the_encoding(encoding):
         with pytest.raises(ValueError, match=message):
             manager.add_request([3] * 44)
         result = manager.get_result(timeout=20)
-        assert result.generated_tokens == alone(model, [5] * 9, 6)
     finally:
         manager.stop(block=True, timeout=20)
+    assert result.generated_tokens == alone(model, [5] * 9, 6)
 
 
 def test_what_depends_on_the_longest_sequence_is_refused():
@@ -202,6 +205,23 @@ def test_settings_that_need_fixed_shapes_are_refused():
     settings = sizes(varlen_compile_config=CompileConfig())
     with pytest.raises(ValueError, match=r"position_encoding='cope' runs groups of sequences: use_cuda_graph must be"):
         model.init_continuous_batching(generation_config=greedy(4), continuous_batching_config=settings)
+
+
+@only_newer
+def test_throughput_of_serving():
+    model = tiny_model("llama", "cope")
+    prompts = serving.prompts_of(4, longest=12, vocabulary=VOCABULARY)
+    assert sorted(map(len, prompts)) == [1, 4, 8, 12]
+    measured = serving.serve(model, prompts, new_tokens=3)
+    assert measured.agreeing == 4
+    assert measured.alone > 0
+    assert measured.together > 0
+    # Other tokens are an error.
+    model.generate_batch = lambda prompts, **kwargs: {
+        index: SimpleNamespace(error=None, generated_tokens=[]) for index, _ in enumerate(prompts)
+    }
+    with pytest.raises(CheckFailed, match="agree on 0 of 4 prompts"):
+        serving.serve(model, prompts, new_tokens=3)
 
 
 def test_a_folder_without_the_package(tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ def test_full(run, stock, data_dir, family, encoding, fresh):
     model = AutoModelForCausalLM.from_pretrained(output)
     assert model.config.position_encoding == (encoding or "absolute")
     assert AutoTokenizer.from_pretrained(output).eos_token_id == 256
-    before, _ = script.load_model(stock[family], encoding)
+    before, _ = script.load_model(script.Settings(checkpoint=stock[family], position_encoding=encoding))
     after = dict(model.named_parameters())
     for name, parameter in before.named_parameters():
         assert not torch.equal(after[name], parameter), f"{name} was not trained"
@@ -149,7 +149,7 @@ def test_lora_with_a_new_encoding(run, stock, family, encoding):
     assert any("lora_A" in name for name in adapter)
     position = {name: tensor for name, tensor in adapter.items() if "encodings." in name and "lora" not in name}
     assert len(position) == 2, "the new parameters of both layers belong to the adapter"
-    before, _ = script.load_model(stock[family], encoding)
+    before, _ = script.load_model(script.Settings(checkpoint=stock[family], position_encoding=encoding))
     initial = dict(before.named_parameters())
     for name, tensor in position.items():
         assert not torch.equal(tensor, initial[name.removeprefix("base_model.model.")]), f"{name} was not trained"
@@ -309,7 +309,7 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
     assert f"before fine-tuning: bits_per_byte {before:.4f}, perplexity" in said
     assert f"after fine-tuning: bits_per_byte {after:.4f}, perplexity" in said
     # that of the checkpoint itself, on the same text
-    model, _ = script.load_model(stock["llama"])
+    model, _ = script.load_model(script.Settings(checkpoint=stock["llama"]))
     text = ("how now brown cow, " * 100)[-96:].encode()
     model.eval()
     with torch.no_grad():

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from whatwhere.scripts.data import genome
 from whatwhere.scripts.data.corpora import load_corpus
 from whatwhere.scripts.data.corpus import SPLITS
-from whatwhere.scripts.data.pack import make_blocks
+from whatwhere.scripts.data.pack import Packer
 from whatwhere.scripts.data.tokenize import build_tokenizer, tokenize_documents
 
 
@@ -138,6 +138,7 @@ def test_real_genome(data_dir, tokenizer):
     # 388 complete pieces; the first contains only N
     assert {split: len(texts) for split, texts in rows.items()} == {"train": 348, "validation": 19, "test": 20}
     assert all(len(text) == 6000 for texts in rows.values() for text in texts)
-    blocks = make_blocks([{"text": text} for text in rows["test"]], tokenizer, sequence_length=1000, pack="separate")
-    assert [len(block) for block in blocks.blocks] == [1000] * 20
-    assert "".join(tokenizer.batch_decode(blocks.blocks)) == "".join(rows["test"])
+    packer = Packer(tokenizer, 1000, "separate")
+    blocks = [block["input_ids"] for block in packer({"text": text} for text in rows["test"])]
+    assert [len(block) for block in blocks] == [1000] * 20
+    assert "".join(tokenizer.batch_decode(blocks)) == "".join(rows["test"])

@@ -51,9 +51,9 @@ WIDE += ["window_columns cope tf32 D=64"]
         # Other head dims and float32.
         (["sm_90"], [" D=40", " bfloat16 D=128", " bfloat16 D=256", " float32 D=64"]),
         # What needs most shared memory, where there is least.
-        (["sm_89"], WIDE),
+        (["sm_89", "gfx942"], WIDE),
     ],
-    ids=["one target", "four targets", "sm_90", "sm_89"],
+    ids=["one target", "four targets", "sm_90", "sm_89, gfx942"],
 )
 def test_every_kernel_compiles_and_fits(tmp_path, targets, only):
     names = [argument for name in only for argument in ("--only", name)]

@@ -463,7 +463,7 @@ def test_the_same_command_goes_on(run, monkeypatch):
 def test_results_of_other_data_stay(run, tmp_path):
     run(["rope"], "--windows", "16")
     before = (tmp_path / "length_pg19.json").read_bytes()
-    with pytest.raises(SystemExit, match="--tokens: None → 32"):
+    with pytest.raises(SystemExit, match="text_tokens: None → 32"):
         run(["rope"], "--windows", "16", "--tokens", "32")
     assert (tmp_path / "length_pg19.json").read_bytes() == before
     (tmp_path / "length_pg19.json").write_text("{}")

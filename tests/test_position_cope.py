@@ -314,7 +314,7 @@ def test_sum_with_alibi():
     sloped = ALiBi(CONFIG, ALiBiParameters(), 0)
     states = inputs(T, T, 3.0)
     visible = oracles.visible_oracle(T, T)
-    slopes = alibi_slopes(2)
+    slopes = alibi_slopes(2).tolist()
     heads = [
         oracles.cope_oracle(
             *(x[b, h] for x in states), table, visible, scaling, plus=lambda i, j, h=h: -slopes[h] * (i - j)

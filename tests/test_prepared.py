@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from whatwhere.scripts.commands import prepare as command
 from whatwhere.scripts.data import prepared
-from whatwhere.scripts.data.pack import ShuffledBatches, Steps, add_labels, iterate_blocks
+from whatwhere.scripts.data.pack import Packer, ShuffledBatches, Steps, add_labels
 from whatwhere.scripts.data.prepared import DamagedShard, PreparedText, TextBlocks, prepare, prepared_folder
 from whatwhere.scripts.data.rows import on_disk, texts_of
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -39,7 +39,7 @@ def tokenizer():
 
 
 def in_memory(rows, tokenizer, length, pack):
-    return list(iterate_blocks(rows, tokenizer, length, pack))
+    return list(Packer(tokenizer, length, pack)(rows))
 
 
 @pytest.mark.parametrize("pack", ["concat", "documents", "separate"])
@@ -130,7 +130,7 @@ def test_damage_is_found_and_named(rows, tokenizer):
     file = text.folder / "tokens-00003.bin"
     content = file.read_bytes()
     file.write_bytes(content[:-2])
-    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*bytes instead of"):
+    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*is damaged"):
         prepare(rows, tokenizer)
     file.write_bytes(b"\0\0" + content[2:])
     with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*SHA-256"):

@@ -12,6 +12,7 @@ import yaml
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
+from whatwhere.scripts.checks import differences
 from whatwhere.scripts.training.model import build_config, build_model, build_optimizer
 from whatwhere.scripts.training.recipe import (
     RECIPES,
@@ -19,7 +20,6 @@ from whatwhere.scripts.training.recipe import (
     EvaluationRecipe,
     RecipeError,
     TrainingRecipe,
-    differences,
     load_recipe,
     parse_recipe,
 )

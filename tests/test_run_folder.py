@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("filelock", reason='needs pip install "whatwhere[train]"')
 
+from whatwhere.scripts.checks import differences
 from whatwhere.scripts.training.errors import TrainingError, reported
-from whatwhere.scripts.training.run_folder import RunFolder, differences
+from whatwhere.scripts.training.run_folder import RunFolder
 
 SETTINGS = {"steps": 3, "rate": 1e-5, "sizes": (1, 2)}
 
@@ -16,18 +17,18 @@ SETTINGS = {"steps": 3, "rate": 1e-5, "sizes": (1, 2)}
 def test_state_of_a_run(tmp_path, record):
     folder = RunFolder(tmp_path / "run", record)
     assert (folder.state(SETTINGS), folder.results(), folder.is_begun) == ("missing", None, False)
-    folder.check(SETTINGS, resume=False)
+    folder.begin(False, SETTINGS)
     with pytest.raises(TrainingError, match="no run to resume"):
-        folder.check(SETTINGS, resume=True)
+        folder.begin(True, SETTINGS)
     folder.path.mkdir()
     folder.write_record({**SETTINGS, "sizes": [1, 2]})
     assert folder.state(SETTINGS) == "started"
-    folder.check(SETTINGS, resume=True)
+    folder.begin(True, SETTINGS)
     with pytest.raises(TrainingError, match="steps: 3 → 4"):
-        folder.check({**SETTINGS, "steps": 4}, resume=True)
-    folder.check({**SETTINGS, "steps": 4}, resume=True, ignore=("steps",))
+        folder.begin(True, {**SETTINGS, "steps": 4})
+    folder.begin(True, {**SETTINGS, "steps": 4}, ignore=("steps",))
     with pytest.raises(TrainingError, match="is not empty"):
-        folder.check(SETTINGS, resume=False)
+        folder.begin(False, SETTINGS)
     for name in ("step-00000009", "step-00000010", "best-00000011.safetensors", ".step-00000012"):
         (folder.path / "checkpoints" / name).mkdir(parents=True)
     assert folder.state() == "interrupted after step 10"
@@ -36,7 +37,7 @@ def test_state_of_a_run(tmp_path, record):
     with pytest.raises(TrainingError, match="rate: 1e-05 → 2"):
         folder.results({**SETTINGS, "rate": 2})
     with pytest.raises(TrainingError, match="finished run"):
-        folder.check(SETTINGS, resume=True)
+        folder.begin(True, SETTINGS)
     (folder.path / "results.json").write_text("{")
     with pytest.raises(TrainingError, match=r"results\.json' cannot be read"):
         folder.results()

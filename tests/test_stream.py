@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from whatwhere.scripts.data.pack import IGNORED, MixedBatches, make_blocks
+from whatwhere.scripts.data.pack import IGNORED, MixedBatches
 from whatwhere.scripts.data.prepared import MixedBlocks, TextBlocks, prepare
 from whatwhere.scripts.data.rows import choose
 from whatwhere.scripts.data.stream import StreamedBatches
@@ -130,8 +130,8 @@ def test_batches_of_separate_documents(streams, tokenizer):
         streams("files"), tokenizer, sequence_length=24, pack="separate", batch_size=120, shuffle_buffer=999
     )
     (batch,) = first(stream, 1)
-    rows = [{"text": text} for text in TEXTS]
-    expected = make_blocks(rows, tokenizer, sequence_length=24, pack="separate")[range(120)]
+    text = prepare(datasets.Dataset.from_dict({"text": TEXTS}), tokenizer)
+    expected = TextBlocks(text, 24, "separate", pad_token_id=tokenizer.pad_token_id)[range(120)]
     for name in ("input_ids", "labels"):
         assert sorted(batch[name].tolist()) == sorted(expected[name].tolist())
 

@@ -1,9 +1,8 @@
-"""`whatwhere task`: errors of toy checkpoints, grouped over seeds; questions in words; the command line."""
+"""`whatwhere task`: errors of toy checkpoints; questions in words; the command line."""
 
 import json
 import math
 import re
-import statistics
 
 import pytest
 import torch
@@ -43,30 +42,8 @@ def test_equals_the_final_evaluation_of_training(runs):
     entries = script.evaluate([str(folder) for folder in folders], batch_size=7)
     for folder, entry in zip(folders, entries):
         assert entry["test_sets"] == scores(folder)
-        assert (entry["task"], entry["name"]) == ("flip_flop", "toy")
+        assert (entry["task"], entry["name"]) == ("flip_flop", folder.name)
     assert entries[0]["test_sets"]["dense"]["token_error"] > 0
-
-
-def test_groups_of_seeds(runs):
-    names = ["rope-0", "rope-1", "none-0"]
-    entries = script.evaluate([str(runs / name) for name in names])
-    errors = [scores(runs / name)["dense"]["sequence_error"] for name in names[:2]]
-    systems = script.summarise(entries, solved=min(errors))
-    assert [system["name"] for system in systems] == [f"toy ({runs / name})" for name in ("rope-0", "none-0")]
-    assert systems[0]["checkpoints"] == [str(runs / name) for name in names[:2]]
-    cell = systems[0]["test_sets"]["dense"]
-    assert errors[0] != errors[1]
-    assert cell["sequence_error"] == {
-        "mean": pytest.approx(sum(errors) / 2),
-        "standard_deviation": pytest.approx(abs(errors[0] - errors[1]) / math.sqrt(2)),
-    }
-    assert cell["solve_rate"] == 0.5
-    assert script.summarise(entries, solved=1.0)[0]["test_sets"]["dense"]["solve_rate"] == 1
-    assert systems[1]["test_sets"]["dense"]["token_error"]["standard_deviation"] is None
-    line = script.table(systems).splitlines()[5]
-    mean, deviation = 100 * statistics.fmean(errors), 100 * statistics.stdev(errors)
-    assert line.startswith(f"| toy ({runs / 'rope-0'}) | 2 | dense | ")
-    assert f" | {mean:.2f} ± {deviation:.2f} % | 50 % |" in line
 
 
 def test_other_sets_samples_and_seeds(runs):
@@ -108,10 +85,12 @@ def test_checkpoint_without_a_recipe(runs, tmp_path):
 
 def test_command_line(runs, tmp_path, capsys):
     folders = [str(runs / name) for name in ("rope-0", "rope-1")]
-    script.main([*folders, "--sets", 'dense={"ignore": 0.0}', "--json", str(tmp_path / "out.json"), "--solved", "0.5"])
+    script.main([*folders, "--sets", 'dense={"ignore": 0.0}', "--json", str(tmp_path / "out.json")])
     content = json.loads((tmp_path / "out.json").read_text())
-    assert capsys.readouterr().out.strip() == script.table(content["systems"])
-    assert content["solved"] == 0.5
+    printed = capsys.readouterr().out.strip()
+    assert printed == script.table(content["checkpoints"])
+    error = scores(runs / "rope-1")["dense"]["token_error"]
+    assert f"| rope-1 | dense | {100 * error:.2f} % |" in printed
     assert [entry["test_sets"]["dense"] for entry in content["checkpoints"]] == [
         scores(runs / name)["dense"] for name in ("rope-0", "rope-1")
     ]
@@ -189,7 +168,7 @@ def test_two_processes_equal_one(runs, stock, two_processes, tmp_path):
         printed = two_processes("task", *arguments, "--json", tmp_path / "two.json")
         script.main([*map(str, arguments), "--device", "cpu", "--json", str(tmp_path / "one.json")])
         two, one = (json.loads((tmp_path / f"{name}.json").read_text())["checkpoints"] for name in ("two", "one"))
-        assert printed.count("| system |") == 1
+        assert printed.count("| checkpoint |") == 1
         for name, scores_ in one[0]["test_sets"].items():
             found = two[0]["test_sets"][name]
             assert {**found, "probability": 0} == {**scores_, "probability": 0}
@@ -246,10 +225,10 @@ def test_alice_on_the_command_line(stock, tmp_path, capsys):
     arguments = ["--task", "alice", "--samples", "2", "--json", str(tmp_path / "out.json")]
     script.main([str(tmp_path), *arguments])
     content = json.loads((tmp_path / "out.json").read_text())
-    (system,) = content["systems"]
-    assert set(system["test_sets"]) == {"paper", "sentences_2", "sentences_3", "sentences_5"}
+    (entry,) = content["checkpoints"]
+    assert set(entry["test_sets"]) == {"paper", "sentences_2", "sentences_3", "sentences_5"}
     shown = capsys.readouterr().out
     assert "| right answers | probability of the right answer | always the most common answer |" in shown
     assert re.search(r"\| paper \| .* \| 100.00 % \|\n", shown)
-    paper = content["checkpoints"][0]["test_sets"]["paper"]
+    paper = entry["test_sets"]["paper"]
     assert (paper["questions"], paper["most_common"], list(paper["accuracy_by_place"])) == (2, 1.0, ["earlier"])

@@ -12,11 +12,12 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 
 import datasets
 
+import solvers
 from toys import toy_recipe
 from whatwhere.scripts.data.samples import TaskSamples
-from whatwhere.scripts.toy_tasks import alice, counting, flip_flop, indirect_indexing, selective_copy
+from whatwhere.scripts.toy_tasks import alice
 from whatwhere.scripts.toy_tasks.common import SPLITS, build_dataset, build_tokenizer
-from whatwhere.scripts.toy_tasks.registry import SOLVERS, TASKS, task_config
+from whatwhere.scripts.toy_tasks.registry import TASKS, task_config
 from whatwhere.scripts.training.data import load_data
 
 # Beside the named configurations: extreme parameters, and small ones as recipes use them.
@@ -66,7 +67,7 @@ def test_solver_answers_every_sample(name):
             assert 0 <= symbols.min() <= symbols.max() < len(config.symbols)
             for place in np.flatnonzero(answers):
                 assert (
-                    SOLVERS[task](config.text(symbols[:place]) + config.separator, config)
+                    getattr(solvers, task)(config.text(symbols[:place]) + config.separator, config)
                     == (config.symbols[symbols[place]])
                 )
             row = config.row((symbols, answers))
@@ -98,18 +99,18 @@ def test_a_sample_depends_on_seed_split_and_index_alone(task):
 
 def test_solvers_on_the_papers_examples():
     ffl = task_config("flip_flop", {})
-    assert flip_flop.solve("w0i1r0w1i0i1r", ffl) == "1"
-    assert flip_flop.solve("w0i1r", ffl) == "0"
+    assert solvers.flip_flop("w0i1r0w1i0i1r", ffl) == "1"
+    assert solvers.flip_flop("w0i1r", ffl) == "0"
     # DBBCFBFBE with blanks B gives DCFFE
     config = task_config("selective_copy", {"non_blanks": 5, "blanks": 4})
     copied = ""
     for _ in range(5):
-        copied += selective_copy.solve("D__CF_F_E" + copied, config)
+        copied += solvers.selective_copy("D__CF_F_E" + copied, config)
     assert copied == "DCFFE"
     text = "pass; pass; a = 0 ; pass; a ++; pass; pass; a ++; print a"
-    assert counting.solve(text, task_config("counting", {})) == "2"
+    assert solvers.counting(text, task_config("counting", {})) == "2"
     for text, answer in (("NZTUIGWkXFrhCJDzscat, N, +4, ", "I"), ("QEOHoUbKfeSrMVNlCzXu, z, -3, ", "N")):
-        assert indirect_indexing.solve(text, task_config("indirect_indexing", {})) == answer
+        assert solvers.indirect_indexing(text, task_config("indirect_indexing", {})) == answer
 
 
 # --- distributions
@@ -360,7 +361,7 @@ def test_alice_questions(sentences):
     places, answers = collections.Counter(), collections.Counter()
     for index in range(60):
         row = config.row(config.sample("test", index))
-        assert alice.solve(row["prompt"], config) == row["answer"]
+        assert solvers.alice(row["prompt"], config) == row["answer"]
         *earlier, last, _ = row["prompt"].split("\n\n")
         assert len(earlier) == sentences - 1
         found = [bool(re.search(rf"\b{row['word']}\b", text)) for text in (last, " ".join(earlier))]
@@ -380,7 +381,7 @@ def test_alice_as_in_the_paper():
         ("book", "0", "earlier"),
     ]
     for row in rows:
-        assert alice.solve(row["prompt"], config) == "0"
+        assert solvers.alice(row["prompt"], config) == "0"
         assert row["prompt"].startswith("Alice was beginning to get very tired of sitting by her sister on the bank")
         assert row["prompt"].endswith(
             f'ran close by her.\n\nNow, tell me how many times word "{row["word"]}" is mentioned in the last sentence.'

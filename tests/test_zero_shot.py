@@ -11,11 +11,13 @@ import subprocess
 import sys
 
 import datasets
+import peft
 import pytest
 import torch
 import transformers
 import yaml
 
+from engine_matrix import for_engine
 from tiny import slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts.cards.command import write_card
@@ -23,8 +25,10 @@ from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot
 from whatwhere.scripts.evaluation.checkpoints import Loading
 from whatwhere.scripts.evaluation.lm_eval import zero_shot_files as files
-from whatwhere.scripts.evaluation.results import collect_lm_eval, lm_eval_tasks, read_results
+from whatwhere.scripts.evaluation.results import lm_eval_tasks, read_results
 
+# Of PEFT.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 STOCK = pathlib.Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
 PARADIGMS = sorted(path.stem for path in (STOCK / "blimp").glob("*.yaml") if path.stem != "_blimp")
 
@@ -164,6 +168,12 @@ def write_cbt(root, word_class, rows):
     path = root / f"cbt/cbtest_{word_class}_test_2500ex.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def report_in(folder):
+    """What lm-eval's own report file says."""
+    (file,) = folder.rglob("results_*.json")
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def manager(data_dir=None):
@@ -439,7 +449,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
             assert task["metrics"]["acc"]["standard_error"] >= 0
         assert set(tasks["lambada_openai"]["metrics"]) == {"perplexity", "acc"}
         # lm-eval's report says the same.
-        assert collect_lm_eval(tmp_path / folder, command="x")["tasks"].keys() == tasks.keys()
+        assert lm_eval_tasks(report_in(tmp_path / folder)).keys() == tasks.keys()
         accuracy = [tasks[name]["metrics"]["acc"] for name in ("lambada_openai", "whatwhere_local_blimp")]
         cells = [f"{100 * score['value']:.2f} ± {100 * score['standard_error']:.2f}" for score in accuracy]
         assert re.search(rf"^\| {folder} \| [\d,]+ \| {cells[0]} \| {cells[1]} \| ", table, flags=re.MULTILINE)
@@ -572,6 +582,41 @@ def test_two_processes_equal_one(tmp_path, monkeypatch, capsys, local_data, two_
     assert printed["two"] == printed["one"]
 
 
+def adapted(folder, model):
+    """Saves a LoRA adapter with random weights; returns the model with it."""
+    peft_model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    peft_model.save_pretrained(folder)
+    return peft_model.eval()
+
+
+@for_engine("lm_eval")
+def test_lm_eval_scores_are_likelihoods(encoding, expected, tmp_path):
+    """lm-eval's own class, on the checkpoint's remote code, with and without an adapter."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    assert expected == "works"
+    model = save_model(tmp_path / "model", encoding)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    pairs = [("The cat", " sat"), ("A dog", " and a cat ran."), ("It", "'s")]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    given = {"pretrained": str(tmp_path / "model"), "device": "cpu", "batch_size": 2, "trust_remote_code": True}
+    plain = [log_likelihood(model, tokenizer, *pair) for pair in pairs]
+    with_adapter = adapted(tmp_path / "adapter", model)
+    for options, wanted in (
+        ({}, plain),
+        ({"peft": str(tmp_path / "adapter")}, [log_likelihood(with_adapter, tokenizer, *pair) for pair in pairs]),
+    ):
+        scores = HFLM(**given, **options).loglikelihood(requests, disable_tqdm=True)
+        assert [score for score, _ in scores] == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+    assert wanted != pytest.approx(plain, rel=1e-2)
+
+
 # lm-eval's command line, in a process that fails if anything but the checkpoint's own code defines the model.
 COMMAND = """
 import sys
@@ -585,14 +630,19 @@ assert any(name.endswith("modeling_whatwhere_llama") for name in sys.modules), "
 
 
 @pytest.mark.slow
-def test_lm_evals_command_line(tmp_path, local_data, capsys):
-    save_model(tmp_path / "model", max_position_embeddings=512)
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "accelerate launch, adapter"])
+def test_lm_evals_command_line(launched, tmp_path, local_data, capsys):
+    model = save_model(tmp_path / "model", max_position_embeddings=512)
+    adapted(tmp_path / "adapter", model)
     zero_shot.main(["--print-task-folder"])
     folder = capsys.readouterr().out.strip()
-    options = ["--model", "hf", "--model_args", "pretrained=model,trust_remote_code=True", "--device", "cpu"]
+    given = "pretrained=model,trust_remote_code=True" + (",peft=adapter" if launched else "")
+    options = ["--model", "hf", "--model_args", given, "--device", "cpu"]
     options += ["--tasks", "whatwhere_local_cbt,whatwhere_local_piqa", "--include_path", folder]
+    (tmp_path / "command.py").write_text(COMMAND, encoding="utf-8")
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"] if launched else []
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "run", *options, "--output_path", "scores"],
+        [sys.executable, *launcher, "command.py", "run", *options, "--output_path", "scores"],
         cwd=tmp_path,
         env={
             **os.environ,
@@ -606,7 +656,7 @@ def test_lm_evals_command_line(tmp_path, local_data, capsys):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    tasks = collect_lm_eval(tmp_path / "scores", command="lm_eval")["tasks"]
+    tasks = lm_eval_tasks(report_in(tmp_path / "scores"))
     assert list(tasks) == ["piqa", "whatwhere_local_cbt"]
     assert tasks["whatwhere_local_cbt"]["samples"] == 16
     assert len(tasks["whatwhere_local_cbt"]["subtasks"]) == 4

@@ -16,7 +16,7 @@ GPU is used if there is one.
 
 The JSON files contain the numbers, the command, the date and the versions.
 
-`frequencies` supports rope, pope, sums with rope, and stock models with Llama's rotation. It reads the first ten of
+`frequencies` supports rope, pope and sums with rope. It reads the first ten of
 Shakespeare's sonnets (the paper uses "10 different Shakespeare sonnets" without naming them) or `--texts`, a file with
 texts separated by blank lines.
 

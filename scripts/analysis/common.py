@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..data.tokenize import _byte_characters
 from ..evaluation.results import read_json
 
 SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
@@ -97,7 +97,7 @@ def encode(tokenizer: Any, text: str, device: Any) -> torch.Tensor:
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Returns the text of each token; incomplete characters are written as bytes, such as <E2> or <E2 80>."""
-    byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     texts = []
     for token_id, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids))):
         text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)

@@ -52,12 +52,7 @@ def read(model: Any) -> dict[str, Any]:
 
 
 def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
-    """Draws a histogram, and a heatmap of frequencies by layers and heads; returns the paths of the PNG and the SVG.
-
-    Args:
-        entry: as in `deltas.json`.
-        stem: the path without its ending.
-    """
+    """Draws a histogram, and a heatmap of frequencies by layers and heads; returns the paths of the PNG and the SVG."""
     deltas = torch.tensor(entry["deltas"], dtype=torch.float64)
     layers, heads, frequencies = deltas.shape
     figure = new_figure(11, 4.4)

@@ -9,16 +9,12 @@ the tokens of a text and over heads, then over texts.
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import pathlib
-import sys
-import unittest.mock
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import rotate_half
 
 from ...position_pope import pope_frequencies
 from ...position_registry import list_position_encodings
@@ -36,9 +32,7 @@ class Usage:
     Attributes:
         kind: "rope" or "pope".
         frequencies: float64 (F,), radians per token, in the order of the channels (highest first).
-        layers: the indices of the L layers.
         queries, keys: float64 (L, F), mean norms.
-        tokens: number of tokens.
     """
 
     kind: str
@@ -71,11 +65,6 @@ class Usage:
         return entry
 
 
-def plane_norms(states: torch.Tensor, planes: int) -> torch.Tensor:
-    """Returns the norms of the planes (c, c + planes), (..., planes), of states (..., D)."""
-    return torch.hypot(states[..., :planes], states[..., planes : 2 * planes])
-
-
 class _Means:
     """Sums mean norms (F,) by layer and side."""
 
@@ -97,101 +86,58 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
     """Returns the mean norms of queries and keys on texts, by frequency and layer.
 
     Args:
-        model: ours with `rope`, `pope` or a sum with `rope`; or a stock model with Llama's rotation.
-        tokenizer: its tokenizer.
-        texts: at least one.
+        model: ours, with an encoding of `ALLOWED`.
 
     Raises:
-        ValueError: the model has no frequencies, or another rotation than Llama's.
+        ValueError: the model has no frequencies.
     """
+    name = getattr(model.config, "position_encoding", None)
+    if name not in ALLOWED:
+        raise ValueError(f"position_encoding={name!r} has no frequencies. Allowed: {', '.join(map(repr, ALLOWED))}.")
+    kind, shared = ("pope" if name == "pope" else "rope"), model.base_model.shared_encodings
+    if kind == "pope":
+        frequencies = pope_frequencies(shared["pope"].channels, shared["pope"].theta).double()
+    else:
+        frequencies = shared["rope"].rotary_emb.inv_freq.double().cpu()
     means = _Means()
-    ours = hasattr(model.config, "position_encoding")
+    layers = attention_layers(model)
+    tokens = 0
     with contextlib.ExitStack() as stack:
-        kind, layers = (_watch_ours if ours else _watch_stock)(model, means, stack)
-        tokens = 0
+        for layer in layers:
+            part = layer.encodings[kind]
+
+            def watch(result: Any, *arguments: Any, part: Any = part, index: int = layer.layer_idx) -> None:
+                # The inputs of the attention; rotation does not change norms.
+                query, key = result
+                if kind == "pope":
+                    if part.parameters_.scale == "1/sqrt(2d)":
+                        # Our implementation applies a factor of the logits to the queries.
+                        query = query * math.sqrt(2)
+                    norms = [states[..., : part.rotated].abs() for states in (query, key)]
+                else:
+                    # Channels c and c + F are a plane.
+                    planes = [states[..., : 2 * len(frequencies)].chunk(2, dim=-1) for states in (query, key)]
+                    norms = [torch.hypot(*channels) for channels in planes]
+                means.add(index, "queries", norms[0])
+                means.add(index, "keys", norms[1])
+
+            stack.enter_context(watched(part, "before_cache", watch))
         for text in texts:
             ids = encode(tokenizer, text, model.device)
             tokens += ids.shape[1]
             model(input_ids=ids, use_cache=False)
     return Usage(
         kind=kind,
-        frequencies=_frequencies(model, kind),
-        layers=layers,
+        frequencies=frequencies,
+        layers=[layer.layer_idx for layer in layers],
         queries=means.matrix("queries", len(texts)),
         keys=means.matrix("keys", len(texts)),
         tokens=tokens,
     )
 
 
-def _frequencies(model: Any, kind: str) -> torch.Tensor:
-    base = model.base_model
-    if kind == "pope":
-        shared = base.shared_encodings["pope"]
-        return pope_frequencies(shared.channels, shared.theta).double()
-    tables = base.shared_encodings["rope"] if hasattr(base, "shared_encodings") else base
-    return tables.rotary_emb.inv_freq.double().cpu()
-
-
-def _watch_ours(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple[str, list[int]]:
-    name = model.config.position_encoding
-    if name not in ALLOWED:
-        raise ValueError(
-            f"position_encoding={name!r} has no frequencies. Allowed: {', '.join(map(repr, ALLOWED))}, or a stock "
-            "model with RoPE."
-        )
-    kind = "pope" if name == "pope" else "rope"
-    layers = attention_layers(model)
-    for layer in layers:
-        part = layer.encodings[kind]
-
-        def watch(result: Any, *arguments: Any, part: Any = part, index: int = layer.layer_idx) -> None:
-            # The inputs of the attention; rotation does not change norms.
-            query, key = result
-            if kind == "pope":
-                if part.parameters_.scale == "1/sqrt(2d)":
-                    # Our implementation applies a factor of the logits to the queries.
-                    query = query * math.sqrt(2)
-                norms = [states[..., : part.rotated].abs() for states in (query, key)]
-            else:
-                planes = _frequencies(model, "rope").shape[0]
-                norms = [plane_norms(states, planes) for states in (query, key)]
-            means.add(index, "queries", norms[0])
-            means.add(index, "keys", norms[1])
-
-        stack.enter_context(watched(part, "before_cache", watch))
-    return kind, [layer.layer_idx for layer in layers]
-
-
-def _watch_stock(model: Any, means: _Means, stack: contextlib.ExitStack) -> tuple[str, list[int]]:
-    """Watches the function that rotates queries and keys, which all layers call in turn."""
-    module = sys.modules[type(model).__module__]
-    inverse = getattr(getattr(model.base_model, "rotary_emb", None), "inv_freq", None)
-    # Models that rotate neighbouring channels, (0, 1), (2, 3), ..., have a different function with this name.
-    turn, probe = getattr(module, "rotate_half", None), torch.arange(8.0)
-    if inverse is None or inverse.ndim != 1 or turn is None or not torch.equal(turn(probe), rotate_half(probe)):
-        raise ValueError(
-            f"model_type={model.config.model_type!r} is not supported: stock models need one RoPE for all layers with "
-            "the planes of Llama (channels c and c + R / 2), as in llama, mistral, qwen2, qwen3."
-        )
-    layers, calls, rotate = list(range(model.config.num_hidden_layers)), itertools.count(), module.apply_rotary_pos_emb
-
-    def watch(query: torch.Tensor, key: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        index = next(calls) % len(layers)
-        means.add(index, "queries", plane_norms(query, inverse.shape[0]))
-        means.add(index, "keys", plane_norms(key, inverse.shape[0]))
-        return rotate(query, key, *arguments, **options)
-
-    stack.enter_context(unittest.mock.patch.object(module, "apply_rotary_pos_emb", watch))
-    return "rope", layers
-
-
 def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pathlib.Path]:
-    """Draws heatmaps, one row of queries and keys per checkpoint, into `stem`.png and `stem`.svg; returns the paths.
-
-    Args:
-        entries: as in `frequencies.json`.
-        stem: the path without its ending.
-    """
+    """Draws heatmaps, one row of queries and keys per checkpoint, into `stem`.png and `stem`.svg; returns the paths."""
     figure = new_figure(9, 1 + 3.6 * len(entries))
     grid = figure.subplots(len(entries), 2, squeeze=False)
     for row, entry in zip(grid, entries):

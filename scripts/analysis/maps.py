@@ -55,11 +55,9 @@ class Maps:
     """The maps of one text.
 
     Attributes:
-        encoding: as in `config.position_encoding`.
         tokens: the text of every token.
         boundaries: for every token "newline" if it contains one, "heading" if it begins a section title, or "".
         layers: the indices of the layers with this encoding.
-        heads: the indices of the heads.
         last: the maximum position, or None without a limit.
         gates, positions, position_attention, attention: float32 (L, H, T, T), 0 where j > i.
     """
@@ -144,10 +142,7 @@ def measure(
 
     Args:
         model: ours, with an encoding of `ALLOWED`, loaded with `attn_implementation="eager"`.
-        tokenizer: its tokenizer, for the text of tokens.
         ids: int64 (1, T).
-        layers: None for all layers with the encoding.
-        heads: None for all.
 
     Raises:
         ValueError: the encoding has no contextual positions, or there is no such layer or head.
@@ -227,7 +222,6 @@ def counted(
 
     Args:
         part: the encoding of one layer, one of `COUNTING`.
-        logits, query, context, scaling: see `PositionEncoding.bias`.
     """
     hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
     if part.name == "token_gated_cope":
@@ -252,12 +246,6 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     """Draws one kind of map for all layers (rows) and heads (columns); returns the paths of the PNG and the SVG.
 
     A single map of at most `LABELLED` tokens has the tokens on its axes.
-
-    Args:
-        maps: from `measure`.
-        kind: one of `KINDS`.
-        stem: the path without its ending.
-        name: of the model, for the title.
     """
     values = getattr(maps, kind)
     rows, columns, length, _ = values.shape

@@ -28,11 +28,6 @@ def page(maps: Maps, *, name: str, text: str) -> str:
     It contains the lower triangle of every map, row by row, as 16-bit integers in units of 1/65535 of the kind's
     largest value. It initially shows the head of `Maps.most_selective`.
 
-    Args:
-        maps: from `whatwhere.scripts.analysis.maps.measure`.
-        name: of the model, for the title.
-        text: a description of the text.
-
     Raises:
         ValueError: the page would be larger than 24 MiB.
     """

@@ -26,6 +26,11 @@ run, on a GPU with its fastest backend:
 | pope-triton | PoPE's magnitudes, then the PoPE kernel |
 | pope-pytorch | the fused attention of the package PoPE-pytorch, if it is installed |
 | fox, alibi | blockwise FoX and ALiBi; fox-triton, alibi-triton: the kernels |
+| relative-triton, cope+alibi-triton, cope+relative-triton, stick_breaking-triton | the kernels |
+| cope_alibi-triton | the kernel, with the gradient of slopes |
+| cope_mlp-triton | the kernel with 64 knots; without what makes their table of the network |
+| token_gated_cope-triton | everything from the gates of tokens on: counts, embeddings, the kernel |
+| pope-once, pope-flex, cope-once-half, cope-flex-half, cope-chip-half | candidates, see `candidates.py` |
 
 Directions: forward (without gradients), backward (alone, with a retained graph), forward+backward, decoding (the newest
 query and key against cached keys), decoding graph (the same as a CUDA graph, without launch overhead). All PoPE

@@ -1,6 +1,8 @@
 """The attention providers: the timed functions, their inputs, and the references for their checks.
 
-Axes: B batch, H heads, T length, D head dim, R rotated channels, P positions in CoPE's table.
+Inputs and references are those of `kernel_cases`.
+
+Axes: B batch, H heads, T length, D head dim.
 """
 
 import contextlib
@@ -25,19 +27,9 @@ from whatwhere.position_cope import CoPETerm
 from whatwhere.position_fox import FoXTerm
 from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
 
+from ..kernel_cases import KERNELS, Call, case
 from .measure import CheckFailed, Refused, captured
-from .references import (
-    checked_gradient,
-    chosen_rows,
-    cope_reference,
-    in_parts,
-    plain_reference,
-    pope_reference,
-    results_of,
-    rope_reference,
-    scan_reference,
-    undecided_rows,
-)
+from .references import checked_gradient, chosen_rows, in_parts, results_of, rope_reference
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -46,6 +38,8 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 DIRECTIONS = ("forward", "backward", "forward+backward", "decoding", "decoding graph")
+# Further encodings, by their kernels only.
+OTHERS = ("relative", "cope+alibi", "cope+relative", "cope_mlp", "cope_alibi", "stick_breaking", "token_gated_cope")
 # Default providers; on a GPU those of `FIRST`, then those of `MORE`.
 HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "fox", "alibi")
 FIRST = (
@@ -55,13 +49,21 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("pope-once", "pope-flex", "cope-flex-half", "cope-chip-half"),
-    *("relative-triton", "stick_breaking-triton", "cope_alibi-triton", "cope+alibi-triton", "cope+relative-triton"),
+    *("pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
+    *(f"{name}-triton" for name in OTHERS),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
-# Further encodings, by their kernels only.
-OTHERS = ("relative", "cope+alibi", "cope+relative", "cope_alibi", "stick_breaking")
-DISTANCES = 256
+# The cases of `kernel_cases` that the kinds of providers compute: the kernel and its options.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in KERNELS},
+    "rope": ("plain", {}),
+    **{f"cope-{gates}": ("cope", {"gates": gates}) for gates in ("half", "open", "closed")},
+    "cope+alibi": ("cope", {"add": "alibi"}),
+    "cope+relative": ("cope", {"add": "relative"}),
+    "cope_mlp": ("cope", {"knots": 64}),
+}
+# Inputs with a row or a number for each head.
+PER_HEAD = ("ddelta", "dslopes")
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 PROVIDERS = (
     *BASELINES,
@@ -69,7 +71,7 @@ PROVIDERS = (
     *(f"cope-{gates}" for gates in ("half", "open", "closed")),
     *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
     *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
-    *("pope-triton", "pope-once", "pope-flex", "cope-flex-half", "cope-chip-half"),
+    *("pope-triton", "pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
     "pope-pytorch",
     *("fox", "fox-triton", "alibi", "alibi-triton", *(f"{name}-triton" for name in OTHERS)),
 )
@@ -157,12 +159,11 @@ class Workload:
         device: torch.device,
     ) -> None:
         self.shape = (batch, heads, length, head_dim)
-        self.dtype, self.device = dtype, device
+        self.num_positions, self.dtype, self.device = num_positions, dtype, device
         self.scaling = head_dim**-0.5
-        self.generator = torch.Generator(device).manual_seed(0)
-        self.query, self.key, self.value = (self._random(*self.shape).requires_grad_() for _ in range(3))
-        self.grad = self._random(*self.shape)
-        self.table = self._random(head_dim, num_positions).requires_grad_()
+        # Drawn in float32, because random numbers in float16 differ between devices.
+        generator = torch.Generator(device).manual_seed(1)
+        self.grad = torch.randn(*self.shape, generator=generator, device=device).to(dtype)
         fields: dict[str, Any] = {
             "hidden_size": heads * head_dim,
             "num_attention_heads": heads,
@@ -178,24 +179,18 @@ class Workload:
         self.pope = PoPE(config, parameters, 0).to(device)
         assert self.pope.delta is not None, "PoPE has phase shifts by default"
         self.phase_shift = self.pope.delta
-        self.delta = self.phase_shift.weight
         with torch.no_grad():
-            self.delta.uniform_(-2.0, 0.0, generator=self.generator)
+            self.phase_shift.weight.uniform_(-2.0, 0.0, generator=generator)
         self.polar_tables = PolarTables(head_dim, parameters.theta)
         self.polar = self._polar(positions, positions)
         self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
         self._positions = positions
-        self.slopes = torch.tensor(alibi_slopes(heads), device=device)
-        self.distances = self._random(DISTANCES, head_dim).requires_grad_()
-        self._inputs: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.slopes = alibi_slopes(heads, device)
+        self._calls: dict[str, Call] = {}
         self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._grads: dict[str, torch.Tensor] = {}
         self.rows = chosen_rows(length, device)
         self.parts = in_parts(self.rows, length)
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        # Drawn in float32, because random numbers in float16 differ between devices.
-        return torch.randn(*shape, generator=self.generator, device=self.device).to(self.dtype)
 
     def _polar(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> PositionContext:
         past, length = key_positions.shape[1] - query_positions.shape[1], key_positions.shape[1]
@@ -205,94 +200,65 @@ class Workload:
 
     # Inputs and references.
 
-    def inputs(self, kind: str) -> tuple[torch.Tensor, ...]:
-        """Returns the differentiable inputs of a kind of provider."""
-        if kind not in self._inputs:
-            self._inputs[kind] = self._make_inputs(kind)
-        return self._inputs[kind]
+    def call(self, kind: str) -> Call:
+        """Returns inputs and reference of a kind of provider, and its kernel; the same each time."""
+        if kind not in self._calls:
+            # Of one kind at a time, since long inputs take gigabytes.
+            self._calls = {kind: self._make_call(kind)}
+        return self._calls[kind]
 
-    def _make_inputs(self, kind: str) -> tuple[torch.Tensor, ...]:
-        if kind in ("rope", "alibi", "cope_alibi", "stick_breaking"):
-            return (self.query, self.key, self.value)
-        if kind == "relative":
-            return (self.query, self.key, self.value, self.distances)
-        if kind.startswith("cope+"):
-            last = (self.distances,) if kind == "cope+relative" else ()
-            return (self.query, self.key, self.value, self.table, *last)
+    def _make_call(self, kind: str) -> Call:
+        name, options = KINDS[kind]
+        batch, heads, length, head_dim = self.shape
+        if name == "cope":
+            options = {"positions": self.num_positions, **options}
+        shape = {"batch": batch, "heads": heads, "groups": heads}
+        one = case(name, str(self.dtype).removeprefix("torch."), head_dim, length, **shape, **options)
+        call = KERNELS[name].call(one, self.device)
+        if kind == "rope":
+            reference = functools.partial(rope_reference, tables=self.rotary, scaling=self.scaling)
+            call = call._replace(reference=reference)
         if kind == "pope":
-            return (self.query, self.key, self.value, self.delta)
-        if kind == "cope-half":
-            return (self.query, self.key, self.value, self.table)
-        if kind == "fox":
-            gates = torch.randn(self.shape[:3], generator=self.generator, device=self.device)
-            return (self.query, self.key, self.value, F.logsigmoid(gates + 3.0).requires_grad_())
-        query, key = self._random(*self.shape) * 0.5, self._random(*self.shape) * 0.5
-        # One shared channel sets every gate logit to about 8 or -8, and so every gate to about 1 or 0.0003.
-        sign = 1.0 if kind == "cope-open" else -1.0
-        query[..., 0], key[..., 0] = 8.0, sign * float(self.shape[-1]) ** 0.5
-        return (query.requires_grad_(), key.requires_grad_(), self.value, self.table)
+            # The timed functions begin before the magnitudes.
+            magnitudes = call.reference
+
+            def of_raw(query: torch.Tensor, key: torch.Tensor, *rest: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+                return magnitudes(F.softplus(query), F.softplus(key), *rest, rows=rows)
+
+            states = KERNELS["plain"].call(dataclasses.replace(one, kernel="plain"), self.device).inputs
+            call = call._replace(inputs=[*states, self.phase_shift.weight], reference=of_raw)
+        return call._replace(inputs=[tensor.requires_grad_() for tensor in call.inputs])
 
     def input_bytes(self, kind: str) -> int:
         """Returns the bytes of inputs, position tables and the gradient of the output."""
-        tensors = [*self.inputs(kind), self.grad]
+        tensors = [*self.call(kind).inputs, self.grad]
         if kind == "rope":
             tensors += self.rotary_cast
         if kind == "pope":
             tensors += self.polar.shared["pope"][:2]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def _one_head(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Copies the last head of the last batch entry of the inputs; float32 tensors stay float32 in low precision."""
-        parts = []
-        for tensor in inputs:
-            part = self._part(tensor)
-            wanted = dtype if dtype == torch.float64 or tensor.dtype == self.dtype else tensor.dtype
-            parts.append(part.detach().to(wanted).requires_grad_())
-        return parts
-
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _part(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+        """Returns what belongs to the last head of the last batch entry."""
         if tensor.dim() > 2:
             return tensor[-1:, -1:]
-        return tensor[-1:] if tensor is self.delta or tensor.shape == self.delta.shape else tensor
+        return tensor[-1:] if name in PER_HEAD else tensor
 
-    def _reference(self, kind: str, *inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"rows": rows, "scaling": self.scaling}
-        if kind == "rope":
-            return rope_reference(*inputs, tables=self.rotary, **options)
-        if kind == "pope":
-            query, key, value, delta = inputs
-            query, key = F.softplus(query), F.softplus(key)
-            tables = tuple(table[:, 0] for table in self.polar.shared["pope"])
-            return pope_reference(query, key, value, delta, tables=tables, **options)
-        if kind in ("fox", "alibi"):
-            decay = tuple(part[:, -1:] for part in self._decay(*inputs[3:]))
-            return plain_reference(*inputs[:3], decay=(decay[0], decay[1]), **options)
-        if kind in ("cope_alibi", "stick_breaking"):
-            query, key, value = inputs
-            slopes = -self.slopes[-1:] if kind == "cope_alibi" else None
-            return scan_reference(query, key, value, slopes, **options)
-        if kind == "relative":
-            return plain_reference(*inputs[:3], relative=(inputs[3], self._positions, self._positions), **options)
-        if kind == "cope+relative":
-            options["relative"] = inputs[4], self._positions, self._positions
-        elif kind == "cope+alibi":
-            options["decay"] = tuple(part[:, -1:] for part in self._decay())
-        return cope_reference(*inputs[:4], **options)
+    def _one_head(self, call: Call, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Copies that part of the inputs; float32 tensors stay float32 in low precision."""
+        parts = []
+        for name, tensor in zip(call.names, call.inputs):
+            wanted = dtype if dtype == torch.float64 or tensor.dtype == self.dtype else tensor.dtype
+            parts.append(self._part(tensor, name).detach().to(wanted).requires_grad_())
+        return parts
 
     def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns output and gradients of one head, in the timed type and in float64."""
         if kind not in self._references:
-            plain, exact = (self._one_head(self.inputs(kind), dtype) for dtype in (self.dtype, torch.float64))
-            undecided = None
-            if kind.startswith(("cope-", "cope+")):
-                options: dict[str, Any] = {"scaling": self.scaling, "num_positions": self.table.shape[1]}
-
-                def undecided(query: torch.Tensor, key: torch.Tensor, *_: Any, rows: torch.Tensor) -> torch.Tensor:
-                    return undecided_rows(query, key, rows=rows, **options)
-
-            self._grads[kind], _ = checked_gradient(self._part(self.grad), undecided, exact, self.parts)
-            reference = functools.partial(self._reference, kind)
-            results = [results_of(reference, inputs, self._grads[kind], self.parts) for inputs in (plain, exact)]
+            call = self.call(kind)
+            plain, exact = (self._one_head(call, dtype) for dtype in (self.dtype, torch.float64))
+            self._grads[kind], _ = checked_gradient(self._part(self.grad), call.undecided, exact, self.parts)
+            results = [results_of(call.reference, inputs, self._grads[kind], self.parts) for inputs in (plain, exact)]
             self._references[kind] = (results[0], results[1])
         return self._references[kind]
 
@@ -303,16 +269,15 @@ class Workload:
         compared completely. Raises CheckFailed.
         """
         plain, exact = self.references(provider.kind)
-        inputs = self.inputs(provider.kind)
+        call = self.call(provider.kind)
         only = torch.zeros_like(self.grad)
         only[-1:, -1:] = self._grads[provider.kind]
-        out = provider.function(*inputs)
-        gradients = torch.autograd.grad(out, inputs, only)
-        found = [self._part(out.detach())[:, :, self.rows], *(self._part(gradient) for gradient in gradients)]
+        out = provider.function(*call.inputs)
+        gradients = torch.autograd.grad(out, call.inputs, only)
+        found = [self._part(out.detach())[:, :, self.rows], *map(self._part, gradients, call.names)]
         del out, gradients
-        last = {"pope": "ddelta", "fox": "dlog_forget"}.get(provider.kind, "dtable")
-        names = ("output", "dq", "dk", "dv", last, "ddistances")
         scale = 0.1 * only.norm(dtype=torch.float32).item()
+        names = ("output", *call.names)
         return relative_errors(found, plain, exact, names, factor=2, tolerance=provider.tolerance, scale=scale)
 
     def check_decoding(self, provider: Provider, out: torch.Tensor) -> Errors:
@@ -334,9 +299,44 @@ class Workload:
 
     def provider(self, name: str) -> Provider:
         """Returns a provider; raises Refused if it does not support this device or is not installed."""
-        family = name.split("-")[0]
-        makers = {"rope": self._rope, "cope": self._cope, "pope": self._pope, **dict.fromkeys(OTHERS, self._other)}
-        return makers.get(family, self._decayed)(name)
+        if name.startswith("rope-"):
+            return self._rope(name)
+        if name.startswith("pope-"):
+            return self._pope(name)
+        kind = name.removesuffix("-triton")
+        if kind.startswith("cope-"):
+            kind = "cope-half" if kind == "cope-listing" else f"cope-{kind.rpartition('-')[2]}"
+        call = self.call(kind)
+        if name == "cope-listing":
+            rows = torch.arange(self.shape[2], device=self.device)
+            return Provider(kind, functools.partial(call.reference, rows=rows))
+        function: Callable[..., torch.Tensor] = functools.partial(self._blockwise, kind)
+        if "triton" in name:
+            self._check_triton()
+            function = call.kernel
+        elif name.startswith(("cope-once", "cope-flex", "cope-chip")):
+            self._check_triton()
+            from .candidates import cope_decode_once, cope_flex, cope_on_chip
+
+            candidates: dict[str, Any] = {"flex": cope_flex, "chip": cope_on_chip, "once": cope_decode_once}
+            candidate = candidates[name.split("-")[1]]
+            function = functools.partial(candidate, scaling=self.scaling, position_scale=self.scaling)
+            if candidate is not cope_decode_once:
+                return Provider(kind, function)
+        query, *others = call.inputs
+        newest = query[:, :, -1:].detach().contiguous()
+        decode = functools.partial(function, newest, *others)
+        return Provider(kind, call.kernel if name.startswith("cope-once") else function, decode)
+
+    def _blockwise(self, kind: str, query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """CoPE, FoX and ALiBi."""
+        key, value, *more = inputs
+        positions = self._positions[:, -query.shape[2] :], self._positions
+        if kind == "alibi":
+            bias = Bias(ALiBiTerm, (self.slopes, *positions))
+        else:
+            bias = Bias(FoXTerm, tuple(more)) if kind == "fox" else Bias(CoPETerm, tuple(more), (self.scaling,))
+        return blockwise_attention(query, key, value, scaling=self.scaling, biases=[bias])
 
     def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
         backend = BACKENDS.get(name.rpartition("-")[2])
@@ -350,49 +350,15 @@ class Workload:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
         # Cached keys are already rotated; the new query and the new key are not.
-        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (self.query, self.key)]
-        cached = apply_rotary_pos_emb(self.query[:, :, :1].detach(), self.key.detach(), cos, sin)[1]
+        query, key, value = self.call("rope").inputs
+        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (query, key)]
+        cached = apply_rotary_pos_emb(query[:, :, :1].detach(), key.detach(), cos, sin)[1]
 
         def decode() -> torch.Tensor:
             query, _ = apply_rotary_pos_emb(*newest, cos[:, -1:], sin[:, -1:])
-            return F.scaled_dot_product_attention(query, cached, self.value)
+            return F.scaled_dot_product_attention(query, cached, value)
 
         return Provider("rope", function, decode, self._backend(name))
-
-    def _cope(self, name: str) -> Provider:
-        if name == "cope-listing":
-            rows = torch.arange(self.shape[2], device=self.device)
-
-            def listing(*inputs: torch.Tensor) -> torch.Tensor:
-                return cope_reference(*inputs, rows=rows, scaling=self.scaling)
-
-            return Provider("cope-half", listing)
-        kind = f"cope-{name.rpartition('-')[2]}"
-        if "flex" in name or "chip" in name:
-            self._kernel("kernel_cope")
-            from .candidates import cope_flex, cope_on_chip
-
-            attend = cope_flex if "flex" in name else cope_on_chip
-            return Provider(kind, functools.partial(attend, scaling=self.scaling, position_scale=1.0))
-        if "triton" in name:
-            attention = self._kernel("kernel_cope").cope_attention
-
-            def function(
-                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
-            ) -> torch.Tensor:
-                return attention(query, key, value, table, scaling=self.scaling, position_scale=1.0)
-
-        else:
-
-            def function(
-                query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
-            ) -> torch.Tensor:
-                bias = Bias(CoPETerm, (table,), (1.0,))
-                return blockwise_attention(query, key, value, scaling=self.scaling, biases=[bias])
-
-        query, key, value, table = self.inputs(kind)
-        newest = query[:, :, -1:].detach().contiguous()
-        return Provider(kind, function, lambda: function(newest, key, value, table))
 
     def _pope(self, name: str) -> Provider:
         if name == "pope-pytorch":
@@ -406,21 +372,24 @@ class Workload:
             return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar, True)
 
         # The cache contains magnitudes; those of the new query and the new key must be computed.
-        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (self.query, self.key)]
+        query, key, value, _ = self.call("pope").inputs
+        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (query, key)]
         with torch.no_grad():
-            cached = self.pope.before_cache(newest[0], self.key, self.polar)[1]
+            cached = self.pope.before_cache(newest[0], key, self.polar)[1]
         polar = self._polar(self._positions[:, -1:], self._positions)
 
         def decode() -> torch.Tensor:
             query, _ = self.pope.before_cache(newest[0], newest[1], polar)
-            return attend(query, cached, self.value, polar, False)
+            return attend(query, cached, value, polar, False)
 
         context = self._backend(name) if name.startswith("pope-sdpa-") else contextlib.nullcontext
         return Provider("pope", function, decode, context)
 
     def _pope_kernel(self, *, once: bool) -> Callable[..., torch.Tensor]:
         """Our kernel; with `once`, decoding by one launch."""
-        attention = self._kernel("kernel_pope").pope_attention
+        self._check_triton()
+        from whatwhere.kernel_pope import pope_attention
+
         from .candidates import decode_once
 
         def attend(
@@ -429,7 +398,7 @@ class Workload:
             tables = tuple(table[:, 0] for table in polar.shared["pope"])
             if once and query.shape[2] == 1:
                 return decode_once(query, key, value, scaling=self.scaling, polar=(*tables, self.phase_shift()))
-            return attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
+            return pope_attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
 
         return attend
 
@@ -465,72 +434,13 @@ class Workload:
         # A larger tolerance, since only the function must be the same, not the rounding.
         return Provider("pope", function, tolerance=2e-2)
 
-    def _decay(self, *log_forget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the numbers of the rows and of the keys whose differences FoX, or without gates ALiBi, adds."""
-        if log_forget:
-            sums = log_forget[0].double().cumsum(-1)
-            return sums, sums
-        numbers = -self.slopes[:, None].double() * self._positions[:, None]
-        return numbers, numbers
-
-    def _decayed(self, name: str) -> Provider:
-        """FoX and ALiBi."""
-        kind = name.split("-")[0]
-        if name.endswith("-triton"):
-            attention = self._kernel("kernel_plain").plain_attention
-
-            def function(query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-                rows, keys = self._decay(*inputs[2:])
-                decay = rows[:, :, -query.shape[2] :], keys
-                return attention(query, *inputs[:2], decay=decay, scaling=self.scaling)
-
-        else:
-
-            def function(query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-                positions = self._positions[:, -query.shape[2] :], self._positions
-                bias = Bias(FoXTerm, inputs[2:]) if kind == "fox" else Bias(ALiBiTerm, (self.slopes, *positions))
-                return blockwise_attention(query, *inputs[:2], scaling=self.scaling, biases=[bias])
-
-        query, *others = self.inputs(kind)
-        newest = query[:, :, -1:].detach().contiguous()
-        return Provider(kind, function, lambda: function(newest, *others))
-
-    def _other(self, name: str) -> Provider:
-        kind = name.removesuffix("-triton")
-        modules = {"relative": "kernel_relative", "cope_alibi": "kernel_scan", "stick_breaking": "kernel_scan"}
-        kernel = self._kernel(modules.get(kind, "kernel_cope"))
-
-        def function(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *tables: torch.Tensor
-        ) -> torch.Tensor:
-            positions = self._positions[:, -query.shape[2] :], self._positions
-            if kind == "relative":
-                return kernel.relative_attention(query, key, value, *tables, *positions, scaling=self.scaling)
-            if kind == "cope_alibi":
-                return kernel.cope_alibi_attention(query, key, value, -self.slopes, scaling=self.scaling)
-            if kind == "stick_breaking":
-                return kernel.stick_attention(query, key, value, scaling=self.scaling)[0]
-            options: dict[str, Any] = {"scaling": self.scaling, "position_scale": 1.0}
-            if kind == "cope+relative":
-                options["relative"] = tables[1], *positions
-            else:
-                rows, keys = self._decay()
-                options["decay"] = rows[:, :, -query.shape[2] :], keys
-            return kernel.cope_attention(query, key, value, tables[0], **options)
-
-        query, *others = self.inputs(kind)
-        newest = query[:, :, -1:].detach().contiguous()
-        return Provider(kind, function, lambda: function(newest, *others))
-
-    def _kernel(self, module: str) -> Any:
+    def _check_triton(self) -> None:
         try:
             launch = importlib.import_module("whatwhere.kernel_launch")
-            found = importlib.import_module(f"whatwhere.{module}")
         except ImportError as error:
             raise Refused(f"not available: {error}") from error
         if self.device.type != "cuda" and not launch.INTERPRETED:
             raise Refused("Triton kernels need a CUDA device (or, for tests, TRITON_INTERPRET=1)")
-        return found
 
     # Timing.
 
@@ -539,7 +449,7 @@ class Workload:
 
         The function owns everything it needs for repeated calls, such as the graph of a backward.
         """
-        inputs = self.inputs(provider.kind)
+        inputs = self.call(provider.kind).inputs
         decode = provider.decode
         if direction == "forward":
 

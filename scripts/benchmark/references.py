@@ -1,4 +1,4 @@
-"""Full-matrix attention with RoPE, CoPE, PoPE and decays, in any type, for some of the query rows.
+"""Full-matrix attention with position encodings, in any type, for some of the query rows.
 
 In float64 these are the references of the benchmark and of the GPU check; in the timed type they give the rounding
 error of PyTorch. Gradients are computed by autograd.
@@ -275,6 +275,33 @@ def scan_reference(
     weights = torch.exp(logits - spent) * seen
     weights = weights if kept is None else weights * kept
     return weights.to(value.dtype) @ _heads(value, query.shape[1])
+
+
+def token_gated_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gates: torch.Tensor,
+    table: torch.Tensor,
+    matrix: torch.Tensor,
+    *,
+    rows: torch.Tensor,
+    scaling: float,
+    ranges: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Token-gated CoPE (see `position_token_gated_cope`) with gates (B, H, K), table (P, D) and W_p (D, D)."""
+    seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
+    query = query[:, :, rows]
+    logits = _logits(query, key, scaling)
+    positions = (gates[:, :, None].to(logits.dtype) * seen).cumsum(-1).clamp(0, table.shape[0] - 1.001)
+    # As in the kernel, W_p q and the table have the type of the query.
+    own = (query.to(logits.dtype) @ matrix.T.to(logits.dtype)).to(query.dtype)
+    z = _logits(own, table.to(query.dtype).expand(1, own.shape[1], -1, -1), scaling)
+    floor = positions.detach().long()
+    fraction = positions - floor
+    logits = logits + z.gather(-1, floor) * (1 - fraction) + z.gather(-1, floor + 1) * fraction
+    return _attend(logits, value, seen, kept)
 
 
 def pope_reference(

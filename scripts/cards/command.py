@@ -1,23 +1,10 @@
 """Model cards, written from results files.
 
-Write the card (README.md) of a checkpoint into its folder, from its configuration and results files:
-
-    whatwhere card demo/pope
-
-Write cards of finished runs into separate folders, without weights, as in `model_cards/`:
-
-    whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
-
-Rewrite all cards of such a folder from its files, and the list in its README.md:
-
-    whatwhere card --output model_cards
-
 A card's folder contains `config.json`, `recipe.yaml`, the results files of its weights (`results.json`, `length.json`,
 `length_*.json`, `lm_eval.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json` with the place
 of the weights. `--results` adds measurements of several checkpoints: each card gets its own entries, and also shows
 those of the other cards that were measured on the same text. Absolute paths in recorded commands are shortened to their
-last part. The card gives the command that trains the weights. Cards of the papers' tables (`whatwhere reproduce
---cards`) are rewritten, too.
+last part. Cards of the papers' tables (`whatwhere reproduce --cards`) are rewritten, too.
 """
 
 import collections
@@ -48,20 +35,22 @@ from ..evaluation.results import (
 from .content import headline, model_card
 from .curves import draw_curves, thin_curves
 
-DESCRIPTION = "Write model cards from results files: next to the weights, or in separate folders."
+DESCRIPTION = """Write model cards from results files: next to the weights, or in separate folders.
+
+whatwhere card demo/pope
+whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
+whatwhere card --output model_cards    # rewrite all cards, and the list in README.md"""
 INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->")
 
 # The folders of an absolute path, at the beginning of a word or after `=`.
 _ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])")
 
 
-def write_card(folder: str | pathlib.Path, *, name: str | None = None, figures: bool = True) -> pathlib.Path:
+def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
     """Writes README.md into a folder, from the other files in it, and returns its path.
 
     Args:
-        folder: a checkpoint, or the folder of a card.
         name: of the model; by default the folder's name.
-        figures: redraw the figure of a card's folder; a checkpoint's figure is never redrawn.
 
     Raises:
         ValueError: the folder has no model of this package, or a file is broken.
@@ -80,7 +69,7 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, figures: 
     first = next((key for key in results if key.startswith("length")), None)
     compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
     figure = first or ("curves" if about and "curves" in results else None)
-    if about and figures and figure:
+    if about and figure:
         _draw(folder, figure, results[figure], compared)
     path = folder / "README.md"
     training = results.get("results", {})
@@ -191,8 +180,6 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
     """Copies the files for a card from a run's folder, without results of other weights.
 
     Args:
-        run: the folder of a finished run.
-        folder: of the card, from `card_folder`.
         shared: measurements of several checkpoints, by file name; entries with the run's weights are used.
     """
     weights = read_json(run / "results.json")["weights_sha256"]
@@ -218,19 +205,14 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
     write_json(folder / "card.json", without_folders({"weights": place, "tokenizer": has_tokenizer}))
 
 
-def _paper_tables(output: pathlib.Path) -> dict[str, dict[str, Any]]:
-    found = {path.parent.name: read_json(path) for path in sorted(output.glob("*/results.json"))}
-    return {name: content for name, content in found.items() if "table" in content}
-
-
-def regenerate(output: pathlib.Path, *, figures: bool = True) -> list[pathlib.Path]:
+def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Rewrites all cards in a folder, of models and of tables, and their list; returns the paths."""
     from ..reproduction.report import card
 
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):
         if (folder / "card.json").is_file():
-            paths.append(write_card(folder, figures=figures))
+            paths.append(write_card(folder))
         else:
             paths.append(folder / "README.md")
             paths[-1].write_text(card(read_json(folder / "results.json")), encoding="utf-8")
@@ -258,11 +240,13 @@ def index(output: pathlib.Path) -> str:
         encoding = f"`{encoding_text(config['position_encoding'])}`"
         models.append([_link(folder.name), encoding, size, headline(training), ", ".join(others)])
     tables = []
-    for name, table in _paper_tables(output).items():
+    for path in sorted(output.glob("*/results.json")):
+        if "table" not in (table := read_json(path)):
+            continue
         verdicts = collections.Counter(cell["verdict"]["text"] for cell in table["cells"])
         runs = {seed["folder"] for cell in table["cells"] for seed in cell["ours"]["seeds"]}
         counts = ", ".join(f"{count} {text}" for text, count in verdicts.items())
-        tables.append([_link(name), table["title"], str(len(runs)), counts])
+        tables.append([_link(path.parent.name), table["title"], str(len(runs)), counts])
     heads = ["model", "position encoding", "parameters", "held-out result", "other measurements"]
     found = ([heads, *models], [["table", "title", "runs", "cells"], *tables])
     return "\n\n".join(markdown_table(rows) for rows in found if len(rows) > 1)
@@ -278,22 +262,18 @@ def make(
     *,
     name: str | None = None,
     files: Sequence[pathlib.Path] = (),
-    figures: bool = True,
 ) -> list[pathlib.Path]:
     """Writes the cards of runs into separate folders, or without runs rewrites all cards there; returns the paths.
 
     Args:
-        runs: folders of finished runs.
-        output: the folder of all cards.
         name: see `card_folder`; for a single run.
         files: length results of several checkpoints, measured together.
-        figures: draw the figures.
 
     Raises:
         ValueError: a run or a file is not valid, or there is nothing to do.
     """
     if not runs:
-        if not (paths := regenerate(output, figures=figures)):
+        if not (paths := regenerate(output)):
             raise ValueError(f"output={str(output)!r} has no cards: give a RUN.")
         return paths
     shared = {path.stem: read_json(path) for path in files}
@@ -305,7 +285,7 @@ def make(
     for path in files:
         if not any((folder / path.name).is_file() for folder in folders):
             raise ValueError(f"results={str(path)!r} is not valid: none of its checkpoints has the weights of a RUN.")
-    return [*(write_card(folder, figures=figures) for folder in folders), *write_index(output)]
+    return [*map(write_card, folders), *write_index(output)]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -40,13 +40,7 @@ def model_card(
     """Builds the card of a model.
 
     Args:
-        config: the model's configuration.
         results: from `read_results`; empty for a model without measurements.
-        name: the Hub id or the name of the folder.
-        weights: the fingerprint of the measured weights.
-        has_tokenizer: whether a tokenizer is saved with the model, for the code example.
-        figure: the file name of the figure, if there is one.
-        recipe_file: the file name of the recipe, if there is one.
         place: the output folder of training; None if the weights are in the card's folder.
         compared: entries of other cards for the first length results, measured on the same text.
     """

@@ -10,7 +10,7 @@ from ..evaluation.figures import new_figure
 POINTS = 100
 
 
-def thin_curves(lines: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> dict[str, Any]:
+def thin_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the contents of `curves.json`, without the fingerprint of the weights.
 
     Returns:
@@ -18,7 +18,7 @@ def thin_curves(lines: Sequence[Mapping[str, Any]], *, points: int = POINTS) -> 
         of `lines`; `validation`: `step`, `loss` and other scores of every evaluation.
     """
     training = [line for line in lines if "loss" in line]
-    size = -(-len(training) // points) or 1
+    size = -(-len(training) // POINTS) or 1
     groups = [training[start : start + size] for start in range(0, len(training), size)]
     names = ("loss", "perplexity", "bits_per_byte", "token_error", "sequence_error")
     return {

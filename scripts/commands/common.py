@@ -1,7 +1,10 @@
 """Shared code of the command line parsers."""
 
 import argparse
+import json
 from typing import Any
+
+import yaml
 
 
 def command_parser(name: str, usage: str, description: str, **options: Any) -> argparse.ArgumentParser:
@@ -25,3 +28,21 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         choices=["auto"],
         help="continue from the newest checkpoint; auto: or begin, or end if finished",
     )
+
+
+def json_value(text: str) -> Any:
+    """Returns the value of an option in JSON; an `argparse` type."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+
+
+def name_or_list(text: str) -> Any:
+    """Returns a name, or the list in a text such as `[rope, cope]` (YAML or JSON); an `argparse` type."""
+    try:
+        return yaml.safe_load(text) if text.lstrip().startswith("[") else text
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid list in YAML: it must be like [rope, cope]"
+        ) from error

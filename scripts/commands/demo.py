@@ -3,12 +3,12 @@
 1. Trains a small Llama-style model with `rope`, `pope` and `cope`, with the same recipe and seed, on the source code of
    the running Python's standard library. On a CPU, the three runs are trained in parallel if there are enough cores.
 2. Measures bits per byte of held-out code at 1, 2, 4, 8 and 10 times the trained length, on the same tokens.
-3. Evaluates one checkpoint on an lm-eval task, offline, with lm-eval's command line.
+3. Evaluates one checkpoint with lm-eval, on held-out documents.
 4. Writes the model cards.
 5. Loads one checkpoint in a process without this package, with `trust_remote_code`, and continues a prompt.
 
-`--output` (default `demo/`) gets a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`, the
-lm-eval task, and `demo.json` with the duration of every stage in seconds. Running the command again continues after an
+`--output` (default `demo/`) gets a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`,
+`lm_eval.log`, and `demo.json` with the duration of every stage in seconds. Running the command again continues after an
 interruption, and reuses finished training runs of the same recipe. Larger runs, on a GPU:
 
     whatwhere demo --steps 5000 --output demo_long
@@ -19,7 +19,6 @@ import contextlib
 import importlib
 import os
 import pathlib
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ..evaluation.results import check_writable, collect_lm_eval, provenance, versions, write_json
+from ..evaluation.results import check_writable, lm_eval_tasks, provenance, versions, write_json
 from ..training.errors import TrainingError, reported
 from .common import command_parser
 
@@ -36,6 +35,8 @@ DESCRIPTION = "Train rope, pope and cope on code, compare them up to 10 times th
 ENCODINGS = ("rope", "pope", "cope")
 # The checkpoint that is evaluated with lm-eval and loaded without the package.
 CHOSEN = "pope"
+# The task of lm-eval.
+TASK = "whatwhere_code"
 PROMPT = "import os\n\n\ndef main("
 
 # Runs in a separate process, in which the package and Triton cannot be imported.
@@ -60,10 +61,6 @@ output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, top
 assert not any(name.partition(".")[0] == "whatwhere" for name in sys.modules), "the package was imported"
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
-
-
-class DemoError(TrainingError):
-    """A stage failed; the message gives the reason."""
 
 
 @contextlib.contextmanager
@@ -100,7 +97,7 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     """Trains each encoding in its own process, `processes()` at a time; continues interrupted runs.
 
     Raises:
-        DemoError: training failed; its messages were printed.
+        TrainingError: training failed; its messages were printed.
     """
     threads = max(1, (os.cpu_count() or 1) // processes())
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
@@ -123,7 +120,7 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     if failed and set(failed.values()) <= {130, 143}:
         raise KeyboardInterrupt
     if failed:
-        raise DemoError(f"training failed: {', '.join(failed)}")
+        raise TrainingError(f"training failed: {', '.join(failed)}")
 
 
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, tokens: int | None) -> None:
@@ -140,40 +137,40 @@ def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, tokens: i
         length_report.draw(own, folder / "length", title="stdlib, test")
 
 
-def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, *, count: int) -> None:
-    """Scores a checkpoint on the code completion task with lm-eval's command line; writes `lm_eval.json` to its folder.
+def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, Any]) -> None:
+    """Scores a checkpoint on short held-out documents with lm-eval; writes `lm_eval.json` to its folder."""
+    import datasets
+    import lm_eval
 
-    Raises:
-        DemoError: lm-eval failed; the message has the last lines of its log.
-    """
-    from ..evaluation import length
-    from ..evaluation.lm_eval import code_completion
+    from ..data.corpus import load_text
 
-    tasks, log = output / "tasks", output / "lm_eval.log"
-    code_completion.write_task(tasks, list(length.iterate_texts()), count)
-    options = ["--model", "hf", "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu"]
-    options += ["--tasks", code_completion.TASK, "--include_path", str(tasks), "--batch_size", "16"]
-    with tempfile.TemporaryDirectory() as scores:
-        command = [sys.executable, "-m", "lm_eval", *options, "--output_path", scores]
-        with log.open("w", encoding="utf-8") as stream:
-            environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(command, env=environment, check=False, stdout=stream, stderr=subprocess.STDOUT)
-        if done.returncode:
-            tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
-            raise DemoError(f"lm-eval ended with status {done.returncode}:\n{tail}")
-        content = collect_lm_eval(scores, command=shlex.join(["HF_HUB_OFFLINE=1", "lm_eval", *options]))
-    write_json(folder / "lm_eval.json", {"weights_sha256": weights_fingerprint(folder), **content})
-    for task, result in content["tasks"].items():
-        for metric, score in result["metrics"].items():
-            error = f" ± {score['standard_error']:.3f}" if score["standard_error"] is not None else ""
-            print(f"{task}, {result['samples']} questions, {metric}: {score['value']:.3f}{error} (chance: 0.25)")
+    rows = load_text()["test"].filter(lambda row: len(row["text"]) < 8000)
+    task = {
+        "task": TASK,
+        "custom_dataset": lambda **_: datasets.DatasetDict(test=rows),
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+        "metadata": {"version": 1.0},
+    }
+    # An absolute path, since lm-eval looks up others on the Hub.
+    options: dict[str, Any] = {"model_args": {"pretrained": str(folder.resolve())}, "device": "cpu", "batch_size": 16}
+    # lm-eval draws a progress bar for each document.
+    with (output / "lm_eval.log").open("w", encoding="utf-8") as log, contextlib.redirect_stderr(log):
+        report = lm_eval.simple_evaluate("hf", tasks=[task], bootstrap_iters=0, log_samples=False, **options)
+    tasks = lm_eval_tasks(report)
+    write_json(folder / "lm_eval.json", {"weights_sha256": weights_fingerprint(folder), "tasks": tasks, **origin})
+    score = tasks[TASK]["metrics"]["bits_per_byte"]["value"]
+    print(f"{TASK}, {tasks[TASK]['samples']} documents: {score:.3f} bits per byte")
 
 
 def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> str:
     """Generates a continuation of a prompt in a process with remote code, without the package and without network.
 
     Raises:
-        DemoError: the process failed.
+        TrainingError: the process failed.
     """
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
@@ -181,7 +178,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         done = subprocess.run(command, env=environment, check=False, **streams)
     if done.returncode:
-        raise DemoError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
+        raise TrainingError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
     return done.stdout
 
 
@@ -194,7 +191,6 @@ def main(arguments: list[str] | None = None) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
     )
     parser.add_argument("--tokens", type=int, help="tokens to score (default: 16 of the longest windows)")
-    parser.add_argument("--questions", type=int, default=100, help="lm-eval questions (default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=120, help="length of the continuation (default %(default)s)")
     options = parser.parse_args(arguments)
     steps = options.steps
@@ -218,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
         with stage("length extrapolation", seconds):
             measure_lengths(list(folders.values()), options.output, options.tokens)
         with stage(f"lm-eval {CHOSEN}", seconds):
-            run_lm_eval(folders[CHOSEN], options.output, count=options.questions)
+            run_lm_eval(folders[CHOSEN], options.output, provenance("demo", arguments))
         with stage("model cards", seconds):
             for folder in folders.values():
                 print(write_card(folder))

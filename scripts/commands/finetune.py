@@ -1,18 +1,14 @@
 """`whatwhere finetune`: see `training/finetune.py`."""
 
 import argparse
-import json
 import os
 import sys
 import typing
-from typing import Any
-
-import yaml
 
 from ..checks import parse
 from ..training.errors import reported
 from ..training.finetune import FinetuneError, Settings, finetune
-from .common import add_resume, command_parser
+from .common import add_resume, command_parser, json_value, name_or_list
 
 DESCRIPTION = """Fine-tune one of our models, or a stock GPT-2 or Llama, with its position encoding or a new one.
 
@@ -20,24 +16,6 @@ On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --ou
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
 
 Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume continues. On several GPUs: torchrun -m whatwhere finetune."""
-
-
-def json_value(text: str) -> Any:
-    """Returns the value of an option in JSON; an `argparse` type."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
-
-
-def name_or_list(text: str) -> Any:
-    """Returns a name, or the list in a text such as `[rope, cope]` (YAML or JSON); an `argparse` type."""
-    try:
-        return yaml.safe_load(text) if text.lstrip().startswith("[") else text
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a valid list in YAML: it must be like [rope, cope]"
-        ) from error
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ import yaml
 
 from whatwhere.position_base import suggest
 
-from .files import read_files, read_text
+from .files import find_all, read_found, read_text
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
 from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, on_disk, read_hub
@@ -44,7 +44,9 @@ class Corpus:
     def read_local(self, root: Path, split: str, *, streaming: bool) -> Any:
         """Returns the rows of a split in `local`."""
         if self.reader not in READERS:
-            return read_files(root, split, self.local[split], streaming=streaming)
+            option, patterns = f"splits[{split!r}]", self.local[split]
+            found = find_all(option, patterns, root)
+            return read_found(found, f"{option}={patterns!r}", text_field="text", streaming=streaming)
         rows = on_disk(READERS[self.reader](one_file(root, split, self.local[split]), split))
         return rows.to_iterable_dataset() if streaming else rows
 
@@ -160,11 +162,9 @@ def load_corpus(
     """Loads a split of a corpus.
 
     Args:
-        name: a key of `CORPORA`.
         split: `train`, `validation` or `test`, optionally with a slice of documents: `test[:10]`.
         data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
             corpus is read from the Hub.
-        streaming: read lazily instead of downloading or copying first.
 
     Returns:
         a `datasets.Dataset` (`IterableDataset` when streaming) with a document in `text`.

@@ -4,6 +4,7 @@ A document is a text file, a line of a jsonl file or a row of a parquet file. Te
 removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is not changed.
 """
 
+import glob
 import gzip
 import os
 import re
@@ -20,6 +21,10 @@ import whatwhere
 from .rows import texts_of, with_text
 from .tokenize import text_of
 
+OWN_TEXT = (
+    "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
+    "mytext/*.txt, ...}."
+)
 # File endings (text and jsonl files may also end in .gz), and the format's name in `datasets`.
 _ENDINGS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Maximum number of characters in a piece of a text file.
@@ -34,25 +39,30 @@ _FEATURES = datasets.Features({"text": datasets.Value("large_string"), "document
 _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
-def read_files(
-    root: Path, name: str, patterns: Sequence[str], *, text_field: str = "text", streaming: bool = False
-) -> Any:
-    """Returns the documents of local files: lines of jsonl files, rows of parquet files, or whole text files.
+def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> list[str]:
+    """Returns the files of an option, without duplicates: files, folders or patterns, in `root` or the current folder.
 
-    Files are read in the order of the patterns, relative to `root`, then of their names; `name` is the split's name.
+    Raises:
+        ValueError: an entry has no file.
     """
-    files = matches(root, name, patterns)
-    return read_found(files, f"splits[{name!r}]={patterns!r}", text_field=text_field, streaming=streaming)
-
-
-def matches(root: Path, name: str, patterns: Sequence[str]) -> list[str]:
     files: list[str] = []
-    for pattern in patterns:
-        found = sorted(str(file) for file in root.glob(pattern) if file.is_file())
+    for entry in entries:
+        if not isinstance(entry, str) or not entry:
+            raise ValueError(f"{option}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
+        path = os.path.join(root or "", os.path.expanduser(entry))
+        if os.path.isdir(path):
+            found = sorted(str(file) for file in Path(path).rglob("*") if _kind_or_none(str(file)) and file.is_file())
+            reason = f"the folder has no {_allowed_endings()} file"
+        else:
+            names = glob.glob(os.path.expanduser(entry), root_dir=root, recursive=True)
+            # An existing file takes precedence over a pattern, for names with brackets.
+            found = [path] if os.path.isfile(path) else sorted(os.path.join(root or "", name) for name in names)
+            found = [file for file in found if os.path.isfile(file)]
+            reason = "there is no such file or folder, and no file matches it as a pattern"
         if not found:
-            raise ValueError(f"splits[{name!r}]={pattern!r} matches no file in {str(root)!r}.")
+            where = f" in {str(root)!r}" if root else ""
+            raise ValueError(f"{option}={entry!r} is not valid{where}: {reason}.")
         files += [file for file in found if file not in files]
-    kind_of_all(files, f"splits[{name!r}]={patterns!r}")
     return files
 
 
@@ -192,16 +202,16 @@ def _pieces(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[An
     return {"text": pieces, "document": numbers * len(pieces)}
 
 
-def kind_or_none(file: str) -> str | None:
+def _kind_or_none(file: str) -> str | None:
     ending = Path(file.removesuffix(".gz")).suffix
     return None if ending == ".parquet" and file.endswith(".gz") else _ENDINGS.get(ending)
 
 
-def allowed_endings() -> str:
+def _allowed_endings() -> str:
     return ", ".join(_ENDINGS) + " (or .txt.gz, .raw.gz, .jsonl.gz, .json.gz)"
 
 
 def _kind(file: str) -> str:
-    if kind := kind_or_none(file):
+    if kind := _kind_or_none(file):
         return kind
-    raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {allowed_endings()}.")
+    raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {_allowed_endings()}.")

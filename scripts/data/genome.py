@@ -42,7 +42,6 @@ def read_genome(file: str | os.PathLike[str], split: str) -> Iterator[str]:
 
     Args:
         file: a FASTA file of all chromosomes, of UCSC or NCBI; gzipped if its name ends with `.gz`.
-        split: `train`, `validation` or `test`.
 
     Raises:
         ValueError: the file is not a FASTA file, or has not all chromosomes of the split.

@@ -64,15 +64,9 @@ def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
 
 
 def remi_tokenizer() -> Any:
-    """Returns the `miditok.REMI` tokenizer of performances.
+    """Returns the `miditok.REMI` tokenizer of performances."""
+    from miditok import REMI, TokenizerConfig
 
-    Raises:
-        ImportError: miditok is not installed.
-    """
-    try:
-        from miditok import REMI, TokenizerConfig
-    except ImportError as error:
-        raise ImportError('MIDI files need `miditok`: pip install "whatwhere[music]"') from error
     return REMI(
         TokenizerConfig(
             # Both ends are included.
@@ -97,7 +91,6 @@ def read_performances(folder: str | os.PathLike[str], split: str, *, transpose: 
     """Yields the performances of a split of MAESTRO as documents of words.
 
     Args:
-        folder: the official archive, with `maestro-v3.0.0.csv` and a folder per year.
         split: `train`, `validation` or `test` of our split (see the module's docstring).
         transpose: yield each performance in all seven transpositions. Notes outside the piano's range are dropped.
 

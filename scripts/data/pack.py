@@ -1,14 +1,9 @@
 """Blocks for training: of fixed length from joined documents, or padded blocks of single documents."""
 
-import hashlib
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -21,10 +16,14 @@ _MULTIPLE = 8
 
 
 class Packer:
-    """Cuts the tokens of documents into blocks, see `iterate_blocks`; the rest is kept for the next documents.
+    """Cuts the tokens of documents into blocks; the rest is kept for the next documents.
 
     Args:
-        tokenizer, sequence_length, pack: see `iterate_blocks`.
+        pack: `concat` yields only `input_ids`, and attention crosses documents. `documents` also yields `position_ids`
+            that restart at 0 with each document and each block; Transformers derives a mask from them that separates
+            documents. Both join all documents. `separate` cuts each document into blocks, the last of which may be
+            shorter (int32 (T), T from 2 to `sequence_length`); a remainder of one token is dropped, because it cannot
+            be predicted from another token.
         rest: of another packer, to continue its work.
     """
 
@@ -46,7 +45,7 @@ class Packer:
         return {"input_ids": self._ids.tolist(), "position_ids": self._positions.tolist()}
 
     def __call__(self, documents: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the blocks up to the end of these documents."""
+        """Yields the blocks up to the end of these documents; rows as in `tokenize_pieces`."""
         position, length = 0, self.sequence_length
         for piece, last in tokenize_pieces(self.tokenizer, documents):
             ids, positions = np.concatenate([self._ids, piece]), self._positions
@@ -69,92 +68,14 @@ class Packer:
                     yield {"input_ids": ids}
 
 
-def iterate_blocks(
-    documents: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields blocks of `sequence_length` tokens.
-
-    Args:
-        documents: rows with `text`, and with `document` if the text is a piece of a document (see `tokenize_pieces`).
-        tokenizer: see `build_tokenizer`.
-        sequence_length: tokens in a block.
-        pack: `concat` yields only `input_ids`, and attention crosses documents. `documents` also yields `position_ids`
-            that restart at 0 with each document and each block; Transformers derives a mask from them that separates
-            documents. Both join all documents and drop the remainder at the end. `separate` cuts each document into
-            blocks, the last of which may be shorter (int32 (T), T from 2 to `sequence_length`); a remainder of one
-            token is dropped, because it cannot be predicted from another token.
-    """
-    return Packer(tokenizer, sequence_length, pack)(documents)
-
-
-def make_blocks(
-    documents: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    sequence_length: int,
-    pack: str = "concat",
-    limit: int | None = None,
-    name: str = "a split of the corpus",
-) -> "datasets.Dataset | SeparateBlocks":
-    """Returns the blocks of a split, in memory, at most `limit`; `name` is for messages.
-
-    Raises:
-        ValueError: the split is shorter than one block.
-    """
-    blocks = islice(iterate_blocks(documents, tokenizer, sequence_length, pack), limit)
-    short = ValueError(f"sequence_length={sequence_length!r} is not valid: {name} has fewer tokens.")
-    if pack == "separate":
-        separate = [block["input_ids"].copy() for block in blocks]
-        if not separate:
-            raise short
-        return SeparateBlocks(separate, tokenizer.pad_token_id, sequence_length)
-    batches = []
-    # Arrow tables of 1,024 blocks, with 4 bytes per token.
-    while some := list(islice(blocks, 1024)):
-        arrays = {}
-        for name in some[0]:
-            values = pyarrow.array(np.concatenate([block[name] for block in some]))
-            offsets = np.arange(0, len(values) + 1, sequence_length, dtype=np.int32)
-            arrays[name] = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), values)
-        batches.append(pyarrow.table(arrays))
-    if not batches:
-        raise short
-    # Without a fingerprint, `datasets` would copy all blocks to compute one.
-    return datasets.Dataset(pyarrow.concat_tables(batches), fingerprint=uuid.uuid4().hex).with_format("torch")
-
-
-def join_blocks(parts: "Sequence[datasets.Dataset] | Sequence[SeparateBlocks]") -> "datasets.Dataset | SeparateBlocks":
-    """Returns several results of `make_blocks`, one after the other."""
-    if isinstance(parts[0], SeparateBlocks):
-        joined = [block for part in parts for block in part.blocks]
-        return SeparateBlocks(joined, parts[0].pad_token_id, parts[0].sequence_length)
-    return datasets.concatenate_datasets(list(parts)).with_format("torch")
-
-
-class SeparateBlocks:
-    """Blocks of different lengths, each from one document. Batches are padded on the right to the longest block.
-
-    There is no attention mask, since padding on the right does not affect the scored logits of a causal model.
-    """
-
-    def __init__(self, blocks: Sequence[np.ndarray], pad_token_id: int, sequence_length: int) -> None:
-        self.blocks, self.pad_token_id, self.sequence_length = blocks, pad_token_id, sequence_length
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Returns `input_ids` and `labels`, int64 (B, T), of the blocks with these indices."""
-        return pad_blocks([self.blocks[index] for index in indices], self.pad_token_id, self.sequence_length)
-
-
 def pad_blocks(
     blocks: Sequence[np.ndarray], pad_token_id: int, longest: int | None, labels: Sequence[np.ndarray] | None = None
 ) -> dict[str, torch.Tensor]:
     """Returns `input_ids` and `labels`, int64 (B, T), of blocks padded on the right; labels of padding are ignored.
 
     T is the length of the longest block, rounded up to a multiple of 8, at most `longest`. The default of `labels` is
-    all tokens.
+    all tokens. There is no attention mask, since padding on the right does not affect the scored logits of a causal
+    model.
     """
     width = max(len(block) for block in blocks)
     width += -width % _MULTIPLE
@@ -165,19 +86,6 @@ def pad_blocks(
         input_ids[row, : len(block)] = torch.from_numpy(block)
         targets[row, : len(block)] = torch.from_numpy(labelled)
     return {"input_ids": input_ids, "labels": targets}
-
-
-def blocks_sha256(blocks: "datasets.Dataset | SeparateBlocks") -> str:
-    """Returns a fingerprint of the tokens of blocks, in order."""
-    digest = hashlib.sha256()
-    if isinstance(blocks, SeparateBlocks):
-        for block in blocks.blocks:
-            # Includes the length, since other blocks could have the same concatenation.
-            digest.update(len(block).to_bytes(8, "little") + block.tobytes())
-    else:
-        for part in blocks.with_format("numpy").iter(batch_size=1024):
-            digest.update(part["input_ids"].tobytes())
-    return digest.hexdigest()
 
 
 class ShuffledBatches:

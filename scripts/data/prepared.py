@@ -135,8 +135,6 @@ def prepare(
 
     Args:
         rows: with `text`, and `document` if the text is a piece (see `tokenize_pieces`).
-        tokenizer: see `build_tokenizer`.
-        name: of the rows, for messages and the progress bar.
         processes: that tokenise; by default one for each core, or one for little text.
 
     Raises:
@@ -229,20 +227,12 @@ def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None)
 
 
 class PreparedText:
-    """The tokens of a split, in files that are read as far as they are used.
-
-    Attributes:
-        folder: see the text of this file.
-        tokens: their number.
-        documents: their number.
-        sha256: a fingerprint of the tokens.
-    """
+    """The tokens of a split, in files that are read as far as they are used."""
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
         """Opens a folder of `prepare`; sizes are checked, and the SHA-256 of files with another time of writing.
 
         Args:
-            folder: see the text of this file.
             verify: check the SHA-256 of all files.
 
         Raises:
@@ -299,13 +289,9 @@ class PreparedText:
             shard += 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    def all_ends(self) -> np.ndarray:
-        """Returns the ends of all documents, int64 (documents)."""
-        return np.concatenate([ends + first for ends, first in zip(self._ends, self._starts)])
-
 
 class TextBlocks:
-    """Blocks of `sequence_length` tokens of prepared text; `pack` as in `iterate_blocks`.
+    """Blocks of `sequence_length` tokens of prepared text; `pack` as in `Packer`.
 
     Rows are read when they are asked for. Has what `torch.utils.data.DataLoader` needs.
     """
@@ -327,7 +313,7 @@ class TextBlocks:
         """
         self.text, self.sequence_length, self.pack, self.pad_token_id = text, sequence_length, pack, pad_token_id
         if pack == "separate":
-            ends = text.all_ends()
+            ends = np.concatenate([ends + first for ends, first in zip(text._ends, text._starts)])
             lengths = np.diff(ends, prepend=0)
             counts = lengths // sequence_length + (lengths % sequence_length > 1)
             self._document_starts, self._last_blocks = ends - lengths, np.cumsum(counts)
@@ -375,17 +361,9 @@ class TextBlocks:
             result["position_ids"] = torch.from_numpy(np.stack([self._positions(one) for one in index]))
         return result
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        return [self[index] for index in indices]
-
 
 class MixedBlocks(TextBlocks):
-    """The blocks of several texts, one text after the other.
-
-    Attributes:
-        parts: the blocks of each text.
-        starts: the number of the first block of each text.
-    """
+    """The blocks of several texts, one text after the other."""
 
     def __init__(self, parts: Sequence[TextBlocks]) -> None:
         self.parts = parts
@@ -442,12 +420,11 @@ def _check(file: Path, record: Mapping[str, Any], verify: bool) -> None:
         stamp = _stamp(file)
     except OSError as error:
         raise DamagedShard(f"{str(file)!r} cannot be read: {error.strerror}. {advice}") from error
-    if stamp["bytes"] != record["bytes"]:
-        raise DamagedShard(
-            f"{str(file)!r} is damaged: it has {stamp['bytes']:,} bytes instead of {record['bytes']:,}. {advice}"
-        )
-    if (verify or stamp["written_ns"] != record["written_ns"]) and file_sha256(file) != record["sha256"]:
-        raise DamagedShard(f"{str(file)!r} is damaged: its SHA-256 differs from that in its record. {advice}")
+    damaged = stamp["bytes"] != record["bytes"]
+    if not damaged and (verify or stamp["written_ns"] != record["written_ns"]):
+        damaged = file_sha256(file) != record["sha256"]
+    if damaged:
+        raise DamagedShard(f"{str(file)!r} is damaged: its size or SHA-256 differs from that in its record. {advice}")
 
 
 def file_sha256(path: Path) -> str:

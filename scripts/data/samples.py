@@ -17,13 +17,9 @@ class TaskSamples:
     right does not affect the scored logits of a causal model.
 
     Args:
-        config: the task.
-        tokenizer: the model's tokenizer, with all symbols of the task.
-        split: `train`, `validation` or `test`.
         count: the number of samples; None for an endless stream.
         block: the maximum number of tokens; longer samples are truncated on the left. None for no limit.
         loss: `answer` sets labels for answers only, `all` for every token.
-        keep: whether to cache generated samples in memory.
 
     Raises:
         ValueError: the tokenizer does not know a symbol of the task.

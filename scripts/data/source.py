@@ -1,8 +1,7 @@
 """The source of text: its options, and its local files, checked before anything is read."""
 
-import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,14 +9,10 @@ import pydantic
 
 from ..checks import Checked, Positive
 from .corpora import parse_choice
-from .files import allowed_endings, kind_of_all, kind_or_none, matches
+from .files import OWN_TEXT, find_all, kind_of_all
 from .rows import DATA_DIR_VARIABLE, check_split_names, data_folder
 
 SOURCES = ("stdlib", "hub", "local", "corpus")
-OWN_TEXT = (
-    "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
-    "mytext/*.txt, ...}."
-)
 
 
 class TextSource(Checked):
@@ -96,11 +91,7 @@ class TextSource(Checked):
 
 
 class MixedText(TextSource):
-    """A text of a mixture.
-
-    Attributes:
-        weight: its share of the training sequences, relative to the weights of the other texts.
-    """
+    """A text of a mixture."""
 
     weight: Positive
 
@@ -115,7 +106,6 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
     """Finds the files of `source="local"` without reading them.
 
     Args:
-        text: the source.
         data_dir: the folder of `splits`; by default the environment variable WHATWHERE_DATA_DIR.
 
     Returns:
@@ -136,7 +126,7 @@ def _find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> di
     own = {"train_file": text.train_file, "validation_file": text.validation_file}
     if text.train_file:
         return {
-            name.removesuffix("_file"): (name, own_files(name, [value] if isinstance(value, str) else value))
+            name.removesuffix("_file"): (name, find_all(name, [value] if isinstance(value, str) else value))
             for name, value in own.items()
             if value
         }
@@ -157,26 +147,6 @@ def _find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> di
                 f"splits[{name!r}]={patterns!r} is not valid: it must be a pattern, or a list of patterns, relative to "
                 "the data folder and without '..'."
             )
-        result[name] = f"splits[{name!r}]={patterns!r}", matches(root, name, patterns)
+        option = f"splits[{name!r}]"
+        result[name] = f"{option}={patterns!r}", find_all(option, patterns, root)
     return result
-
-
-def own_files(name: str, entries: Sequence[str]) -> list[str]:
-    """Returns the files of an option: files, folders or patterns relative to the current folder."""
-    files: list[str] = []
-    for entry in entries:
-        if not isinstance(entry, str) or not entry:
-            raise ValueError(f"{name}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
-        path = os.path.expanduser(entry)
-        if os.path.isdir(path):
-            found = sorted(str(file) for file in Path(path).rglob("*") if kind_or_none(str(file)) and file.is_file())
-            reason = f"the folder has no {allowed_endings()} file"
-        else:
-            # An existing file takes precedence over a pattern, for names with brackets.
-            found = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-            reason = "there is no such file or folder, and no file matches it as a pattern"
-        if not found:
-            raise ValueError(f"{name}={entry!r} is not valid: {reason}.")
-        files += [file for file in found if file not in files]
-    kind_of_all(files, name)
-    return files

@@ -22,7 +22,25 @@ from torch.utils.data import DataLoader, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from .pack import Packer, add_labels, pad_blocks
-from .tokenize import single_threaded
+from .rows import on_disk
+from .tokenize import single_threaded, text_of
+
+
+def first_rows(
+    rows: datasets.IterableDataset, tokenizer: PreTrainedTokenizerBase, sequence_length: int, pack: str, blocks: int
+) -> datasets.Dataset:
+    """Returns a table of the first documents of a stream, as many as fill this number of blocks, or all."""
+    packer = Packer(tokenizer, sequence_length, pack)
+
+    def texts() -> Iterator[str]:
+        missing = blocks
+        for row in rows:
+            yield text_of(row)
+            missing -= sum(1 for _ in packer([row]))
+            if missing <= 0:
+                return
+
+    return on_disk(texts())
 
 
 class StreamedBlocks:
@@ -38,7 +56,7 @@ class StreamedBlocks:
         seed: int,
         shuffle_buffer: int,
     ) -> None:
-        """Takes the documents of the part; `sequence_length` and `pack` as in `iterate_blocks`."""
+        """Takes the documents of the part; `sequence_length` and `pack` as in `Packer`."""
         self.rows, self.seed, self.shuffle_buffer = rows, seed, shuffle_buffer
         self.form = (tokenizer, sequence_length, pack)
         self._begun: dict[str, Any] = {"epoch": 0, "window": 0, "documents": None, "rest": {}}
@@ -138,7 +156,6 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         Args:
             share: (i, n) for the i-th of n processes that read different data.
             workers: processes that read ahead; with 0, this one reads.
-            pin_memory: as in `DataLoader`.
 
         Raises:
             ValueError: the state is of another number of workers; from the iterator: the stream cannot be read.

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .genome import GENOME_PATTERN, GENOME_WORDS
 from .music import CHORALE_WORDS, remi_words
@@ -45,7 +46,6 @@ def build_tokenizer(
     vocab_size: int | None = None,
     texts: Iterable[str] | None = None,
     trained: Path | None = None,
-    model_max_length: int | None = None,
 ) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
@@ -56,7 +56,6 @@ def build_tokenizer(
         vocab_size: the size of the `bpe` vocabulary with special tokens, at least 258; only for `bpe`.
         texts: the documents on which `bpe` is trained (the training split).
         trained: the file of a trained `bpe`, instead of `texts`.
-        model_max_length: the tokenizer warns about longer inputs; by default never.
     """
     if vocab_size is not None and kind != "bpe":
         raise ValueError(f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' takes a vocabulary size.")
@@ -65,13 +64,8 @@ def build_tokenizer(
             backend = Tokenizer.from_file(str(trained))
         else:
             backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
-        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            bos_token=END_OF_TEXT,
-            eos_token=END_OF_TEXT,
-            pad_token=PADDING,
-            clean_up_tokenization_spaces=False,
-            padding_side="left",
+        tokenizer: PreTrainedTokenizerBase = wrapped(
+            backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING
         )
     elif kind == "jsb":
         tokenizer = _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
@@ -86,8 +80,6 @@ def build_tokenizer(
             raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-    if model_max_length is not None:
-        tokenizer.model_max_length = model_max_length
     return tokenizer
 
 
@@ -127,7 +119,6 @@ def tokenize_pieces(
     pre-tokenisation), pieces are longer, up to the whole document.
 
     Args:
-        tokenizer: see `build_tokenizer`.
         rows: with `text`, a document; or with `text` and `document`, the next piece of the document with that number.
 
     Raises:
@@ -262,14 +253,19 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return counts
 
 
+def wrapped(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerFast:
+    """Returns Transformers' tokenizer with a backend, for generation with padding on the left."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
+    )
+
+
 def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
     """Returns a tokenizer that splits at white space; `words` is the vocabulary with the special tokens."""
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Without a decoder, words are joined by spaces again.
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
-    )
+    return wrapped(backend, **special_tokens)
 
 
 def _is_of_words(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -292,15 +288,7 @@ def _genome_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(GENOME_WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(GENOME_PATTERN), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        pad_token="<pad>",
-        mask_token="<mask>",
-        cls_token="<cls>",
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+    return wrapped(backend, **{f"{name}_token": f"<{name}>" for name in ("unk", "pad", "mask", "cls")})
 
 
 def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -317,19 +305,11 @@ def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _byte_characters() -> list[str]:
-    """Returns the character of each byte in byte-level tokenizers: itself if printable, else one from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    characters = {byte: chr(byte) for byte in printable}
-    for byte in range(256):
-        characters.setdefault(byte, chr(0x100 + len(characters) - len(printable)))
-    return [characters[byte] for byte in range(256)]
-
-
 def _byte_tokenizer() -> Tokenizer:
     # A byte-level BPE without merges: its 256 tokens are the bytes, in order.
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: byte for byte, character in bytes_to_unicode().items()}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (END_OF_TEXT, PADDING)])

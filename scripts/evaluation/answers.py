@@ -52,7 +52,6 @@ def score_samples(
     Args:
         model: a causal language model, in evaluation mode.
         samples: with labels for answers only.
-        batch_size: samples in a batch.
         processes: they divide the batches, and all return the same.
     """
     total = torch.zeros(4, dtype=torch.float64)

@@ -56,14 +56,7 @@ def checked_loading(checkpoint: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How checkpoints are loaded; errors are ValueErrors that name the checkpoint.
-
-    Attributes:
-        device: as in `choose_device`.
-        dtype: of the model's weights and activations.
-        attn_implementation: None for the model's default.
-        trust_remote_code: run the code in the checkpoint's folder.
-    """
+    """How checkpoints are loaded; errors are ValueErrors that name the checkpoint."""
 
     device: str = "cpu"
     dtype: str = "float32"

@@ -7,11 +7,9 @@ from typing import Any
 
 def new_figure(width: float, height: float) -> Any:
     """Returns an empty matplotlib figure, sizes in inches, without pyplot's global state."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('the figures need matplotlib: pip install "whatwhere[eval]"') from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

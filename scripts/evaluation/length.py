@@ -1,43 +1,20 @@
 """Length extrapolation: loss of checkpoints in windows of several lengths, on the same held-out text.
 
-The checkpoints of `whatwhere demo` in windows of 1, 2, 4, 8 and 10 times the trained length, all on the same tokens
-(two minutes on a laptop):
-
-    whatwhere length demo/rope demo/pope demo/cope
-
-PoPE's Figure 2, the test books of PG-19 one by one: a part of them on a laptop, or all of them on a GPU:
-
-    whatwhere length runs/rope runs/pope --data pg19 --windows 512,1024,2048,4096 --documents 4 --tokens 20480
-    whatwhere length runs/rope runs/pope --data pg19 --variants yarn,interpolation --dtype bfloat16 --output results
-
-CoPE's Figure 3, WikiText-103 with its articles joined by the end-of-text token, as in training:
-
-    whatwhere length runs/relative runs/cope --data wikitext103_v1:validation --windows 512,1024,2048,4096 \\
-        --variants relative-capped,relative-none --output results
-
-On several GPUs, each with a share of the windows (on CPUs: `torchrun --nproc_per_node 2 -m whatwhere length ...`):
-
-    accelerate launch -m whatwhere length runs/rope runs/pope --data pg19 --output results
-
 Windows are given in tokens, or as multiples of the trained length (`1x,2x,4x`). The trained length is read from the
-checkpoint's `results.json`, else from `config.max_position_embeddings`; `--trained-length` replaces it.
-`whatwhere.scripts.evaluation.windows` describes how windows are cut and scored. `--variants` adds curves with changes
-at test time (`whatwhere.scripts.evaluation.variants`). PoPE's ICML version also fine-tunes for 500 steps on 64
-sequences of 4,096 tokens: use `whatwhere finetune` and measure the result like any checkpoint.
-
-A checkpoint is a folder or a Hub id that AutoModelForCausalLM and AutoTokenizer can load. Lengths that its encoding
-does not support are marked in the results.
+checkpoint's `results.json`, else from `config.max_position_embeddings`; `--trained-length` replaces it. `windows.py`
+describes how windows are cut and scored. `--variants` adds curves with changes at test time (`variants.py`). PoPE's
+ICML version also fine-tunes for 500 steps on 64 sequences of 4,096 tokens: use `whatwhere finetune`. Lengths that an
+encoding does not support are marked in the results.
 
 `--output` defaults to the checkpoint's own folder if there is one checkpoint, else to `length/`. It gets `length.json`
 (`length_CORPUS.json` for a named corpus, `length_CORPUS_SPLIT.json` for another split than test) with every number, its
 standard error, date, versions and command, and the figure as PNG and SVG. Each number is written when it is measured.
 Running the command again continues an interrupted measurement, adds new windows, checkpoints and variants, and repeats
-what was measured with other weights or settings. Another checkpoint of the same name needs another `--output`.
+what was measured with other weights or settings.
 """
 
 import argparse
 import dataclasses
-import glob
 import hashlib
 import itertools
 import os
@@ -49,6 +26,7 @@ from typing import Any
 import torch
 
 from ...model_card import weights_fingerprint
+from ..checks import differences
 from ..commands.common import command_parser
 from . import variants, windows
 from .checkpoints import Loading, add_loading, at_least_one, loading_of, longest_length, names_of, trained_length_of
@@ -57,7 +35,10 @@ from .processes import ALONE, Processes, join
 from .results import check_writable, provenance, read_json, write_json
 from .schema import Cell
 
-DESCRIPTION = "Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same text."
+DESCRIPTION = """Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same text.
+
+whatwhere length demo/rope demo/pope demo/cope
+whatwhere length runs/rope runs/pope --data pg19 --variants yarn --windows 512,1024,2048 --documents 4 --tokens 20480"""
 SOURCES = ("stdlib", "hub", "local")
 DEFAULT_WINDOWS = "1x,2x,4x,8x,10x"
 # The default of --windows for books (PoPE, Figure 2).
@@ -122,17 +103,16 @@ def iterate_texts(
     if source == "stdlib":
         yield from load_text()["test"]["text"]
     elif source == "local":
-        from ..data.files import read_found
+        from ..data.files import find_all, read_found
         from ..data.rows import DATA_DIR_VARIABLE, data_folder
-        from ..data.source import own_files
 
-        option, pattern = "--test-files" if files else "--data-dir", files or "**/*.txt"
+        option, root = "--test-files" if files else "--data-dir", None
         if data_dir or not files:
             root = data_folder(data_dir)
             if root is None:
                 raise ValueError(f"--data local needs --test-files, --data-dir or {DATA_DIR_VARIABLE}.")
-            pattern = os.path.join(glob.escape(str(root)), pattern)
-        rows = read_found(own_files(option, [pattern]), option, text_field="text", streaming=False)
+        found = find_all(option, [files or "**/*.txt"], root)
+        rows = read_found(found, option, text_field="text", streaming=False)
         yield from map(text_of, rows)
     elif source == "hub":
         # Only one split is read. `load_text` needs a value for each.
@@ -140,18 +120,6 @@ def iterate_texts(
         yield from map(text_of, load_text(source, dataset=dataset, splits=splits)["test"])
     else:
         yield from map(text_of, load_corpus(source, split, data_dir=data_dir, streaming=True))
-
-
-# The options that determine the keys of `LengthResults.data`.
-_OPTIONS = {
-    "corpus": "--data",
-    "split": "--data",
-    "dataset": "--dataset",
-    "files": "--test-files",
-    "joined": "--join",
-    "document_limit": "--documents",
-    "text_tokens": "--tokens",
-}
 
 
 class LengthResults:
@@ -172,12 +140,6 @@ class LengthResults:
     ) -> None:
         """Reads the file in `folder` if it exists.
 
-        Args:
-            folder: of the file.
-            data: determines its name.
-            origin: from `provenance`.
-            processes: the first of them writes the file.
-
         Raises:
             ValueError: the file belongs to other data, or is broken.
         """
@@ -196,12 +158,7 @@ class LengthResults:
         content = read_json(self.path)
         before, self.checkpoints = content["data"], content["checkpoints"]
         self.earlier = [*content.get("earlier", []), {key: content[key] for key in self.origin}]
-        changed = [
-            f"{_OPTIONS.get(key, key)}: {before.get(key)!r} → {value!r}"
-            for key, value in self.data.items()
-            if before.get(key) != value
-        ]
-        if changed:
+        if changed := differences({key: before.get(key) for key in self.data}, self.data):
             raise ValueError(
                 f"{str(self.path)!r} contains results on other data (before → now): {'; '.join(changed)}. Choose "
                 "another --output, or remove the file."
@@ -337,7 +294,6 @@ def compare(
     """Measures all cells that are not in `results` yet, and adds them.
 
     Args:
-        curves: what is measured.
         texts: returns a new iterator over the documents.
         results: the results file; its `data` describes the text, and its `processes` share the work.
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
@@ -433,6 +389,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--variants", metavar="NAME,...", help=f"add curves: {', '.join(variants.VARIANTS)}")
     result.add_argument("--metric", default="perplexity", choices=METRICS, help="for table and figure")
     result.add_argument("--output", type=pathlib.Path, metavar="DIR", help="for results and figure")
+    result.add_argument("--tasks", choices=("ruler",), help="RULER's generated tasks instead of perplexity (ruler.py)")
+    result.add_argument("--samples", type=at_least_one, metavar="N", help="with --tasks: samples of each (default 100)")
     text = result.add_argument_group("text")
     text.add_argument(
         "--data",
@@ -465,26 +423,34 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    run(parser().parse_args(arguments), provenance("length", arguments))
+    options, origin = parser().parse_args(arguments), provenance("length", arguments)
+    if options.output is None:
+        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
+        options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
+    if options.tasks is None:
+        run(options, origin)
+    else:
+        from . import ruler
+
+        unused = ("variants", "metric", "data", "data_dir", "dataset", "test_files", "documents", "tokens", "join")
+        for name in unused:
+            if getattr(options, name) != parser().get_default(name):
+                raise ValueError(f"--{name.replace('_', '-')} has no effect with --tasks {options.tasks}.")
+        ruler.run(options, origin, parse_windows)
 
 
 def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
-    """Measures the checkpoints, writes results and figure, and prints the table.
-
-    Raises:
-        ValueError, OSError, ImportError: an option, a checkpoint or the text is not valid, or something is missing.
-    """
+    """Measures the checkpoints, writes results and figure, and prints the table."""
     source, split = parse_data(options.data)
     for name, used in (
+        ("samples", False),
         ("dataset", source == "hub"),
         ("test_files", source in ("hub", "local")),
         ("data_dir", source not in ("stdlib", "hub")),
     ):
         if getattr(options, name) is not None and not used:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect with --data {options.data}.")
-    if options.output is None:
-        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
-        options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
+            given = "without --tasks" if name == "samples" else f"with --data {options.data}"
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {given}.")
     check_writable(options.output)
     processes = join(options.device)
     loading = loading_of(options)

@@ -43,6 +43,15 @@ class Processes:
 
         return reduce(values.to(PartialState().device), "sum").to(values.device)
 
+    def joined(self, results: Sequence[T], count: int) -> list[T]:
+        """Returns the results of `count` items from those of all processes for their shares; all call this."""
+        if self.count == 1:
+            return list(results)
+        from accelerate.utils import gather_object
+
+        every = dict(gather_object(list(zip(range(count)[self.rank :: self.count], results))))
+        return [every[item] for item in range(count)]
+
     def of_first(self, value: Any) -> Any:
         """Returns the first process's value; all call this."""
         if self.count == 1:
@@ -93,10 +102,6 @@ def scorer(processes: Processes, *arguments: Any, **options: Any) -> Any:
     """Returns lm-eval's `HFLM`, with the requests divided among the processes; each process gets all answers.
 
     lm-eval's own division fails if a task has fewer questions than processes, and on CPUs it does not divide.
-
-    Args:
-        processes: all of them use the result in the same way.
-        arguments, options: of `HFLM`.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -109,6 +114,11 @@ def scorer(processes: Processes, *arguments: Any, **options: Any) -> Any:
                 answers = super()._loglikelihood_tokens(mine, disable_tqdm or not processes.is_first, override_bs)
                 found[processes.rank :: processes.count] = torch.tensor(answers, dtype=torch.float64)
             return [(likelihood, bool(greedy)) for likelihood, greedy in processes.summed(found).tolist()]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            mine = processes.share(requests)
+            answers = super().generate_until(mine, disable_tqdm or not processes.is_first) if mine else []
+            return processes.joined(answers, len(requests))
 
     model = Scorer(*arguments, **options)
     # lm-eval divides nothing.

@@ -6,7 +6,7 @@ Cards and figures are made from these files only:
 |---|---|---|
 | `results.json` | `whatwhere train`, `whatwhere finetune` | the training run and its held-out loss |
 | `length.json`, `length_*.json` | `whatwhere length` | loss in windows of several lengths |
-| `lm_eval.json` | `whatwhere zero-shot`; `collect_lm_eval` | scores of lm-eval tasks |
+| `lm_eval.json` | `whatwhere zero-shot` | scores of lm-eval tasks |
 
 Their fields are in `schema.py`, which `read_json` checks.
 `weights_sha256` is the fingerprint of the measured weights. Readers ignore files with another fingerprint.
@@ -47,7 +47,6 @@ def provenance(command: str, arguments: list[str] | None = None) -> dict[str, An
     """Returns the origin that every results file records: the command, the date (UTC), the versions.
 
     Args:
-        command: a sub-command of `whatwhere`.
         arguments: its command line arguments; by default those of this process.
     """
     return {
@@ -71,7 +70,6 @@ def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> d
     """Returns the contents of a folder's results files on given weights, by file name without its ending.
 
     Args:
-        folder: the folder of a checkpoint or of a card.
         weights: the fingerprint of the weights; None for the weights in the folder, which also accepts files without a
             fingerprint.
 
@@ -131,20 +129,6 @@ def write_text(path: pathlib.Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def collect_lm_eval(output_path: str | pathlib.Path, *, command: str) -> dict[str, Any]:
-    """Returns the content of `lm_eval.json` from the newest file that `lm_eval --output_path` wrote.
-
-    Raises:
-        FileNotFoundError: there is no results file in the folder.
-    """
-    files = sorted(pathlib.Path(output_path).rglob("results_*.json"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        raise FileNotFoundError(f"{str(output_path)!r} has no results_*.json from lm-eval.")
-    report = json.loads(files[-1].read_text(encoding="utf-8"))
-    date = datetime.datetime.fromtimestamp(report["date"], datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"tasks": lm_eval_tasks(report), "command": command, "date": date, "versions": versions()}
 
 
 def lm_eval_tasks(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,34 +1,21 @@
-"""Answer errors of checkpoints on toy tasks: mean, standard deviation and solve rate over seeds.
-
-Three runs of one recipe with different seeds:
-
-    whatwhere task runs/flip_flop-0 runs/flip_flop-1 runs/flip_flop-2
-
-On a GPU, with another test set than the recipe's (JSON with the parameters that differ from training):
-
-    whatwhere task runs/flip_flop-* --sets 'sparser={"ignore": 0.995}' --samples 10000 --device cuda
-
-On several GPUs, each with a share of the samples: accelerate launch -m whatwhere task ... (on CPUs: torchrun)
+"""Answer errors of checkpoints on toy tasks.
 
 A checkpoint is a folder or a Hub id. The recipe in the folder's `results.json` gives the task, its parameters and its
-test sets; --task names the task of a checkpoint without a recipe, with the task's default parameters. Checkpoints whose
-recipes differ only in the seed are averaged as one system.
+test sets; --task names the task of a checkpoint without a recipe, with the task's default parameters. `whatwhere
+reproduce` gives means, deviations and solve rates over seeds.
 
 Answers are predicted from the correct tokens before them (teacher forcing). `token_error` is the share of wrong answer
-tokens, `sequence_error` the share of sequences with at least one. A test set counts as solved if `sequence_error` is at
-most --solved. Means and sample standard deviations are over checkpoints.
+tokens, `sequence_error` the share of sequences with at least one.
 
-    whatwhere task --task alice openai-community/gpt2
-
-asks any causal language model how often a word occurs in the last sentence (see `whatwhere.scripts.toy_tasks.alice`).
-`accuracy` is the share of questions for which the correct answer (0 to 5) is the most likely, `probability` the mean
-probability of the correct answer among the six, and `most_common` the accuracy of always giving the most common answer.
+The probe `alice` asks any causal language model how often a word occurs in the last sentence (see
+`whatwhere.scripts.toy_tasks.alice`). `accuracy` is the share of questions for which the correct answer (0 to 5) is the
+most likely, `probability` the mean probability of the correct answer among the six, and `most_common` the accuracy of
+always giving the most common answer.
 """
 
 import collections
 import json
 import pathlib
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +31,11 @@ from .checkpoints import MAX_LENGTH, Loading, add_loading, at_least_one, loading
 from .processes import ALONE, Processes, join, scorer
 from .results import check_writable, markdown_table, provenance, read_json, write_json
 
-DESCRIPTION = "Answer errors of checkpoints on toy tasks, over seeds."
+DESCRIPTION = """Answer errors of checkpoints on toy tasks.
+
+whatwhere task runs/flip_flop
+whatwhere task runs/flip_flop --sets 'sparser={"ignore": 0.995}' --samples 10000
+whatwhere task --task alice openai-community/gpt2"""
 # Names of the metrics in tables.
 _TITLES = {
     "token_error": "error per answer token",
@@ -86,8 +77,6 @@ def test_sets(
     """Returns the task of a checkpoint, the configuration of each of its test sets, and the length of a training block.
 
     Args:
-        checkpoint: for messages.
-        recipe: the checkpoint's recipe, if it has one.
         task: replaces the recipe's task.
         sets: replaces the recipe's test sets: for each name, the parameters that differ from training.
         samples: of each set; by default as in the set, else the recipe, else the task.
@@ -133,16 +122,12 @@ def evaluate(
     """Evaluates every checkpoint on its test sets.
 
     Args:
-        checkpoints: folders or Hub ids.
-        loading: how they are loaded.
-        task, sets, samples: as in `test_sets`; the task may also be a probe.
         seed: of the samples; 0 gives the samples of the final evaluation in training.
-        batch_size: samples in a batch.
         processes: they divide the samples, and all return the same.
 
     Returns:
-        for each checkpoint its `checkpoint`, `name`, `recipe` (None without one), `task`, and `test_sets` with the
-        result of `score_samples` or `ask` for each test set.
+        for each checkpoint its `name`, `task`, and `test_sets` with the result of `score_samples` or `ask` for each
+        test set.
 
     Raises:
         ValueError: a checkpoint cannot be loaded, its task is unknown, or a parameter is not valid.
@@ -152,10 +137,8 @@ def evaluate(
         raise ValueError(f"task={task!r} is not valid. {suggest(task, [*TASKS, *PROBES])}")
     names = dict(zip(checkpoints, names_of(checkpoints)))
     # Raises errors before the first model runs.
-    recipes = {checkpoint: read_recipe(checkpoint) for checkpoint in checkpoints}
     plans = {
-        checkpoint: test_sets(checkpoint, recipe, task=task, sets=sets, samples=samples, seed=seed)
-        for checkpoint, recipe in recipes.items()
+        one: test_sets(one, read_recipe(one), task=task, sets=sets, samples=samples, seed=seed) for one in checkpoints
     }
     entries = []
     for checkpoint, (named, configs, block) in plans.items():
@@ -175,16 +158,7 @@ def evaluate(
                 )
             rows = TaskSamples(test, tokenizer, "test", count=test.test_samples, block=length)
             scores[name] = score_samples(model, rows, batch_size=batch_size, processes=processes)
-        recipe = recipes[checkpoint]
-        entries.append(
-            {
-                "checkpoint": checkpoint,
-                "name": recipe["name"] if recipe else names[checkpoint],
-                "recipe": recipe,
-                "task": named,
-                "test_sets": scores,
-            }
-        )
+        entries.append({"name": names[checkpoint], "task": named, "test_sets": scores})
     return entries
 
 
@@ -222,61 +196,18 @@ def ask(model: Any, tokenizer: Any, config: AliceConfig, processes: Processes = 
     }
 
 
-def summarise(entries: Sequence[Mapping[str, Any]], *, solved: float = 0.01) -> list[dict[str, Any]]:
-    """Groups checkpoints that differ only in the seed.
-
-    Returns:
-        for each system its `name`, `task`, `checkpoints` and `test_sets`: for each test set the `mean` and the
-        `standard_deviation` (None for one checkpoint) of each metric, and for toy tasks the `solve_rate`.
-    """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for entry in entries:
-        recipe = entry["recipe"]
-        same = {**recipe, "seed": None} if recipe else entry["checkpoint"]
-        groups.setdefault(json.dumps([entry["task"], same], sort_keys=True), []).append(entry)
-    systems = []
-    names = collections.Counter((group[0]["task"], group[0]["name"]) for group in groups.values())
-    for group in groups.values():
-        task, name = group[0]["task"], group[0]["name"]
-        # Makes equal names unique.
-        if names[task, name] > 1:
-            name = f"{name} ({group[0]['checkpoint']})"
-        sets: dict[str, dict[str, Any]] = {}
-        for test_set, scores in group[0]["test_sets"].items():
-            sets[test_set] = {}
-            for metric in (metric for metric in _TITLES if metric in scores):
-                values = [entry["test_sets"][test_set][metric] for entry in group]
-                deviation = statistics.stdev(values) if len(values) > 1 else None
-                sets[test_set][metric] = {"mean": statistics.fmean(values), "standard_deviation": deviation}
-            if "sequence_error" in scores:
-                errors = [entry["test_sets"][test_set]["sequence_error"] for entry in group]
-                sets[test_set]["solve_rate"] = sum(error <= solved for error in errors) / len(errors)
-        checkpoints = [entry["checkpoint"] for entry in group]
-        systems.append({"name": name, "task": task, "checkpoints": checkpoints, "test_sets": sets})
-    return systems
-
-
-def table(systems: Sequence[Mapping[str, Any]]) -> str:
-    """Formats the result of `summarise` as Markdown tables, one for each task, errors in percent."""
+def table(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Formats the result of `evaluate` as Markdown tables, one for each task, in percent."""
     tables = []
-    for task in dict.fromkeys(system["task"] for system in systems):
-        chosen = [system for system in systems if system["task"] == task]
-        some = next(iter(chosen[0]["test_sets"].values()))
-        metrics = [metric for metric in _TITLES if metric in some]
-        solve = ["solved"] if "solve_rate" in some else []
-        rows = [["system", "checkpoints", "test set", *(_TITLES[metric] for metric in metrics), *solve]]
-        for system in chosen:
-            for name, scores in system["test_sets"].items():
-                cells = [_percent(scores[metric]) for metric in metrics]
-                rate = [f"{100 * scores['solve_rate']:.0f} %"] if solve else []
-                rows.append([system["name"], str(len(system["checkpoints"])), name, *cells, *rate])
+    for task in dict.fromkeys(entry["task"] for entry in entries):
+        chosen = [entry for entry in entries if entry["task"] == task]
+        metrics = [metric for metric in _TITLES if metric in next(iter(chosen[0]["test_sets"].values()))]
+        rows = [["checkpoint", "test set", *(_TITLES[metric] for metric in metrics)]]
+        for entry in chosen:
+            for name, scores in entry["test_sets"].items():
+                rows.append([entry["name"], name, *(f"{100 * scores[metric]:.2f} %" for metric in metrics)])
         tables.append(f"{task}:\n\n{markdown_table(rows)}")
     return "\n\n".join(tables)
-
-
-def _percent(score: Mapping[str, float | None]) -> str:
-    deviation = score["standard_deviation"]
-    return f"{100 * (score['mean'] or 0):.2f}" + ("" if deviation is None else f" ± {100 * deviation:.2f}") + " %"
 
 
 def named_parameters(text: str) -> tuple[str, dict[str, Any]]:
@@ -300,7 +231,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=at_least_one, metavar="N", help="samples per test set; default: the set's")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default %(default)s)")
     parser.add_argument("--batch-size", type=at_least_one, default=64, metavar="N", help="default %(default)s")
-    parser.add_argument("--solved", type=float, default=0.01, help="maximum sequence error (default %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every number to a file")
     add_loading(parser)
     options = parser.parse_args(arguments)
@@ -319,8 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if not processes.is_first:
         return
-    systems = summarise(entries, solved=options.solved)
     if options.json:
-        content = {"systems": systems, "checkpoints": entries, "solved": options.solved, "seed": options.seed}
-        write_json(options.json, {**content, **provenance("task", arguments)})
-    print(table(systems))
+        origin = provenance("task", arguments)
+        write_json(options.json, {"checkpoints": entries, "seed": options.seed, **origin})
+    print(table(entries))

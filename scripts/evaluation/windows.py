@@ -35,11 +35,6 @@ def position_edges(length: int) -> list[int]:
     return [0, *itertools.takewhile(lambda edge: edge < length, halves), length]
 
 
-def windows_in(texts: Sequence[torch.Tensor], length: int) -> list[int]:
-    """Returns the number of windows of `length` tokens in each text; the first token is never a target."""
-    return [max(0, len(ids) - 1) // length for ids in texts]
-
-
 def common_tokens(wanted: int, available: int, lengths: Sequence[int]) -> int:
     """Returns the number of tokens to score such that windows of all lengths score the same tokens.
 
@@ -111,10 +106,7 @@ def measure_windows(
         model: a causal language model of Transformers; it is put into eval mode.
         texts: token ids of each text, integers (tokens), on any device.
         byte_counts: int64 (vocabulary), bytes of text per token; None if unknown.
-        length: tokens in a window.
-        trained_length: for `Cell.multiple`.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
-        name: of the progress bar.
         processes: the batches are divided among them, and all return the same.
 
     Returns:
@@ -125,7 +117,8 @@ def measure_windows(
         ValueError: every text is shorter than a window.
     """
     fillable(texts, [length])
-    counts = windows_in(texts, length)
+    # The first token is never a target.
+    counts = [max(0, len(ids) - 1) // length for ids in texts]
     model.eval()
     plain_head = has_plain_head(model, texts[0][None, : min(16, length)].to(model.device, torch.int64))
     # Nats and bytes of each window, and nats at each position; the processes add them up.

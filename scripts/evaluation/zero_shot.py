@@ -1,29 +1,11 @@
 """Zero-shot evaluation of checkpoints with lm-eval: LAMBADA (OpenAI's), BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
 
-On a laptop, 20 questions of each task from local files (two minutes for a model of `whatwhere demo`):
+With `--data-dir` or WHATWHERE_DATA_DIR the questions are read from local files (listed in
+`lm_eval/zero_shot_files.py`), otherwise from the Hub. Both use lm-eval's task definitions, except CBT, which lm-eval
+does not have.
 
-    whatwhere zero-shot demo/rope demo/pope --data-dir data --limit 20
-
-On a GPU, all questions from the Hub, for our models and others:
-
-    whatwhere zero-shot runs/pope openai-community/gpt2 --device cuda --batch-size 64
-
-On several GPUs, each with a share of the requests (on CPUs: `torchrun --nproc_per_node 2 -m whatwhere zero-shot ...`):
-
-    accelerate launch -m whatwhere zero-shot runs/pope --batch-size 64
-
-A checkpoint is a folder or a Hub id that AutoModelForCausalLM and AutoTokenizer can load. With `--data-dir` or
-WHATWHERE_DATA_DIR the questions are read from local files (listed in `lm_eval/zero_shot_files.py`), otherwise from the
-Hub. Both use lm-eval's task definitions, except CBT, which lm-eval does not have. lm-eval's command line can run the
-same tasks:
-
-    lm_eval --model hf --model_args pretrained=demo/pope,trust_remote_code=True --tasks lambada_openai,whatwhere_cbt \\
-        --include_path "$(whatwhere zero-shot --print-task-folder)"
-
-lm-eval truncates questions to the model's configured length, `max_position_embeddings`, unless `--model_args` sets
-another (`pretrained=demo/pope,max_length=16384`). This command does not truncate them for our models whose position
-encoding has no limit (all except `absolute` and plain `relative`). The tasks with local files are named
-`whatwhere_local_lambada_openai`, `whatwhere_local_blimp` and so on, one for each key of `TASKS`.
+lm-eval truncates questions to the model's configured length, `max_position_embeddings`. This command does not truncate
+them for our models whose position encoding has no limit (all except `absolute` and plain `relative`).
 
 Output: `lm_eval.json` in each checkpoint's folder with lm-eval's full report under `lm_eval/` (for Hub ids in a folder
 of `--output`), and `zero_shot.md` in `--output`, a table with the paper's Table 5. `--output` defaults to the folder of
@@ -36,16 +18,16 @@ normalised by length. Earlier public code of one of its authors (github.com/Robe
 `framework/dataset/text/`) divides by the number of tokens in all three, so the table has `acc_norm`, which divides by
 the number of characters; `lm_eval.json` has `acc`, too. For CBT that code also divides, and ends the context with a
 space, which gives candidates an unusual tokenisation. We follow GPT-2's definition (the likelihood of the candidate and
-the rest of its sentence). How the paper computed CBT is unknown, so CBT scores are comparable between models here, but
-not with the paper.
+the rest of its sentence), so CBT scores are comparable between models here, but not with the paper.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,16 +129,48 @@ class _LogFilter(logging.Filter):
         return "Custom kwargs can be passed to" not in message
 
 
-def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
-    """Returns lm-eval's `TaskManager` with its tasks and ours; this takes some seconds.
+@contextlib.contextmanager
+def log_filter() -> Iterator[_LogFilter]:
+    """Filters lm-eval's messages."""
+    found = _LogFilter()
+    # Filters of a parent logger do not apply to messages of its children.
+    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "models.huggingface")]
+    for logger in loggers:
+        logger.addFilter(found)
+    try:
+        yield found
+    finally:
+        for logger in loggers:
+            logger.removeFilter(found)
 
-    Raises:
-        ImportError: lm-eval is not installed.
-    """
+
+def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
+    """Returns lm-eval's `TaskManager` with its tasks and ours; this takes some seconds."""
     from lm_eval.tasks import TaskManager
 
     metadata = None if data_dir is None else {"data_dir": str(data_dir)}
     return TaskManager(include_path=str(TASK_FOLDER), metadata=metadata)
+
+
+def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_size: int | str) -> Any:
+    """Returns lm-eval's model of a checkpoint; raises ValueError if it cannot be loaded."""
+    options: dict[str, Any] = (
+        {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
+    )
+    config = loading.config(checkpoint)
+    if hasattr(config, "position_encoding") and max_length(config) is None:
+        options["max_length"] = MAX_LENGTH
+    with checked_loading(checkpoint):
+        return scorer(
+            processes,
+            pretrained=checkpoint,
+            backend="causal",
+            device=loading.device,
+            dtype=loading.dtype,
+            batch_size=batch_size,
+            trust_remote_code=loading.trust_remote_code,
+            **options,
+        )
 
 
 def run(
@@ -181,43 +195,19 @@ def run(
     Args:
         checkpoint: a folder or Hub id with a tokenizer.
         tasks: keys of TASKS.
-        manager: from `task_manager`.
-        loading: how the checkpoint is loaded.
         local: read local files instead of the Hub.
         limit: maximum number of questions of each task, or of each part of BLiMP and CBT; None for all.
         batch_size: requests in a batch, or "auto" for the largest that fits.
-        processes: from `join`.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.
     """
     import lm_eval
 
-    options: dict[str, Any] = (
-        {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
-    )
-    config = loading.config(checkpoint)
-    if hasattr(config, "position_encoding") and max_length(config) is None:
-        options["max_length"] = MAX_LENGTH
-    with checked_loading(checkpoint):
-        model = scorer(
-            processes,
-            pretrained=checkpoint,
-            backend="causal",
-            device=loading.device,
-            dtype=loading.dtype,
-            batch_size=batch_size,
-            trust_remote_code=loading.trust_remote_code,
-            **options,
-        )
-    log_filter = _LogFilter()
-    # Filters of a parent logger do not apply to messages of its children.
-    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "models.huggingface")]
-    for logger in loggers:
-        logger.addFilter(log_filter)
+    model = load_scorer(checkpoint, loading, processes, batch_size)
     # BOOTSTRAP_DRAWS fit into one chunk, so more processes do not help.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    try:
+    with log_filter() as messages:
         report = lm_eval.simple_evaluate(
             model,
             tasks=[TASKS[name].local if local else TASKS[name].hub for name in tasks],
@@ -226,10 +216,7 @@ def run(
             bootstrap_iters=BOOTSTRAP_DRAWS,
             log_samples=False,
         )
-    finally:
-        for logger in loggers:
-            logger.removeFilter(log_filter)
-    truncated = int(processes.summed(torch.tensor(log_filter.truncated)))
+    truncated = int(processes.summed(torch.tensor(messages.truncated)))
     return {**report, "truncated_requests": truncated} if processes.is_first else None
 
 
@@ -265,8 +252,6 @@ def table(
 
     Args:
         contents: from `content`, by checkpoint; all with the same tasks and limit.
-        tasks: keys of TASKS, in the order of the columns.
-        local: the questions came from local files.
         left_out: tasks that were not run, with their missing files.
     """
     # The mean is over the same tasks in every row.

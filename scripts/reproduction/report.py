@@ -22,11 +22,6 @@ from .verdict import DIFFERS, ORDER, Cell, judge
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
     """Reads the figures of all finished runs, and compares them with the paper's.
 
-    Args:
-        table: the table.
-        planned: its runs, from `plan`.
-        small: whether it is the small version.
-
     Returns:
         the content of `<table>.json`, without the command.
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from whatwhere.position_base import suggest
 
-from ..training.recipe import Recipe, differences, load_recipe
+from ..checks import differences
+from ..training.recipe import Recipe, load_recipe
 from ..training.run_folder import RunFolder
 from .tables import Column, Row, Table, resolve
 
@@ -44,11 +45,7 @@ class Run:
 
     Attributes:
         row, column: the first cell that uses the run; others may share it.
-        seed: of the recipe.
-        folder: of the run; it may not exist yet.
-        recipe: the resolved recipe.
         changes: `differences` between the exact run and this one, without `IMMATERIAL` keys; empty for an exact run.
-        system: the overrides of the row.
         overrides: all overrides (user, row, column and seed), as for `train --set`.
     """
 
@@ -152,11 +149,7 @@ def plan(
     """Lists the runs of a table.
 
     Args:
-        table: the table.
-        output: the folder of all runs.
-        small: the small version.
         seeds: number of runs of each system, with seeds 0 to `seeds` - 1; by default as in the paper.
-        rows: keys of the rows to include; by default all.
         sets: `key.sub=value` for every run.
 
     Returns:

@@ -82,9 +82,7 @@ class Table(Checked):
 
     Attributes:
         choices: notes on how unclear points of the paper are interpreted.
-        seeds: the paper's number of seeds, our default.
         solved: the lowest figure of a run that solves the task; None if not applicable.
-        digits: decimal places of our figures.
     """
 
     name: str

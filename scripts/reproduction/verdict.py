@@ -39,9 +39,6 @@ class Cell:
     """A cell of a table: the paper's figure and our values.
 
     Attributes:
-        row, column: the keys of its row and its column.
-        paper: the printed figure; None if there is none.
-        values: our value for each finished seed.
         exact: whether all values are from runs of the exact recipe.
     """
 
@@ -89,13 +86,7 @@ def ordered(one: Figure, other: Figure, margin: float) -> bool:
 
 
 def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
-    """Returns the verdict of a cell; see the module's docstring.
-
-    Args:
-        cell: the cell.
-        column: all cells of its column, with or without the cell itself.
-        margin: the table's margin.
-    """
+    """Returns the verdict of a cell; see the module's docstring."""
     if not cell.values:
         return Verdict(text=NOT_RUN)
     if cell.paper is None:

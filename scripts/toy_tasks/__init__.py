@@ -1,4 +1,4 @@
-"""Toy tasks for comparing position encodings: data sets, solvers and tokenizers.
+"""Toy tasks for comparing position encodings: data sets and tokenizers.
 
     from whatwhere.scripts.toy_tasks.common import build_dataset
     from whatwhere.scripts.toy_tasks.flip_flop import FlipFlopConfig

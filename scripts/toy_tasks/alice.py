@@ -57,7 +57,6 @@ class AliceConfig(SampleConfig):
     """Questions about a word in the last sentence, in one before it, in both or in neither, equally often.
 
     Attributes:
-        sentences: the number of sentences, all different.
         as_in_paper: alternate the two questions of the paper; `sentences` must be 2.
     """
 
@@ -115,11 +114,3 @@ class AliceConfig(SampleConfig):
             "word": sample.word,
             "place": sample.place,
         }
-
-
-def solve(text: str, config: AliceConfig) -> str:
-    """Returns the answer to a prompt."""
-    *_, sentence, question = text.split("\n\n")
-    word = question.split('"')[1]
-    letters = "".join(character if character.isalpha() else " " for character in sentence)
-    return str(letters.split().count(word))

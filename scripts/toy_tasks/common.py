@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ..checks import Checked, Count, NotNegative
-from ..data.tokenize import END_OF_TEXT, PADDING
+from ..data.tokenize import END_OF_TEXT, PADDING, wrapped
 
 UNKNOWN = "<|unknown|>"
 # Part of every sample's seed, so that splits have independent random numbers.
@@ -26,9 +26,6 @@ class SampleConfig(Checked):
 
     Attributes:
         seed: with the split and the index, determines a sample.
-        train_samples: the size of the training split.
-        validation_samples: the size of the validation split.
-        test_samples: the size of the test split.
     """
 
     seed: NotNegative = 0
@@ -45,12 +42,7 @@ class SampleConfig(Checked):
         raise NotImplementedError
 
     def sample(self, split: str, index: int) -> Any:
-        """Returns a sample, determined by split, index, seed and the other parameters.
-
-        Args:
-            split: `train`, `validation` or `test`.
-            index: at least 0, without an upper limit.
-        """
+        """Returns a sample, determined by split, index, seed and the other parameters."""
         return self.draw(np.random.default_rng([self.seed, SPLITS[split], index]))
 
     def row(self, sample: Any) -> dict[str, Any]:
@@ -142,12 +134,4 @@ def build_tokenizer(config: TaskConfig) -> PreTrainedTokenizerFast:
         pattern = "|".join(re.escape(symbol) for symbol in sorted(symbols, key=len, reverse=True))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{pattern}|[\s\S]"), behavior="isolated")
         backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=PADDING,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+    return wrapped(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING, unk_token=UNKNOWN)

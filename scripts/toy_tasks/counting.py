@@ -7,7 +7,6 @@ A sample is a program and a question about one of its variables:
 The number after `print a` is the answer.
 """
 
-import itertools
 import string
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
@@ -30,15 +29,6 @@ class CountingConfig(TaskConfig):
     random variable, an increment a random variable that has been set. An increment is redrawn if no variable is set or
     the variable has its maximum value, and a program if it sets no variable. The question is about a random variable
     that has been set.
-
-    Attributes:
-        variables: the number of variables.
-        min_steps: the minimum number of operations.
-        max_steps: the maximum number of operations.
-        max_value: the maximum value of a variable.
-        set_weight: weight of assignments.
-        pass_weight: weight of `pass`.
-        increment_weight: weight of increments.
     """
 
     separator: ClassVar[str] = " "
@@ -118,15 +108,3 @@ class CountingConfig(TaskConfig):
             symbols[ends[kinds == _SET] + place] = symbol
         symbols[-4:] = question, first_variable + asked, zero + values[asked], semicolon
         return Sample(symbols, np.arange(symbols.size) == symbols.size - 2)
-
-
-def solve(text: str, config: CountingConfig) -> str:
-    """Returns the symbol that follows `text`, which ends in `print` and a variable."""
-    values: dict[str, int] = {}
-    words = text.split()
-    for word, following in itertools.pairwise(words):
-        if following == "=":
-            values[word] = 0
-        elif following == "++;":
-            values[word] += 1
-    return str(values[words[-1]])

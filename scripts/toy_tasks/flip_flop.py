@@ -4,7 +4,6 @@ A sample is a sequence of instructions, each followed by a bit: `w` (write) and 
 bit, `r` (read) and the last written bit. In `w0i1r0w1i0i1r1`, the bits after `r` are the answers.
 """
 
-import re
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,7 +19,6 @@ class FlipFlopConfig(TaskConfig):
     """FFL(ignore): the first instruction is a write, the last one a read, and all others are random.
 
     Attributes:
-        instructions: the number of instructions; each has two symbols.
         ignore: the probability of `ignore`; the other instructions are writes and reads with equal probability.
     """
 
@@ -58,8 +56,3 @@ class FlipFlopConfig(TaskConfig):
         answers = np.zeros(2 * self.instructions, dtype=bool)
         answers[1::2] = reads
         return Sample(symbols, answers)
-
-
-def solve(text: str, config: FlipFlopConfig) -> str:
-    """Returns the symbol that follows `text`, which ends in `r`."""
-    return re.findall("w([01])", text)[-1]

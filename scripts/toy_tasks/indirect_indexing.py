@@ -6,7 +6,6 @@ A sample has a string of different letters, one of its letters, a shift to the l
 letter at the shifted position, which is the answer. The delimiter, a comma and a space, is one symbol.
 """
 
-import re
 import string
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -25,8 +24,6 @@ class IndirectIndexingConfig(TaskConfig):
     outside the string.
 
     Attributes:
-        min_length: minimum number of letters in a string.
-        max_length: maximum number of letters in a string.
         max_shift: the largest shift to either side; a shift of 0 is written `+0`.
         letters: the number of letters in the alphabet: A to Z, then a to z.
     """
@@ -70,11 +67,3 @@ class IndirectIndexingConfig(TaskConfig):
         end = [delimiter, letters[source], delimiter, sign, *digits, delimiter, letters[target]]
         symbols = np.array(letters + end, dtype=np.int64)
         return Sample(symbols, np.arange(symbols.size) == symbols.size - 1)
-
-
-def solve(text: str, config: IndirectIndexingConfig) -> str:
-    """Returns the symbol that follows `text`, which ends in the delimiter after the shift."""
-    match = re.fullmatch(r"(\w+), (\w), ([+-]\d+), ", text)
-    if match is None:
-        raise ValueError(f"text={text!r} is not valid: it must be a string, a letter and a shift, each before ', '.")
-    return match[1][match[1].index(match[2]) + int(match[3])]

@@ -1,6 +1,6 @@
 """The registry of tasks for training, and of probes for evaluation only."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from whatwhere.position_base import suggest
@@ -16,14 +16,6 @@ TASKS: dict[str, type[TaskConfig]] = {
     "indirect_indexing": indirect_indexing.IndirectIndexingConfig,
 }
 PROBES: dict[str, type[SampleConfig]] = {"alice": alice.AliceConfig}
-# Functions of the text up to an answer and the configuration; they return the answer.
-SOLVERS: dict[str, Callable[[str, Any], str]] = {
-    "flip_flop": flip_flop.solve,
-    "selective_copy": selective_copy.solve,
-    "counting": counting.solve,
-    "indirect_indexing": indirect_indexing.solve,
-    "alice": alice.solve,
-}
 
 
 def task_config(task: str, parameters: Mapping[str, Any]) -> Any:

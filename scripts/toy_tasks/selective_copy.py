@@ -21,8 +21,6 @@ class SelectiveCopyConfig(TaskConfig):
 
     Attributes:
         vocabulary: the number of different symbols, including the blank.
-        non_blanks: number of symbols to copy in a sample.
-        blanks: number of blanks in a sample.
     """
 
     train_samples: Count = 1_000_000
@@ -53,8 +51,3 @@ class SelectiveCopyConfig(TaskConfig):
         symbols[np.sort(random.permutation(length)[: self.non_blanks])] = content
         symbols[length:] = content
         return Sample(symbols, np.arange(symbols.size) >= length)
-
-
-def solve(text: str, config: SelectiveCopyConfig) -> str:
-    """Returns the symbol that follows `text`, a complete sequence with a part of its copy."""
-    return text.replace("_", "")[-config.non_blanks]

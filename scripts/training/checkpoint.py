@@ -50,11 +50,6 @@ class Checkpoints:
     """The checkpoints of a run, and the weights of the best model so far. Each is written atomically.
 
     All processes must call `save`, `save_best` and `wait`; the folder must be the same for all.
-
-    Args:
-        folder: of the run.
-        keep: number of checkpoints to keep.
-        timeout: of communication, in seconds.
     """
 
     def __init__(self, folder: RunFolder, keep: int, timeout: int = DDP_TIMEOUT) -> None:
@@ -76,7 +71,6 @@ class Checkpoints:
         Args:
             tensors: see `training_tensors`. They are copied before this function returns.
             state: the contents of `run.json`.
-            best: as in `save_best`.
 
         Raises:
             TrainingError: the previous checkpoint could not be written.
@@ -105,19 +99,16 @@ class Checkpoints:
             # The new checkpoint is complete.
             print(f"an old checkpoint cannot be deleted: {error}", file=sys.stderr)
 
-    def finish_writing(self) -> None:
-        """Waits for the last checkpoint at most as long as for communication; ignores errors."""
-        if self._thread is not None:
-            self._thread.join(self.timeout)
-
-    def wait(self) -> None:
-        """Waits until the last checkpoint is written.
+    def wait(self, *, failed: bool = False) -> None:
+        """Waits until the last checkpoint is written; if the run has `failed`, no longer than for communication.
 
         Raises:
-            TrainingError: it could not be written; raised in all processes.
+            TrainingError: it could not be written; raised in all processes, unless the run has failed.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self.timeout if failed else None)
+        if failed:
+            return
         error, self._thread, self._error = self._error, None, None
         if error is not None:
             raise error
@@ -131,16 +122,15 @@ class Checkpoints:
         draft = folder.with_name(f".{folder.name}")
         if _is_first():
             shutil.rmtree(draft, ignore_errors=True)
-        with self._agreed(folder), self.writing(folder):
+        with self._agreed(folder):
             draft.mkdir(parents=True, exist_ok=True)
         try:
-            with self._agreed(folder), self.writing(folder):
-                write_tensors(draft, tensors, self._group)
             own: dict[str, str] = {}
-            with self._agreed(folder), self.writing(folder):
+            with self._agreed(folder):
+                write_tensors(draft, tensors, self._group)
                 own = {file.name: file_sha256(file) for file in _own_files(draft)}
             digests = self._gathered(own)
-            with self._agreed(folder), self.writing(folder):
+            with self._agreed(folder):
                 if _is_first():
                     write_state(draft, state, digests)
                     shutil.rmtree(folder, ignore_errors=True)
@@ -163,7 +153,8 @@ class Checkpoints:
         """Raises an error of one process in all, as a TrainingError."""
         problem = ""
         try:
-            yield
+            with self.writing(folder):
+                yield
         except TrainingError as error:
             problem = str(error)
         except Exception as error:
@@ -346,7 +337,8 @@ def write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) ->
     sha256 = {**digests, "run.json": file_sha256(folder / "run.json")}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "sha256": sha256}, indent=2) + "\n", encoding="utf-8")
     for name in ("run.json", MANIFEST):
-        _flush(folder / name)
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _own_files(folder: Path) -> list[Path]:
@@ -380,24 +372,18 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{str(folder)!r} has the format {version!r}, written by another version of this package. Allowed: {FORMAT}"
         )
-    with ThreadPoolExecutor() as pool:
-        found = dict(zip(digests, pool.map(lambda name: _sha256_or_error(folder / name), digests)))
-    for name, digest in found.items():
-        if isinstance(digest, OSError):
-            raise DamagedCheckpoint(f"{str(folder / name)!r} cannot be read: {digest.strerror}") from digest
+    try:
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(lambda name: file_sha256(folder / name), digests))
+    except OSError as error:
+        raise DamagedCheckpoint(f"{error.filename!r} cannot be read: {error.strerror}") from error
+    for name, digest in zip(digests, found):
         if digest != digests[name]:
             raise DamagedCheckpoint(
                 f"{str(folder / name)!r} is damaged: it was truncated or changed after it was written (its SHA-256 "
                 f"differs from {MANIFEST})"
             )
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
-
-
-def _sha256_or_error(file: Path) -> str | OSError:
-    try:
-        return file_sha256(file)
-    except OSError as error:
-        return error
 
 
 def load_checkpoint(
@@ -458,8 +444,3 @@ def _to_hex(state: torch.Tensor) -> str:
 
 def _from_hex(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

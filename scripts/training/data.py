@@ -4,20 +4,20 @@ import dataclasses
 import hashlib
 import json
 import math
-import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.corpus import load_text
-from ..data.pack import MixedBatches, ShuffledBatches, blocks_sha256, join_blocks, make_blocks
+from ..data.pack import MixedBatches, ShuffledBatches
 from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
 from ..data.samples import TaskSamples
-from ..data.stream import StreamedBatches
+from ..data.stream import StreamedBatches, first_rows
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
-from .recipe import Recipe
+from .recipe import DataRecipe, Recipe
 
 
 @dataclasses.dataclass
@@ -25,7 +25,6 @@ class TrainingData:
     """The data of a run.
 
     Attributes:
-        tokenizer: saved with the model.
         batches: returns the batch of a step, or a process's share of it: `input_ids`, and for some data `labels` or
             `position_ids`. See `ShuffledBatches`, and for a stream `StreamedBatches`.
         held_out: blocks or samples by the name of their split.
@@ -45,56 +44,66 @@ class TrainingData:
 
 
 def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
-    """Reads and tokenises the data of a recipe.
-
-    Args:
-        recipe: see `load_recipe`.
-        data_dir: the folder of local data.
-        processes: that tokenise, see `prepare`.
-    """
+    """Reads and tokenises the data of a recipe."""
     return _load_task(recipe) if recipe.data.source == "task" else _load_text(recipe, data_dir, processes)
 
 
 def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> TrainingData:
-    data, evaluation, batch_size = recipe.data, recipe.evaluation, recipe.training.batch_size
-    texts, weights = [load_text(text, data_dir=data_dir, pieces=True) for text in data.texts()], data.weights()
+    data, evaluation = recipe.data, recipe.evaluation
+    texts = [load_text(text, data_dir=data_dir, pieces=True) for text in data.texts()]
     if data.tokenizer == "bpe":
         tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
     else:
         tokenizer = build_tokenizer(data.tokenizer)
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
-    form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
+    batch_size = recipe.training.batch_size
+    return tokenise(data, texts, tokenizer, limit=limit, batch_size=batch_size, seed=recipe.seed, processes=processes)
 
-    def blocks(split: str, limit: int | None) -> Any:
+
+def tokenise(
+    data: DataRecipe,
+    texts: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int | None,
+    batch_size: int,
+    seed: int,
+    processes: int | None = None,
+) -> TrainingData:
+    """Returns the data of a run on text.
+
+    Args:
+        limit: blocks of each held-out split; None, except for streams, for all.
+        batch_size: sequences in the batch of a step, in all processes.
+    """
+    form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
+    weights = data.weights()
+
+    def blocks(split: str, limit: int | None) -> TextBlocks:
         """Returns the blocks of all texts; of a limited number, each text has its share."""
-        parts: list[Any] = []
+        parts = []
         for number, (text, weight) in enumerate(zip(texts, weights), 1):
             name = f"the {split} split" + (f" of data.mixture's text {number}" if data.mixture else "")
             some = None if limit is None else math.ceil(limit * weight)
-            if data.streaming:
-                parts.append(make_blocks(text[split], tokenizer, **form, limit=some, name=name))
-            else:
-                prepared = prepare(text[split], tokenizer, name=name, processes=processes)
-                pad = tokenizer.pad_token_id
-                parts.append(TextBlocks(prepared, **form, pad_token_id=pad, limit=some, name=name))
-        if not data.mixture:
-            return parts[0]
-        return join_blocks(parts) if data.streaming else MixedBlocks(parts)
+            rows = text[split]
+            if data.streaming and some is not None:
+                rows = first_rows(rows, tokenizer, **form, blocks=some)
+            prepared = prepare(rows, tokenizer, name=name, processes=processes)
+            parts.append(TextBlocks(prepared, **form, pad_token_id=tokenizer.pad_token_id, limit=some, name=name))
+        return MixedBlocks(parts) if data.mixture else parts[0]
 
-    common = [split for split in ("validation", "test") if all(split in text for text in texts)]
-    held_out: dict[str, Any] = {split: blocks(split, limit) for split in common}
+    common = [split for split in texts[0] if split != "train" and all(split in text for text in texts)]
+    held_out = {split: blocks(split, limit) for split in common}
     batches: ShuffledBatches | StreamedBatches
-    digest = blocks_sha256 if data.streaming else operator.attrgetter("sha256")
     sha256: dict[str, str | None] = {"train": None}
-    options: dict[str, Any] = {"batch_size": batch_size, "seed": recipe.seed}
+    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed}
     if data.streaming:
-        rows = [text["train"] for text in texts]
         options |= {"shuffle_buffer": data.shuffle_buffer, "weights": weights}
-        batches = StreamedBatches(rows, tokenizer, **form, **options)
+        batches = StreamedBatches([text["train"] for text in texts], tokenizer, **form, **options)
     else:
         train = blocks("train", None)
         batches = MixedBatches(train, **options, weights=weights) if data.mixture else ShuffledBatches(train, **options)
-        sha256["train"] = digest(train)
+        sha256["train"] = train.sha256
     own = [
         text["validation"].info.description
         for text, source in zip(texts, data.texts())
@@ -104,7 +113,7 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         tokenizer=tokenizer,
         batches=batches,
         held_out=held_out,
-        splits_sha256={**sha256, **{split: digest(some) for split, some in held_out.items()}},
+        splits_sha256={**sha256, **{split: some.sha256 for split, some in held_out.items()}},
         unit="sequences" if data.pack == "separate" else "tokens",
         bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
         note="; ".join(own),

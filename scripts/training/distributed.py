@@ -39,7 +39,6 @@ class Layout:
 
     Attributes:
         dp_replicate, dp_shard, tp: sizes; their product is the number of processes.
-        rank: of this process.
     """
 
     dp_replicate: int = 1
@@ -63,12 +62,6 @@ class Layout:
 
 def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> Layout:
     """Returns the layout of a recipe on this number of processes.
-
-    Args:
-        recipe: see `load_recipe`.
-        config: of the model.
-        processes: their number.
-        rank: of this process.
 
     Raises:
         RecipeError: the sizes do not fit the number of processes, the model or the batch.
@@ -157,8 +150,6 @@ def distribute(model: Any, layout: Layout, accelerator: Accelerator, training: T
 
     Args:
         model: with all weights.
-        layout: see `check_layout`.
-        accelerator: see `build_accelerator`.
         training: its `mixed_precision` "bf16" means autocast; with `dp_shard`, weights are gathered and used in
             bfloat16, and gradients are summed in float32.
     """

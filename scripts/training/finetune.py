@@ -32,19 +32,20 @@ from ..cards.command import write_card
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
 from ..data.corpora import CORPORA, load_corpus
 from ..data.corpus import load_text
-from ..data.pack import add_labels, make_blocks
-from ..data.prepared import TextBlocks, prepare
+from ..data.pack import add_labels
+from ..data.prepared import TextBlocks
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource, find_files
-from ..data.stream import StreamedBatches
-from ..data.tokenize import build_tokenizer, bytes_per_token
+from ..data.tokenize import build_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import describe_data
 from ..evaluation.results import provenance, write_json
+from .data import TrainingData, tokenise
 from .errors import Interrupted, TrainingError
 from .held_out import HOPELESS
 from .model import FAMILIES
 from .progress import stop_signals
+from .recipe import DataRecipe
 from .run_folder import RunFolder
 
 # The name before Transformers renamed it.
@@ -116,7 +117,7 @@ class Settings(Checked):
                 if getattr(self, name) != TextSource.model_fields[name].default:
                     yield name, f"it has no effect with data={self.data!r}"
         elif self.data in SOURCES:
-            for name, reason in self.text().problems():
+            for name, reason in TextSource.problems(self.data_recipe()):
                 yield name, reason.replace("source=", "data=")
         else:
             yield "data", f"allowed: {', '.join((*SOURCES, *CORPORA))}"
@@ -128,10 +129,10 @@ class Settings(Checked):
         if self.lora and self.dp_shard > 1:
             yield "dp_shard", "adapters are not sharded. Allowed with lora: 1"
 
-    def text(self) -> TextSource:
-        """Returns the source of the text, if it is not a named corpus."""
-        options = {name: getattr(self, name) for name in TextSource.model_fields if name != "source"}
-        return TextSource.model_construct(**{**options, "source": self.data})
+    def data_recipe(self, **changes: Any) -> DataRecipe:
+        """Returns the settings of the data, for `load_text` if they are not of a named corpus."""
+        options = {name: getattr(self, name) for name in DataRecipe.model_fields if name in Settings.model_fields}
+        return DataRecipe.model_construct(**{**options, "source": self.data, **changes})
 
 
 def _model_type(checkpoint: str) -> str:
@@ -139,14 +140,8 @@ def _model_type(checkpoint: str) -> str:
         return str(PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type"))
 
 
-def load_model(
-    checkpoint: str,
-    position_encoding: str | list[str] | None = None,
-    position_encoding_parameters: dict | None = None,
-    rope_parameters: dict | None = None,
-    distributed_config: Any = None,
-) -> tuple[Any, set[str]]:
-    """Loads one of our models, or a stock GPT-2 or Llama as one of ours; None keeps the checkpoint's value.
+def load_model(settings: Settings, distributed_config: Any = None) -> tuple[Any, set[str]]:
+    """Loads one of our models, or a stock GPT-2 or Llama as one of ours.
 
     Returns:
         the model, and the names of the parameters that the checkpoint does not have.
@@ -154,18 +149,15 @@ def load_model(
     Raises:
         ValueError: there is no such checkpoint, it has another model type, or the encoding is not valid.
     """
-    model_type = _model_type(checkpoint)
+    checkpoint, model_type = settings.checkpoint, _model_type(settings.checkpoint)
     family = FAMILIES.get(model_type.removeprefix("whatwhere_"))
     if family is None:
         allowed = ", ".join(repr(prefix + name) for prefix in ("", "whatwhere_") for name in FAMILIES)
         raise FinetuneError(f"checkpoint={checkpoint!r}: its model_type is {model_type!r}. Allowed: {allowed}.")
-    asked = {
-        "position_encoding": position_encoding,
-        "position_encoding_parameters": position_encoding_parameters,
-        "rope_parameters": rope_parameters,
-        "distributed_config": distributed_config,
-    }
-    changes = {key: value for key, value in asked.items() if value is not None}
+    names = ("position_encoding", "position_encoding_parameters", "rope_parameters")
+    changes = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    if distributed_config is not None:
+        changes["distributed_config"] = distributed_config
     with checked_loading(checkpoint):
         model, report = family.from_pretrained(checkpoint, output_loading_info=True, **changes)
     return model, set(report["missing_keys"])
@@ -182,12 +174,9 @@ def finetune(
     """Fine-tunes a checkpoint into the folder `output` and returns the contents of `results.json`.
 
     Args:
-        settings: of the run.
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
-        data_dir: the folder of local data.
-        arguments: the command line to record; by default that of this process.
 
     Raises:
         ValueError: the checkpoint, the data or a setting is not valid.
@@ -197,10 +186,10 @@ def finetune(
     if settings.data == "local":
         if settings.train_file and data_dir:
             raise FinetuneError(f"data_dir={data_dir!r} has no effect with train_file.")
-        find_files(settings.text(), data_dir)
+        find_files(settings.data_recipe(), data_dir)
     folder = RunFolder(Path(output), "finetune.json")
     with folder.lock():
-        resume, results = folder.resumes(resume, settings.model_dump())
+        resume, results = folder.begin(resume, settings.model_dump())
         if results is not None:
             return results
         if resume and settings.dp_shard > 1:
@@ -208,7 +197,6 @@ def finetune(
                 f"resume={resume!r} is not valid with dp_shard={settings.dp_shard!r}: Trainer saves no optimiser state "
                 "of sharded models. Use `whatwhere train`, or choose another folder."
             )
-        folder.check(settings.model_dump(), resume=resume)
         return _finetune(settings, folder, resume, data_dir, arguments)
 
 
@@ -218,19 +206,14 @@ def _finetune(
     output = folder.path
     processes = PartialState(cpu=options.cpu or not torch.accelerator.is_available())
     set_seed(options.seed)
-    model, fresh = load_model(
-        options.checkpoint,
-        options.position_encoding,
-        options.position_encoding_parameters,
-        options.rope_parameters,
-        _sharding(options, processes.num_processes),
-    )
-    tokenizer, blocks, split, note = _load_data(options, model.config, data_dir)
+    model, fresh = load_model(options, _sharding(options, processes.num_processes))
+    data = _load_data(options, model.config, data_dir)
+    ((split, held_out),) = data.held_out.items()
     if processes.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
         folder.write_record(options.model_dump())
-        if options.train_file and not options.validation_file:
-            print(note)
+        if data.note:
+            print(data.note)
         if fresh:
             print(f"newly initialised: {', '.join(sorted(fresh))}")
     if options.lora:
@@ -238,18 +221,18 @@ def _finetune(
         converted = options.position_encoding is not None or stock
         if converted and processes.is_main_process and not resume:
             model.save_pretrained(output / "base")
-            tokenizer.save_pretrained(output / "base")
+            data.tokenizer.save_pretrained(output / "base")
         processes.wait_for_everyone()
         model = _add_adapter(
             model, options, base=str(output / "base") if converted else options.checkpoint, fresh=fresh
         )
 
     with stop_signals() as received:
-        trainer = _trainer(model, options, output, blocks, received)
+        trainer = _trainer(model, options, output, data.batches, held_out, received)
         last = _newest_checkpoint(folder, options.streaming) if resume else None
         if last and options.streaming:
             states = [json.loads(file.read_text(encoding="utf-8")) for file in _stream_files(Path(last))]
-            blocks["train"].load_state_dict(states, (processes.process_index, processes.num_processes))
+            data.batches.load_state_dict(states, (processes.process_index, processes.num_processes))
         # Keeps the random numbers of training independent of this evaluation.
         with torch.random.fork_rng():
             before = trainer.evaluate()["eval_loss"]
@@ -275,13 +258,13 @@ def _finetune(
         trained = trained.merge_and_unload()
     if options.dp_shard == 1:
         trained.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    labels = blocks["test"][range(len(blocks["test"]))]["input_ids"][:, 1:].flatten()
-    size = int(bytes_per_token(tokenizer)[labels].sum())
+    data.tokenizer.save_pretrained(output)
+    labels = held_out[range(len(held_out))]["input_ids"][:, 1:].flatten()
+    size = None if data.bytes_per_token is None else int(data.bytes_per_token[labels].sum())
 
     def metrics(loss: float) -> dict[str, Any]:
-        perplexity = {"perplexity": {"value": math.exp(loss)}} if loss < HOPELESS else {}
-        return {"bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)}, **perplexity}
+        bits = {"bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)}} if size else {}
+        return bits | ({"perplexity": {"value": math.exp(loss)}} if loss < HOPELESS else {})
 
     whole = not options.lora or options.merge
     local = Path(options.checkpoint) if os.path.exists(options.checkpoint) else None
@@ -291,7 +274,7 @@ def _finetune(
         "data": describe_data(
             {"source": options.data, "dataset": options.dataset, "splits": options.splits, "split": split}
         ),
-        "length": blocks["test"][0]["input_ids"].shape[0],
+        "length": held_out.sequence_length,
         "tokens": len(labels),
         "base_model": None if local else options.checkpoint,
         "base_folder": local.resolve().name if local else None,
@@ -338,8 +321,8 @@ def _stated_licence(folder: Path) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[Any, dict[str, Any], str, str]:
-    """Returns the tokenizer, the blocks of `train` and `test`, the name of the test split, and its description."""
+def _load_data(options: Settings, config: Any, data_dir: str | None) -> TrainingData:
+    """Returns the data of the run."""
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     limit = max_length(config)
     if limit is not None and length > limit:
@@ -356,37 +339,17 @@ def _load_data(options: Settings, config: Any, data_dir: str | None) -> tuple[An
             f"tokenizer={options.tokenizer!r} is not valid: it has {len(tokenizer)} tokens, the model has "
             f"{config.vocab_size}."
         )
-    corpus = _load_corpus(options, data_dir)
-    split = "test" if "test" in corpus else "validation"
-
-    def blocks(of: str, limit: int | None) -> Any:
-        name = f"the {of} split"
-        if options.streaming:
-            return make_blocks(corpus[of], tokenizer, sequence_length=length, limit=limit, name=name)
-        return TextBlocks(prepare(corpus[of], tokenizer, name=name), length, limit=limit, name=name)
-
-    train: Any
-    if options.streaming:
-        processes = PartialState()
-        train = StreamedBatches(
-            [corpus["train"]],
-            tokenizer,
-            sequence_length=length,
-            pack="concat",
-            batch_size=options.batch_size * processes.num_processes,
-            seed=options.seed,
-            shuffle_buffer=options.shuffle_buffer,
-        )
-    else:
-        train = blocks("train", None)
-    test = blocks(split, options.evaluation_blocks)
-    return tokenizer, {"train": train, "test": test}, split, corpus[split].info.description
+    data = options.data_recipe(sequence_length=length, tokenizer=options.tokenizer or options.checkpoint)
+    texts = _load_corpus(options, data_dir)
+    batch_size = options.batch_size * PartialState().num_processes
+    return tokenise(data, [texts], tokenizer, limit=options.evaluation_blocks, batch_size=batch_size, seed=options.seed)
 
 
 def _load_corpus(options: Settings, data_dir: str | None) -> dict[str, Any]:
     """Returns the splits of the text; for a named corpus, `train` and one held-out split."""
     if options.data not in CORPORA:
-        return load_text(options.text(), data_dir=data_dir, pieces=True)
+        texts = load_text(options.data_recipe(), data_dir=data_dir, pieces=True)
+        return {split: rows for split, rows in texts.items() if split != "validation" or "test" not in texts}
     known = CORPORA[options.data].local if data_folder(data_dir) else CORPORA[options.data].hub
     splits = ("train", "test" if "test" in known else "validation")
     return {split: load_corpus(options.data, split, data_dir=data_dir, streaming=options.streaming) for split in splits}
@@ -411,7 +374,9 @@ def _add_adapter(model: Any, options: Settings, *, base: str, fresh: set[str]) -
     return peft.get_peft_model(model, config)
 
 
-def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any], received: list[int]) -> Trainer:
+def _trainer(
+    model: Any, options: Settings, output: Path, batches: Any, held_out: TextBlocks, received: list[int]
+) -> Trainer:
     class StopOnSignal(TrainerCallback):
         """Saves and stops after the step in which a signal arrives."""
 
@@ -424,14 +389,14 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_json(folder / STREAM.format(args.process_index, args.world_size), blocks["train"].state_dict())
+            write_json(folder / STREAM.format(args.process_index, args.world_size), batches.state_dict())
 
     class StreamTrainer(Trainer):
         """Takes the batches of a stream as they are; each process has its own."""
 
         def get_train_dataloader(self) -> Any:
             share = (self.args.process_index, self.args.world_size)
-            return blocks["train"].loader(share, workers=1, pin_memory=not self.args.use_cpu)
+            return batches.loader(share, workers=1, pin_memory=not self.args.use_cpu)
 
     renamed: dict[str, Any] = {_CHECKPOINTING: options.activation_checkpointing}
     default_rate = 2e-4 if options.lora else 5e-5
@@ -460,8 +425,8 @@ def _trainer(model: Any, options: Settings, output: Path, blocks: dict[str, Any]
             # The stream continues at its place by itself.
             ignore_data_skip=options.streaming,
         ),
-        train_dataset=blocks["train"],
-        eval_dataset=blocks["test"],
+        train_dataset=batches if options.streaming else batches.blocks,
+        eval_dataset=held_out,
         data_collator=lambda rows: add_labels({"input_ids": torch.stack([row["input_ids"] for row in rows])}),
         callbacks=[StopOnSignal(), *([SaveStream()] if options.streaming else [])],
     )

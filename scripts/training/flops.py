@@ -64,10 +64,6 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
     and add, those of attention for all T x T pairs. That is the usual 6 N + 12 L H D T (Chowdhery et al. 2022, Appendix
     B: the causal half is not subtracted, and nothing is added for activation checkpointing), plus the products of the
     position encoding. N does not include embeddings, which are looked up, but the output layer.
-
-    Args:
-        config: of the model; its attention implementation has no effect.
-        sequence_length: T.
     """
     config = copy.deepcopy(config)
     # The other implementations have kernels, whose products the counter does not know.

@@ -20,10 +20,8 @@ def evaluate(run: Any, split: str, *, batch_size: int, limit: int | None) -> dic
     """Scores `limit` evenly spaced blocks of a held-out split; by default all.
 
     Args:
-        run: a `loop.Run`.
         split: its name in `run.data.held_out`.
         batch_size: blocks per batch and process.
-        limit: number of blocks.
 
     Returns:
         for a toy task, `loss` (nats per answer token) and the result of `summarise`. For text, `bits_per_byte` (all

@@ -73,13 +73,10 @@ def train(
     """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
 
     Args:
-        recipe: see `load_recipe`.
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
         resume_from: continue from the checkpoint after this step, and delete later ones.
-        data_dir: the folder of local data.
-        arguments: the command line to record; by default that of this process.
         end: whether this is the last run of these processes; if not, the process group is kept for the next run.
 
     Raises:
@@ -89,10 +86,9 @@ def train(
     """
     folder = RunFolder(Path(output))
     with folder.lock():
-        resume, results = folder.resumes(resume or resume_from is not None, recipe.resolved(), MAY_CHANGE)
+        resume, results = folder.begin(resume or resume_from is not None, recipe.resolved(), MAY_CHANGE)
         if results is not None:
             return results
-        folder.check(recipe.resolved(), resume=resume, ignore=MAY_CHANGE)
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
         with run.explaining_errors():
@@ -101,7 +97,7 @@ def train(
                 run.train()
                 return run.finish(arguments, end=end)
             except Exception:
-                run.checkpoints.finish_writing()
+                run.checkpoints.wait(failed=True)
                 raise
 
 
@@ -186,11 +182,7 @@ class Run:
         return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
 
     def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
-        """Prepares the folder, and loads the checkpoint if the run is resumed.
-
-        Raises:
-            TrainingError: see `load_checkpoint`.
-        """
+        """Prepares the folder, and loads the checkpoint if the run is resumed."""
         if resume:
             self.load_checkpoint(resume_from)
         if self.accelerator.is_main_process:

@@ -76,7 +76,6 @@ def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
 
     Args:
         recipe: see `load_recipe`. Its text is not read.
-        devices: the number of processes.
         gpu: whether the devices are GPUs, where `auto` attention uses the Triton kernels, and the optimiser is fused.
 
     Raises:

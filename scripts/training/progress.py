@@ -18,16 +18,7 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SI
 
 
 class Progress:
-    """The progress of a run.
-
-    Args:
-        name: of the run.
-        step: the number of completed steps.
-        steps: the total number of steps.
-        unit: `tokens`, `sequences` or `samples`.
-        per_step: units per step.
-        speaks: whether this process prints.
-    """
+    """The progress of a run."""
 
     def __init__(self, name: str, *, step: int, steps: int, unit: str, per_step: int, speaks: bool) -> None:
         self.name, self.steps, self.unit, self.per_step, self.speaks = name, steps, unit, per_step, speaks

@@ -15,7 +15,6 @@ from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Po
 from ..data.source import MixedText, TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
-from .run_folder import differences as differences
 
 DDP_TIMEOUT = 600
 CONFIGURATIONS: dict[str, Any] = {"gpt2": WhatWhereGPT2Config, "llama": WhatWhereLlamaConfig}
@@ -29,7 +28,7 @@ class RecipeError(Refused):
 
 
 class DataRecipe(TextSource):
-    """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `iterate_blocks`.
+    """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `Packer`.
 
     With `source` "mixture", training sequences are drawn from the texts of `mixture` by their weights, see
     `MixedBatches`. Held-out data are those of all texts.
@@ -92,7 +91,6 @@ class DataRecipe(TextSource):
         """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
 
         Args:
-            seed: of the samples.
             test_set: the name of a test set, whose parameters are used instead.
 
         Raises:
@@ -198,14 +196,7 @@ class TrainingRecipe(Checked):
 
 
 class DistributedRecipe(Checked):
-    """The number of processes along each dimension of parallelism, by accelerate's names; see `distributed.py`.
-
-    Attributes:
-        dp_replicate: copies of the model (data parallel); by default, the processes that the others leave.
-        dp_shard: processes that share the weights, gradients and optimiser state of a copy (FSDP2).
-        tp: processes that share each layer (tensor parallel).
-        cp: processes that share each sequence (context parallel).
-    """
+    """The number of processes along each dimension of parallelism, by accelerate's names; see `distributed.py`."""
 
     dp_replicate: Count | None = None
     dp_shard: Count = 1
@@ -257,25 +248,25 @@ class Recipe(Checked):
         older recipes stay equal.
         """
         values = self.model_dump()
-        if self.evaluation.keep == "last":
-            del values["evaluation"]["keep"]
-        if self.training.ddp_timeout == DDP_TIMEOUT:
-            del values["training"]["ddp_timeout"]
-        if self.data.workers is None:
-            del values["data"]["workers"]
+        for section, keys in _LEFT_OUT.items():
+            fields = type(getattr(self, section)).model_fields
+            for key in keys:
+                if getattr(getattr(self, section), key) == fields[key].default:
+                    del values[section][key]
         if self.distributed == DistributedRecipe():
             del values["distributed"]
-        if not self.training.chunked_loss:
-            del values["training"]["chunked_loss"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
-                del values["data"][key]
-        for key in ("train_file", "validation_file", "mixture"):
-            if values["data"][key] is None:
                 del values["data"][key]
         return values
 
 
+# Keys that are newer than results of older recipes; they are left out of a record if they have their defaults.
+_LEFT_OUT = {
+    "evaluation": ("keep",),
+    "training": ("ddp_timeout", "chunked_loss"),
+    "data": ("workers", "train_file", "validation_file", "mixture"),
+}
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
 
@@ -307,8 +298,7 @@ def load_recipe(
     Args:
         source: a YAML file, or the name of a shipped recipe (`demo_rope`).
         overrides: `key.sub=value`, applied in order; the value is YAML.
-        train_file: the text to train on, instead of the recipe's source.
-        validation_file: the text to evaluate on; needs `train_file`.
+        train_file, validation_file: own text, instead of the recipe's source.
 
     Raises:
         RecipeError: the file or its contents are not valid.

@@ -24,22 +24,11 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from ..checks import differences
 from ..evaluation.results import check_writable, write_json, write_text
 from .errors import TrainingError
 
 LOCK, OWNER, DRAFT = ".lock", ".lock.json", ".final"
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Returns a line `key: old → new` for every key in which two settings differ."""
-    lines = []
-    for key in sorted({*old, *new}):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            lines += differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            lines.append(f"{prefix}{key}: {before!r} → {after!r}")
-    return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +36,6 @@ class RunFolder:
     """The folder of a run; it need not exist yet.
 
     Attributes:
-        path: the folder.
         record: the name of the settings file.
     """
 
@@ -78,7 +66,6 @@ class RunFolder:
 
         Args:
             settings: the expected settings; None for any.
-            ignore: settings that may differ.
 
         Raises:
             TrainingError: the results cannot be read, or the run has other settings.
@@ -91,46 +78,38 @@ class RunFolder:
             self._compare(results.get("recipe", {}), settings, ignore)
         return results
 
-    def resumes(
+    def begin(
         self, resume: bool | str, settings: Mapping[str, Any], ignore: tuple[str, ...] = ()
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether to resume, and the results if there is nothing left to do.
-
-        Args:
-            resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
-            settings: of the run.
-            ignore: settings that may have changed.
-
-        Raises:
-            TrainingError: `resume` is "auto", and the folder has a finished run with other settings.
-        """
-        if resume != "auto":
-            return bool(resume), None
-        return self.is_begun, self.results(settings, ignore)
-
-    def check(self, settings: Mapping[str, Any], *, resume: bool, ignore: tuple[str, ...] = ()) -> None:
         """Checks that the run can be started or resumed in this folder.
 
         Args:
-            settings: of the run.
-            resume: continue the run in the folder.
+            resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
             ignore: settings that may have changed.
+
+        Returns:
+            whether to resume, and the results if there is nothing left to do.
 
         Raises:
             TrainingError: the folder is not empty; or with `resume`, it has no unfinished run with these settings.
         """
+        if resume == "auto":
+            if (results := self.results(settings, ignore)) is not None:
+                return True, results
+            resume = self.is_begun
         # `runs/..` must be the current folder even if `runs` does not exist.
         path = self.path.resolve()
         names = {file.name for file in path.iterdir()} if path.exists() else set()
         if not resume:
             if names - {LOCK, OWNER, DRAFT, *(f".{name}.partial" for name in (self.record, "metrics.jsonl"))}:
                 raise TrainingError(f"output={str(self.path)!r} is not empty. Choose another folder, or use --resume.")
-            return
+            return False, None
         if self.record not in names:
             raise TrainingError(f"output={str(self.path)!r} has no run to resume: it has no {self.record}.")
         if "results.json" in names:
             raise TrainingError(f"output={str(self.path)!r} has a finished run: there is nothing to resume.")
         self._compare(self._read(self.record), settings, ignore)
+        return True, None
 
     def _compare(self, old: Mapping[str, Any], settings: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> None:
         # Tuples are read back as lists.

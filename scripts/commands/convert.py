@@ -1,0 +1,76 @@
+"""`whatwhere convert`: see `conversion.py`."""
+
+import argparse
+import os
+import pathlib
+from typing import Any
+
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoTokenizer
+
+from ..conversion import convert, load_source
+from ..evaluation.results import check_writable
+from .common import command_parser, json_value, name_or_list
+
+DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2, Qwen3, GPT-2, or one of ours.
+
+    whatwhere convert HuggingFaceTB/SmolLM2-135M --position-encoding pope --output models/pope
+    whatwhere finetune models/pope --train-file mytext/*.txt --output runs/pope
+
+Weights of the source are kept, with the channels of queries and keys reordered where RoPE becomes PoPE. New parameters
+are learned by fine-tuning. `cope+rope` starts as exactly the source."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    result = command_parser("convert", "SOURCE --position-encoding NAME --output DIR [OPTIONS]", DESCRIPTION)
+    result.add_argument("source", metavar="SOURCE", help="a folder or a Hub id")
+    result.add_argument(
+        "--position-encoding",
+        required=True,
+        type=name_or_list,
+        metavar="NAME",
+        help="the new encoding; or a list, one for each layer or a pattern: '[rope, rope, rope, pope]'",
+    )
+    result.add_argument("--position-encoding-parameters", type=json_value, metavar="JSON", help="its parameters")
+    result.add_argument("--output", required=True, type=pathlib.Path, metavar="DIR", help="an empty or new folder")
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    options = parser().parse_args(arguments)
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        raise ValueError(f"output={str(options.output)!r} is not valid: it must be an empty or new folder.")
+    check_writable(options.output)
+    source = load_source(options.source)
+    model, new, dropped = convert(source, options.position_encoding, options.position_encoding_parameters)
+    tokenizer = AutoTokenizer.from_pretrained(options.source)
+    model.save_pretrained(options.output)
+    tokenizer.save_pretrained(options.output)
+    complete_metadata(options.output, options.source)
+    count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
+    print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
+    for title, names in (("new", new), ("not used", dropped)):
+        for name in names:
+            print(f"  {title}: {name}")
+
+
+def complete_metadata(folder: pathlib.Path, source: str) -> None:
+    """Adds the source to the model card in a folder, and its licence if the source's card states one."""
+    card = ModelCard.load(folder / "README.md")
+    local = os.path.isdir(source)
+    try:
+        path = os.path.join(source, "README.md") if local else source
+        known: Any = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except (OSError, HfHubHTTPError):
+        known = {}
+    # The Hub takes ids only; the source of a folder is known if it was made from one.
+    base = known.get("base_model") if local else source
+    if base:
+        card.data["base_model"] = base
+    for key in ("license", "license_name", "license_link"):
+        if known.get(key):
+            card.data[key] = known[key]
+    card.save(folder / "README.md")

@@ -1,0 +1,176 @@
+"""Gives a pretrained model another position encoding and keeps as much of it as possible; see `commands/convert.py`.
+
+Sources are checkpoints of ours, and stock Llama, Qwen2, Qwen3 and GPT-2. Qwen's weights get the names of the Llama
+family: Qwen2 has biases on q, k and v (`attention_bias`), Qwen3 norms of queries and keys (`qk_norm`).
+
+New parameters start as in a new model: CoPE's table at zero, so that `cope+rope` computes what the source computes.
+For layers that change from RoPE to PoPE, the channels of queries and keys are reordered. RoPE rotates the channels
+(i, i + D/2) of a head by theta^(-2 i / D) per token. PoPE's polar channels 2 i and 2 i + 1 get the frequencies
+theta^(-2 i / D) and theta^(-(2 i + 1) / D) if its own base is theta^(R / D), its default here. Pair i becomes these two
+channels, for i < R / 2. The other pairs, which turn slowest, become PoPE's plain channels (`partial_rotary_factor`),
+whose product does not depend on the distance. RoPE's sine terms and, with softplus, the signs are lost until training.
+
+Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+from whatwhere.position_base import head_dim
+from whatwhere.position_pope import rotated_channels
+from whatwhere.position_registry import layer_plan
+
+from .evaluation.checkpoints import checked_loading
+
+# Model types that a family's own class reads.
+FAMILIES: dict[str, Any] = {
+    "gpt2": WhatWhereGPT2ForCausalLM,
+    "whatwhere_gpt2": WhatWhereGPT2ForCausalLM,
+    "llama": WhatWhereLlamaForCausalLM,
+    "whatwhere_llama": WhatWhereLlamaForCausalLM,
+}
+# Fields of Qwen's configurations that say which layers have a sliding window.
+_WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+
+
+def load_source(source: str) -> Any:
+    """Loads a checkpoint as a model of ours with its own position encoding and dtype; the logits are the source's.
+
+    Args:
+        source: a folder or a Hub id.
+
+    Raises:
+        ValueError: it cannot be loaded, or is of another kind of model.
+    """
+    with checked_loading(source):
+        config = AutoConfig.from_pretrained(source)
+    if config.model_type in FAMILIES:
+        with checked_loading(source):
+            return FAMILIES[config.model_type].from_pretrained(source, dtype="auto")
+    if config.model_type not in ("qwen2", "qwen3"):
+        kinds = ", ".join(map(repr, (*FAMILIES, "qwen2", "qwen3")))
+        raise ValueError(f"source={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}.")
+    if "sliding_attention" in (config.layer_types or ()):
+        raise ValueError(f"source={source!r} is not valid: it has layers with a sliding window.")
+    with checked_loading(source):
+        stock = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    fields = {key: value for key, value in config.to_dict().items() if key not in _WINDOWS}
+    weights = stock.state_dict()
+    fields |= {"model_type": "llama", "qk_norm": config.model_type == "qwen3"}
+    if config.model_type == "qwen2":
+        fields["attention_bias"] = True
+        for index in range(config.num_hidden_layers):
+            name = f"model.layers.{index}.self_attn.o_proj"
+            weights[f"{name}.bias"] = torch.zeros_like(weights[f"{name}.weight"][:, 0])
+    for name in [name for name in weights if name.endswith(("q_norm.weight", "k_norm.weight"))]:
+        heads = config.num_attention_heads if "q_norm" in name else config.num_key_value_heads
+        ours = name.replace(".q_norm.", ".options.query_norm.").replace(".k_norm.", ".options.key_norm.")
+        weights[ours] = weights.pop(name).expand(heads, -1).clone()
+    model = WhatWhereLlamaForCausalLM._from_config(WhatWhereLlamaConfig.from_dict(fields), dtype=stock.dtype)
+    model.load_state_dict(weights)
+    model.generation_config = stock.generation_config
+    model.config._name_or_path = source
+    return model
+
+
+def convert(
+    model: Any, position_encoding: str | list[str], parameters: dict[str, Any] | None = None
+) -> tuple[Any, list[str], list[str]]:
+    """Returns a copy of a model with another position encoding.
+
+    Args:
+        model: from `load_source`.
+        position_encoding: a name, or a list of names, one for each layer or a pattern that repeats.
+        parameters: `position_encoding_parameters`. PoPE's `theta` is by default that of the text of this file, for
+            layers that have RoPE.
+
+    Returns:
+        the model, the names of its new parameters, and the names of the parameters that were dropped.
+
+    Raises:
+        ValueError: the encoding or a parameter is not valid, or PoPE has an odd number of polar channels.
+    """
+    old = model.config
+    given = {"position_encoding": position_encoding, "position_encoding_parameters": parameters}
+    config = type(old).from_dict(copy.deepcopy(old.to_dict()), **given)
+    before, after = layer_plan(old), layer_plan(config)
+    changed = [
+        index for index in range(config.num_hidden_layers) if _has(before, index, "rope") and _has(after, index, "pope")
+    ]
+    weights = dict(model.state_dict())
+    if changed:
+        pope = _of(after, changed[0], "pope")
+        if rotated_channels(config, pope) % 2:
+            raise ValueError(
+                f"partial_rotary_factor={pope.partial_rotary_factor!r} is not valid: of {head_dim(config)} channels of "
+                "a head, the number of polar ones must be even, because RoPE rotates pairs."
+            )
+        nested = position_encoding != "pope"
+        own = dict(((parameters or {}).get("pope") or {}) if nested else parameters or {})
+        if "theta" not in own:
+            base = old.rope_parameters["rope_theta"]
+            own["theta"] = float(base ** (rotated_channels(config, pope) / head_dim(config)))
+            all_parameters = {**(parameters or {}), "pope": own} if nested else own
+            config = type(old).from_dict(
+                copy.deepcopy(old.to_dict()), **{**given, "position_encoding_parameters": all_parameters}
+            )
+        for index in changed:
+            _reorder(weights, model, index, rotated_channels(config, pope))
+    result = type(model)._from_config(config, dtype=model.dtype)
+    kept = {name: value for name, value in weights.items() if name in result.state_dict()}
+    missing, _ = result.load_state_dict(kept, strict=False)
+    result.generation_config = copy.deepcopy(model.generation_config)
+    result.config._name_or_path = old._name_or_path
+    result.tie_weights()
+    return result, list(missing), sorted(weights.keys() - kept.keys())
+
+
+def _has(plan: Any, index: int, name: str) -> bool:
+    return any(cls.name == name for cls, _ in plan[index])
+
+
+def _of(plan: Any, index: int, name: str) -> Any:
+    return next(given for cls, given in plan[index] if cls.name == name)
+
+
+def pope_order(channels: int, polar: int) -> torch.Tensor:
+    """Returns the channel of RoPE, int64 (D), from which each channel of PoPE comes; `polar` is R, even."""
+    pairs = torch.arange(channels // 2)
+    first, others = pairs[: polar // 2], pairs[polar // 2 :]
+    half = channels // 2
+    return torch.cat((torch.stack((first, first + half), dim=1).flatten(), others, others + half))
+
+
+def _reorder(weights: dict[str, torch.Tensor], model: Any, index: int, polar: int) -> None:
+    """Reorders the channels of queries and keys of a layer, in `weights`."""
+    config = model.config
+    width, heads, key_heads = head_dim(config), config.num_attention_heads, config.num_key_value_heads
+    order = pope_order(width, polar)
+
+    def rows(count: int, first: int = 0) -> torch.Tensor:
+        return (first + torch.arange(count)[:, None] * width + order).flatten()
+
+    if config.model_type == "whatwhere_gpt2":
+        name = f"transformer.h.{index}.attn."
+        merged = torch.cat(
+            (
+                rows(heads),
+                rows(key_heads, heads * width),
+                torch.arange((heads + key_heads) * width, (heads + 2 * key_heads) * width),
+            )
+        )
+        weights[f"{name}c_attn.weight"] = weights[f"{name}c_attn.weight"][:, merged]
+        weights[f"{name}c_attn.bias"] = weights[f"{name}c_attn.bias"][merged]
+    else:
+        name = f"model.layers.{index}.self_attn."
+        for part, count in (("q_proj", heads), ("k_proj", key_heads)):
+            for kind in ("weight", "bias"):
+                if (full := f"{name}{part}.{kind}") in weights:
+                    weights[full] = weights[full][rows(count)]
+    for norm in ("query_norm", "key_norm"):
+        if (full := f"{name}options.{norm}.weight") in weights:
+            weights[full] = weights[full][:, order]

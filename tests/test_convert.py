@@ -1,0 +1,153 @@
+"""Conversion of pretrained models: logits of the source with its own encoding, what each change keeps, the command."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+
+from tiny import tiny_model, tokens
+from whatwhere.scripts import cli
+from whatwhere.scripts.commands.convert import main
+from whatwhere.scripts.conversion import convert, load_source, pope_order
+from whatwhere.scripts.data.tokenize import build_tokenizer
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+SOURCES = {
+    "llama": (transformers.LlamaConfig, {**SIZES, "rope_parameters": ROPE}),
+    "llama, tied, biases": (transformers.LlamaConfig, {**SIZES, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen2": (transformers.Qwen2Config, {**SIZES, "rope_parameters": ROPE}),
+    "qwen3": (transformers.Qwen3Config, {**SIZES, "head_dim": 16, "rope_parameters": ROPE}),
+    "gpt2": (transformers.GPT2Config, GPT2),
+}
+
+
+@pytest.fixture
+def source(request, tmp_path):
+    """A stock model with random weights, biases and norms too, and its folder."""
+    config_class, fields = SOURCES[request.param]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path / "source")
+    return model, str(tmp_path / "source")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(tokens(2, 40)).logits
+
+
+@pytest.mark.parametrize("source", SOURCES, indirect=True)
+def test_the_source_keeps_its_logits(source):
+    stock, folder = source
+    model = load_source(folder)
+    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-4)
+    ours = model.generate(tokens(1, 8), max_new_tokens=8, do_sample=False)
+    assert torch.equal(ours, stock.generate(tokens(1, 8), max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize("source", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    ("encoding", "new"), [("rope", 0), ("cope+rope", 1), (["rope", "cope+rope"], 1)], ids=["rope", "sum", "plan"]
+)
+def test_an_empty_table_changes_nothing(source, encoding, new):
+    stock, folder = source
+    model, added, dropped = convert(load_source(folder), encoding)
+    assert dropped == []
+    assert bool(added) == bool(new)
+    assert all("encodings" in name for name in added)
+    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_pope_keeps_the_cosine_terms(family, partial, qk_norm):
+    """RoPE without sine terms is PoPE without softplus: the second channels of all pairs are 0.
+
+    With plain channels, those of the slowest pairs, so slow that they do not turn.
+    """
+    theta = 1e30 if partial < 1 else 100.0
+    rope = {"rope_type": "default", "rope_theta": theta}
+    biases = {"attention_bias": True} if family == "llama" else {}
+    model = tiny_model(family, "rope", rope_parameters=rope, qk_norm=qk_norm, **biases)
+    D = 8
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.view(-1, D, *parameter.shape[1:])[:, D // 2 :] = 0
+            if "c_attn" in name:
+                parameter[..., : (4 + 2) * D].view(*parameter.shape[:-1], -1, D)[..., D // 2 :] = 0
+    given = {"magnitude": "identity", "use_delta": False, "partial_rotary_factor": partial}
+    converted, added, dropped = convert(model, "pope", given)
+    assert (added, dropped) == ([], [])
+    assert converted.config.position_encoding_parameters["theta"] == pytest.approx(theta**partial)
+    torch.testing.assert_close(logits(converted), logits(model), rtol=1e-3, atol=1e-3)
+    if partial < 1:
+        return
+    # In the order of RoPE the channels have other frequencies.
+    wrong = type(model)._from_config(converted.config).eval()
+    wrong.load_state_dict(model.state_dict())
+    assert (logits(wrong) - logits(model)).abs().max() > 0.1
+
+
+def test_order_of_channels():
+    assert pope_order(8, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert pope_order(8, 4).tolist() == [0, 4, 1, 5, 2, 3, 6, 7]
+
+
+def test_layers_without_pope_stay():
+    model = tiny_model("llama", "rope")
+    converted, *_ = convert(model, ["rope", "pope"])
+    before, after = model.state_dict(), converted.state_dict()
+    name = "model.layers.{}.self_attn.q_proj.weight"
+    assert torch.equal(after[name.format(0)], before[name.format(0)])
+    assert not torch.equal(after[name.format(1)], before[name.format(1)])
+    assert converted.config.position_encoding_parameters["pope"]["theta"] == pytest.approx(10000.0)
+    assert converted.config.rope_parameters == model.config.rope_parameters
+
+
+@pytest.mark.parametrize("source", ["qwen3"], indirect=True)
+def test_the_command(source, tmp_path, capsys):
+    folder = source[1]
+    build_tokenizer("bytes").save_pretrained(folder)
+    card = "---\nlicense: apache-2.0\nbase_model: someone/model\n---\n# Source\n"
+    (tmp_path / "source/README.md").write_text(card, encoding="utf-8")
+    options = ["--position-encoding", "[rope, pope]", "--position-encoding-parameters", '{"pope": {"theta": 300.0}}']
+    cli.main(["convert", folder, *options, "--output", str(tmp_path / "out")])
+    assert "model.layers.1.self_attn.encodings" in capsys.readouterr().out
+    data = ModelCard.load(tmp_path / "out/README.md").data
+    assert (data.license, data.base_model) == ("apache-2.0", "someone/model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    expected, *_ = convert(load_source(folder), ["rope", "pope"], {"pope": {"theta": 300.0}})
+    torch.testing.assert_close(logits(loaded), logits(expected))
+    assert json.loads((tmp_path / "out/config.json").read_text())["position_encoding"] == ["rope", "pope"]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
+
+
+def test_bad_input(tmp_path):
+    transformers.BertConfig(hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"model_type is 'bert'. Allowed: .*'qwen3'"):
+        load_source(str(tmp_path / "bert"))
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0.4.* must be even"):
+        convert(tiny_model("llama", "rope"), "pope", {"partial_rotary_factor": 0.4})
+    with pytest.raises(ValueError, match=r"output=.*empty or new folder"):
+        main([str(tmp_path), "--position-encoding", "pope", "--output", str(tmp_path)])
