@@ -374,7 +374,7 @@ def _token_gated(case: Case, device: torch.device) -> Call:
         query, key, value, gates, table, matrix = inputs
         encoding: Any = types.SimpleNamespace(
             _gates=lambda context: gates,
-            table=lambda: table,
+            table=lambda _: table,
             position_query=lambda query, dtype: F.linear(query.to(dtype), matrix.to(dtype)),
         )
         context = PositionContext(given.positions, query=query)

@@ -87,7 +87,10 @@ def push(name, further=0.0, **options):
 
 
 def push_tokenizer(name, model_max_length=None):
-    build_tokenizer("bytes", model_max_length=model_max_length).push_to_hub(name)
+    tokenizer = build_tokenizer("bytes")
+    if model_max_length is not None:
+        tokenizer.model_max_length = model_max_length
+    tokenizer.push_to_hub(name)
 
 
 def push_config(name):
