@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python
 # One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: test test-slow test-oldest demo lint conformance engines benchmark gpu-check clean
+.PHONY: test test-slow test-engines test-oldest demo lint conformance engines benchmark gpu-check clean
 
 test: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
@@ -36,9 +36,15 @@ conformance: $(VENV)/installed
 	$(SINGLE) $(RUN) tests/conformance/run.py $(CONFORMANCE)
 
 # The table of docs/engines.md, after the tests that it stands for.
-engines: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 0 tests/test_engines*.py
+engines: test-engines
+	$(SINGLE) $(RUN) -m pytest -n 0 tests/test_engines*.py tests/test_serving.py tests/test_model_parallel.py
+	$(SINGLE) $(RUN) -m pytest -n 0 tests/test_zero_shot.py -k are_likelihoods
 	$(RUN) tests/engine_matrix.py
+
+# The tests of torchao and bitsandbytes, which are installed for them.
+test-engines: $(VENV)/installed
+	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[engines]"
+	$(SINGLE) $(RUN) -m pytest -n 2 tests/test_engines_inference.py -k "torchao or bitsandbytes"
 
 benchmark: $(VENV)/installed
 	$(RUN) -m whatwhere benchmark

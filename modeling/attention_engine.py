@@ -13,6 +13,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 _USE = "Use 'none', 'absolute', 'sinusoidal', 'rope' or"
+_STOCK = "transformers.integrations."
 _NAMES = ("eager", "sdpa", "flex_attention", "auto", "blockwise", "triton")
 
 
@@ -20,7 +21,8 @@ class AttentionFunctions(AttentionInterface):
     """Own functions by name, and those in Transformers' table; of a name in both, the one that an engine put there."""
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._local_mapping and name not in ALL_ATTENTION_FUNCTIONS._local_mapping:
+        given = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name, AttentionInterface._global_mapping.get(name))
+        if name in self._local_mapping and getattr(given, "__module__", _STOCK).startswith(_STOCK):
             return self._local_mapping[name]
         return _foreign(name, ALL_ATTENTION_FUNCTIONS[name])
 

@@ -69,8 +69,11 @@ def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     add_request = type(manager).add_request
 
     def checked(input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
-        default = manager.generation_config.max_new_tokens
-        _check_length(config, len(input_ids), (default if max_new_tokens is None else max_new_tokens) or 0)
+        limit = max_length(config)
+        max_new_tokens = manager.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if max_new_tokens is None and limit is not None:
+            max_new_tokens = max(1, limit - len(input_ids) + 1)
+        _check_length(config, len(input_ids), max_new_tokens or 0)
         return add_request(manager, input_ids, request_id, max_new_tokens, **kwargs)
 
     manager.add_request = checked  # type: ignore[method-assign, assignment]
@@ -194,7 +197,8 @@ def groups(starts: torch.Tensor, key_starts: torch.Tensor, arguments: dict) -> I
     """Yields the sequences of a step by groups, from where their new tokens and their keys begin, (sequences + 1)."""
     first, first_key = starts.long(), key_starts.long()
     lengths = torch.stack((first.diff(), first_key.diff()), dim=1).tolist()
-    order = sorted((Q, K, index) for index, (Q, K) in enumerate(lengths))
+    # A copy of a request may have no new tokens.
+    order = sorted((Q, K, index) for index, (Q, K) in enumerate(lengths) if Q)
     while order:
         Q, shortest, _ = order[0]
         longest = max(2 * shortest, SHORT)

@@ -222,6 +222,7 @@ def refusal(message: str) -> ValueError:
     if server is None:
         return ValueError(message)
     fields = {"status_code": 400, "detail": message, "headers": None, "__str__": Exception.__str__}
+    fields["__reduce__"] = lambda _: (ValueError, (message,))
     return type("RequestError", (ValueError, server.HTTPException), fields)(message)
 
 

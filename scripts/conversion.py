@@ -8,7 +8,8 @@ For layers that change from RoPE to PoPE, the channels of queries and keys are r
 (i, i + D/2) of a head by theta^(-2 i / D) per token. PoPE's polar channels 2 i and 2 i + 1 get the frequencies
 theta^(-2 i / D) and theta^(-(2 i + 1) / D) if its own base is theta^(R / D), its default here. Pair i becomes these two
 channels, for i < R / 2. The other pairs, which turn slowest, become PoPE's plain channels (`partial_rotary_factor`),
-whose product does not depend on the distance. RoPE's sine terms and, with softplus, the signs are lost until training.
+whose product does not depend on the distance; so do channels that RoPE does not rotate, and D is then the number of
+rotated ones. RoPE's sine terms and, with softplus, the signs are lost until training.
 
 Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
 """
@@ -18,13 +19,17 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+from whatwhere.attention_options import NORM_EPS
+from whatwhere.configuration.configuration_common import _kept
 from whatwhere.position_base import head_dim
-from whatwhere.position_pope import rotated_channels
 from whatwhere.position_registry import layer_plan
 
 from .evaluation.checkpoints import checked_loading
+
+logger = logging.get_logger(__name__)
 
 # Model types that a family's own class reads.
 FAMILIES: dict[str, Any] = {
@@ -49,15 +54,18 @@ def load_source(source: str) -> Any:
     with checked_loading(source):
         config = AutoConfig.from_pretrained(source)
     if config.model_type in FAMILIES:
-        with checked_loading(source):
-            return FAMILIES[config.model_type].from_pretrained(source, dtype="auto")
+        return _load(FAMILIES[config.model_type], source)
     if config.model_type not in ("qwen2", "qwen3"):
         kinds = ", ".join(map(repr, (*FAMILIES, "qwen2", "qwen3")))
         raise ValueError(f"source={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}.")
     if "sliding_attention" in (config.layer_types or ()):
         raise ValueError(f"source={source!r} is not valid: it has layers with a sliding window.")
-    with checked_loading(source):
-        stock = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    if config.model_type == "qwen3" and config.rms_norm_eps != NORM_EPS:
+        raise ValueError(
+            f"source={source!r} is not valid: rms_norm_eps={config.rms_norm_eps!r}; norms of queries and keys have "
+            f"{NORM_EPS!r} here."
+        )
+    stock = _load(AutoModelForCausalLM, source)
     fields = {key: value for key, value in config.to_dict().items() if key not in _WINDOWS}
     weights = stock.state_dict()
     fields |= {"model_type": "llama", "qk_norm": config.model_type == "qwen3"}
@@ -77,6 +85,15 @@ def load_source(source: str) -> Any:
     return model
 
 
+def _load(cls: Any, source: str) -> Any:
+    with checked_loading(source):
+        model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True)
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"]))
+        raise ValueError(f"source={source!r} is not valid: it is no causal language model, it has no {missing}.")
+    return model
+
+
 def convert(
     model: Any, position_encoding: str | list[str], parameters: dict[str, Any] | None = None
 ) -> tuple[Any, list[str], list[str]]:
@@ -85,43 +102,46 @@ def convert(
     Args:
         model: from `load_source`.
         position_encoding: a name, or a list of names, one for each layer or a pattern that repeats.
-        parameters: `position_encoding_parameters`. PoPE's `theta` is by default that of the text of this file, for
-            layers that have RoPE.
+        parameters: `position_encoding_parameters`; those of the source's own encodings are kept if they are not given.
+            For layers that change from RoPE to PoPE, the defaults of `theta` and `partial_rotary_factor` are those of
+            the text of this file.
 
     Returns:
         the model, the names of its new parameters, and the names of the parameters that were dropped.
 
     Raises:
-        ValueError: the encoding or a parameter is not valid, or PoPE has an odd number of polar channels.
+        ValueError: the encoding or a parameter is not valid, or RoPE does not rotate all polar channels in pairs.
     """
     old = model.config
-    given = {"position_encoding": position_encoding, "position_encoding_parameters": parameters}
-    config = type(old).from_dict(copy.deepcopy(old.to_dict()), **given)
+    given = _merged(_kept(old.position_encoding, old.position_encoding_parameters, position_encoding), parameters)
+    config = _with_encoding(old, position_encoding, given)
     before, after = layer_plan(old), layer_plan(config)
-    changed = [
-        index for index in range(config.num_hidden_layers) if _has(before, index, "rope") and _has(after, index, "pope")
-    ]
+    changed = [i for i in range(config.num_hidden_layers) if _of(before[i], "rope") and _of(after[i], "pope")]
     weights = dict(model.state_dict())
     if changed:
-        pope = _of(after, changed[0], "pope")
-        if rotated_channels(config, pope) % 2:
-            raise ValueError(
-                f"partial_rotary_factor={pope.partial_rotary_factor!r} is not valid: of {head_dim(config)} channels of "
-                "a head, the number of polar ones must be even, because RoPE rotates pairs."
+        rope = old.rope_parameters
+        rotated = int(head_dim(old) * rope.get("partial_rotary_factor", 1.0))
+        if (kind := rope.get("rope_type", "default")) != "default":
+            logger.warning(
+                f"rope_type={kind!r} of the source has no equal in PoPE, which gets the unscaled frequencies."
             )
         nested = position_encoding != "pope"
-        own = dict(((parameters or {}).get("pope") or {}) if nested else parameters or {})
-        if "theta" not in own:
-            base = old.rope_parameters["rope_theta"]
-            own["theta"] = float(base ** (rotated_channels(config, pope) / head_dim(config)))
-            all_parameters = {**(parameters or {}), "pope": own} if nested else own
-            config = type(old).from_dict(
-                copy.deepcopy(old.to_dict()), **{**given, "position_encoding_parameters": all_parameters}
+        own = (given.get("pope") or {}) if nested else given
+        own = {"partial_rotary_factor": rotated / head_dim(old), **own}
+        polar = int(head_dim(old) * own["partial_rotary_factor"])
+        if polar % 2 or polar > rotated:
+            raise ValueError(
+                f"partial_rotary_factor={own['partial_rotary_factor']!r} is not valid: the number of polar channels "
+                f"must be even, and at most {rotated}, the channels that RoPE rotates."
             )
+        own = {"theta": float(rope["rope_theta"] ** (polar / rotated)), **own}
+        config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own)
+        order = pope_order(head_dim(old), rotated, polar)
         for index in changed:
-            _reorder(weights, model, index, rotated_channels(config, pope))
+            _reorder(weights, model, index, order)
     result = type(model)._from_config(config, dtype=model.dtype)
-    kept = {name: value for name, value in weights.items() if name in result.state_dict()}
+    shapes = {name: value.shape for name, value in result.state_dict().items()}
+    kept = {name: value for name, value in weights.items() if shapes.get(name) == value.shape}
     missing, _ = result.load_state_dict(kept, strict=False)
     result.generation_config = copy.deepcopy(model.generation_config)
     result.config._name_or_path = old._name_or_path
@@ -129,27 +149,45 @@ def convert(
     return result, list(missing), sorted(weights.keys() - kept.keys())
 
 
-def _has(plan: Any, index: int, name: str) -> bool:
-    return any(cls.name == name for cls, _ in plan[index])
+def _merged(kept: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the source's parameters, replaced by those that are given; both may be nested by encoding."""
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"position_encoding_parameters={given!r} is not valid: it must be a mapping.")
+    result: dict[str, Any] = dict(kept or {})
+    for name, value in (given or {}).items():
+        inner = isinstance(value, dict) and isinstance(result.get(name), dict)
+        result[name] = {**result[name], **value} if inner else value
+    return result
 
 
-def _of(plan: Any, index: int, name: str) -> Any:
-    return next(given for cls, given in plan[index] if cls.name == name)
+def _with_encoding(config: Any, position_encoding: str | list[str], parameters: dict[str, Any]) -> Any:
+    fields = {"position_encoding": position_encoding, "position_encoding_parameters": parameters or None}
+    return type(config).from_dict(copy.deepcopy(config.to_dict()), **fields)
 
 
-def pope_order(channels: int, polar: int) -> torch.Tensor:
-    """Returns the channel of RoPE, int64 (D), from which each channel of PoPE comes; `polar` is R, even."""
-    pairs = torch.arange(channels // 2)
+def _of(layer: Any, name: str) -> bool:
+    return any(cls.name == name for cls, _ in layer)
+
+
+def pope_order(channels: int, rotated: int, polar: int) -> torch.Tensor:
+    """Returns the channel of RoPE, int64 (D), from which each channel of PoPE comes.
+
+    Args:
+        channels: D.
+        rotated: the number of channels that RoPE rotates.
+        polar: R, even, at most `rotated`.
+    """
+    pairs = torch.arange(rotated // 2)
     first, others = pairs[: polar // 2], pairs[polar // 2 :]
-    half = channels // 2
-    return torch.cat((torch.stack((first, first + half), dim=1).flatten(), others, others + half))
+    half = rotated // 2
+    turned = torch.stack((first, first + half), dim=1).flatten()
+    return torch.cat((turned, others, others + half, torch.arange(rotated, channels)))
 
 
-def _reorder(weights: dict[str, torch.Tensor], model: Any, index: int, polar: int) -> None:
+def _reorder(weights: dict[str, torch.Tensor], model: Any, index: int, order: torch.Tensor) -> None:
     """Reorders the channels of queries and keys of a layer, in `weights`."""
     config = model.config
     width, heads, key_heads = head_dim(config), config.num_attention_heads, config.num_key_value_heads
-    order = pope_order(width, polar)
 
     def rows(count: int, first: int = 0) -> torch.Tensor:
         return (first + torch.arange(count)[:, None] * width + order).flatten()

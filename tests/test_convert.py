@@ -8,6 +8,7 @@ import transformers
 from huggingface_hub import ModelCard
 
 from tiny import tiny_model, tokens
+from whatwhere import list_position_encodings
 from whatwhere.scripts import cli
 from whatwhere.scripts.commands.convert import main
 from whatwhere.scripts.conversion import convert, load_source, pope_order
@@ -78,30 +79,31 @@ def test_an_empty_table_changes_nothing(source, encoding, new):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("rotated", [8, 4])
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_pope_keeps_the_cosine_terms(family, partial, qk_norm):
+def test_pope_keeps_the_cosine_terms(family, rotated, partial, qk_norm):
     """RoPE without sine terms is PoPE without softplus: the second channels of all pairs are 0.
 
     With plain channels, those of the slowest pairs, so slow that they do not turn.
     """
     theta = 1e30 if partial < 1 else 100.0
-    rope = {"rope_type": "default", "rope_theta": theta}
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated / 8}
     biases = {"attention_bias": True} if family == "llama" else {}
     model = tiny_model(family, "rope", rope_parameters=rope, qk_norm=qk_norm, **biases)
     D = 8
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
-                parameter.view(-1, D, *parameter.shape[1:])[:, D // 2 :] = 0
+                parameter.view(-1, D, *parameter.shape[1:])[:, rotated // 2 : rotated] = 0
             if "c_attn" in name:
-                parameter[..., : (4 + 2) * D].view(*parameter.shape[:-1], -1, D)[..., D // 2 :] = 0
-    given = {"magnitude": "identity", "use_delta": False, "partial_rotary_factor": partial}
+                parameter[..., : (4 + 2) * D].view(*parameter.shape[:-1], -1, D)[..., rotated // 2 : rotated] = 0
+    given = {"magnitude": "identity", "use_delta": False, "partial_rotary_factor": partial * rotated / D}
     converted, added, dropped = convert(model, "pope", given)
     assert (added, dropped) == ([], [])
     assert converted.config.position_encoding_parameters["theta"] == pytest.approx(theta**partial)
     torch.testing.assert_close(logits(converted), logits(model), rtol=1e-3, atol=1e-3)
-    if partial < 1:
+    if partial < 1 or rotated < D:
         return
     # In the order of RoPE the channels have other frequencies.
     wrong = type(model)._from_config(converted.config).eval()
@@ -110,8 +112,44 @@ def test_pope_keeps_the_cosine_terms(family, partial, qk_norm):
 
 
 def test_order_of_channels():
-    assert pope_order(8, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert pope_order(8, 4).tolist() == [0, 4, 1, 5, 2, 3, 6, 7]
+    assert pope_order(8, 8, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert pope_order(8, 8, 4).tolist() == [0, 4, 1, 5, 2, 3, 6, 7]
+    assert pope_order(8, 4, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("encoding", list_position_encodings())
+def test_its_own_encoding_changes_nothing(encoding):
+    given = {"pope": {"theta": 1e6, "partial_rotary_factor": 0.5}, "cope": {"num_positions": 16}}
+    model = tiny_model("gpt2", encoding, position_encoding_parameters=given.get(encoding))
+    converted, added, dropped = convert(model, encoding)
+    assert (added, dropped) == ([], [])
+    assert converted.config.position_encoding_parameters == model.config.position_encoding_parameters
+    torch.testing.assert_close(logits(converted), logits(model))
+    if encoding in ("absolute", "sinusoidal"):
+        return
+    # The same parameters, nested.
+    converted, added, dropped = convert(model, [encoding, encoding])
+    assert (added, dropped) == ([], [])
+    torch.testing.assert_close(logits(converted), logits(model))
+
+
+def test_parameters_that_are_given_replace_those_of_the_source():
+    model = tiny_model("llama", "cope", position_encoding_parameters={"num_positions": 16, "gates": "separate_key"})
+    converted, added, dropped = convert(model, "cope", {"num_positions": 8})
+    found = converted.config.position_encoding_parameters
+    assert (found["num_positions"], found["gates"]) == (8, "separate_key")
+    assert added == dropped
+    assert added
+
+
+def test_rope_that_rotates_a_part():
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    model = tiny_model("llama", "rope", rope_parameters=rope)
+    converted, *_ = convert(model, "pope")
+    found = converted.config.position_encoding_parameters
+    assert (found["partial_rotary_factor"], found["theta"]) == (0.5, pytest.approx(100.0))
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=1.0 .* at most 4"):
+        convert(model, "pope", {"partial_rotary_factor": 1.0})
 
 
 def test_layers_without_pope_stay():
@@ -147,7 +185,25 @@ def test_bad_input(tmp_path):
     transformers.BertConfig(hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match=r"model_type is 'bert'. Allowed: .*'qwen3'"):
         load_source(str(tmp_path / "bert"))
+    with pytest.raises(ValueError, match=r"position_encoding_parameters=\[1\] is not valid: it must be a mapping"):
+        convert(tiny_model("llama", "rope"), "pope", [1])
+    config = transformers.LlamaConfig(**SIZES, num_labels=3)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
+    with pytest.raises(ValueError, match=r"no causal language model, it has no lm_head.weight"):
+        load_source(str(tmp_path / "classes"))
+    config = transformers.Qwen3Config(**SIZES, rms_norm_eps=1e-5)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen3")
+    with pytest.raises(ValueError, match=r"rms_norm_eps=1e-05"):
+        load_source(str(tmp_path / "qwen3"))
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0.4.* must be even"):
         convert(tiny_model("llama", "rope"), "pope", {"partial_rotary_factor": 0.4})
+    tiny_model("llama", "rope").save_pretrained(tmp_path / "no_tokenizer")
+    (tmp_path / "no_tokenizer/README.md").unlink()
+    options = ["--position-encoding", "pope", "--output", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match=r"checkpoint=.*no_tokenizer' cannot be loaded"):
+        main([str(tmp_path / "no_tokenizer"), *options])
+    build_tokenizer("bytes").save_pretrained(tmp_path / "no_tokenizer")
+    main([str(tmp_path / "no_tokenizer"), *options])
+    assert ModelCard.load(tmp_path / "out/README.md").data.license == "unknown"
     with pytest.raises(ValueError, match=r"output=.*empty or new folder"):
         main([str(tmp_path), "--position-encoding", "pope", "--output", str(tmp_path)])

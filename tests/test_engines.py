@@ -223,3 +223,25 @@ def test_ulysses_itself():
     assert done.returncode == 0, done.stderr[-4000:]
     agreed = [line.removeprefix("agrees: ") for line in done.stdout.splitlines() if line.startswith("agrees: ")]
     assert agreed == [f"{family} {encoding}" for family in FAMILIES for encoding in PLAIN]
+
+
+@pytest.mark.parametrize("encoding", ["rope", "alibi"])
+def test_a_replaced_function_of_transformers(encoding, monkeypatch):
+    """By Transformers' public way to register one."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    calls = []
+
+    def mine(*args, **kwargs):
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    model = tiny_model("llama", encoding, "sdpa")
+    expected = model(tokens(1, 9)).logits
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", mine)
+    if encoding == "alibi":
+        with pytest.raises(ValueError, match="An engine replaced attn_implementation='sdpa'"):
+            model(tokens(1, 9))
+    else:
+        torch.testing.assert_close(model(tokens(1, 9)).logits, expected)
+        assert len(calls) == 2

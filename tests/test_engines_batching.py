@@ -145,6 +145,19 @@ def test_requests_that_join_and_leave(encoding, monkeypatch):
 
 
 @only_newer
+def test_copies_of_a_request():
+    """Of a prompt with one token, a copy has nothing to compute."""
+    model = tiny_model("llama", "cope")
+    settings = GenerationConfig(
+        max_new_tokens=5, do_sample=True, top_k=1, num_return_sequences=2, eos_token_id=[-1], pad_token_id=0
+    )
+    outputs = model.generate_batch([[9], [3, 4, 5]], generation_config=settings, continuous_batching_config=sizes())
+    for output in outputs.values():
+        assert output.error is None
+        assert output.generated_tokens == alone(model, output.prompt_ids, 5)
+
+
+@only_newer
 def test_a_manager_that_is_kept():
     model = tiny_model("llama", "cope")
     prompts = prompts_of(3, longest=9)
@@ -177,6 +190,11 @@ def test_prompts_longer_than_the_encoding(encoding):
     with pytest.raises(ValueError, match=message):
         model.generate_batch([[3] * 44, [3]], generation_config=greedy(6), continuous_batching_config=sizes())
     check(model, [[3] * 43, [3]])
+    # Without a number of new tokens, an answer ends where the encoding does.
+    settings = greedy(6)
+    settings.max_new_tokens = None
+    outputs = model.generate_batch([[3] * 44, [3]], generation_config=settings, continuous_batching_config=sizes())
+    assert [len(output.generated_tokens) for output in outputs.values()] == [5, 48]
     # The other requests of a server go on.
     manager = model.init_continuous_batching(generation_config=greedy(6), continuous_batching_config=sizes())
     manager.start()

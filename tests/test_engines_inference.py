@@ -71,6 +71,7 @@ def test_a_quantized_cache_refuses_shifted_keys():
 
 @for_engine("assisted_generation")
 def test_assisted_generation(encoding, expected):
+    assert expected == "works"
     model, ids = tiny_model("llama", encoding), tokens(1, 7)
     twice = torch.cat((ids, ids), dim=1)
     assistant = tiny_model("llama", encoding, num_hidden_layers=1)
@@ -148,6 +149,7 @@ def widen_cache(module):
 
 @for_engine("compiled_decoding", QUICK)
 def test_compiled_decoding(encoding, expected):
+    assert expected == "works"
     model, ids = tiny_model("llama", encoding, max_position_embeddings=64), tokens(2, 7)
     lengths = {"max_new_tokens": 51, "min_new_tokens": 51, "do_sample": False}
     graphs = []
@@ -168,6 +170,7 @@ def test_compiled_decoding(encoding, expected):
 @pytest.mark.parametrize("bits", [8, 4])
 @for_engine("torchao", QUICK)
 def test_torchao(encoding, expected, bits, tmp_path):
+    assert expected == "works"
     needs("torchao")
     quantization = importlib.import_module("torchao.quantization")
     if bits == 8:
@@ -193,6 +196,7 @@ def test_torchao(encoding, expected, bits, tmp_path):
 
 @for_engine("bitsandbytes", QUICK)
 def test_bitsandbytes(encoding, expected, tmp_path):
+    assert expected == "works"
     needs("bitsandbytes")
     import bitsandbytes
 
@@ -208,13 +212,14 @@ def test_bitsandbytes(encoding, expected, tmp_path):
                 rounded.get_submodule(name).weight.copy_(weight)
         assert found == 14
         # The products of a CPU have a bfloat16's digits.
-        expected = rounded(ids).logits
-        assert (quantized(ids).logits - expected).std() < 0.05 * expected.std()
-        assert (model(ids).logits - expected).std() > 0.2 * expected.std()
+        wanted = rounded(ids).logits
+        assert (quantized(ids).logits - wanted).std() < 0.05 * wanted.std()
+        assert (model(ids).logits - wanted).std() > 0.2 * wanted.std()
 
 
 @for_engine("offloaded_weights", QUICK)
 def test_offloaded_weights(encoding, expected, tmp_path):
+    assert expected == "works"
     model, ids = tiny_model("llama", encoding, num_hidden_layers=4), tokens(2, 12)
     memory = {"cpu": sum(parameter.numel() for parameter in model.parameters()) * 4 // 2}
     folder = tmp_path / "offloaded"

@@ -96,6 +96,7 @@ def fine_tuned(trl, tokenizer, encoding, folder, **fields):
 @for_engine("trl_sft", QUICK)
 @pytest.mark.parametrize("mode", slow_but(list(SFT)[1:4], list(SFT)[1:]))
 def test_trl_sft(trl, tokenizer, encoding, expected, mode, tmp_path):
+    assert expected == "works"
     torch._dynamo.reset()
     model, losses = fine_tuned(trl, tokenizer, encoding, tmp_path, **SFT[mode])
     plain, expected_losses = fine_tuned(trl, tokenizer, encoding, tmp_path, **SFT["plain"])
@@ -116,6 +117,7 @@ def log_probabilities(model, batch):
 @for_engine("trl_dpo", QUICK)
 @pytest.mark.parametrize("mode", slow_but(["full", "adapter"], ["full", "adapter", "compiled"]))
 def test_trl_dpo(trl, tokenizer, encoding, expected, mode, tmp_path):
+    assert expected == "works"
     torch._dynamo.reset()
     base = tiny_model("llama", encoding)
     base.save_pretrained(tmp_path / "base")
@@ -147,6 +149,7 @@ def test_trl_dpo(trl, tokenizer, encoding, expected, mode, tmp_path):
 @for_engine("trl_grpo", QUICK)
 @pytest.mark.parametrize("mode", slow_but(["generate", "generate_batch"], ["generate", "generate_batch", "compiled"]))
 def test_trl_grpo(trl, tokenizer, encoding, expected, mode, tmp_path):
+    assert expected == "works"
     torch._dynamo.reset()
     base = tiny_model("llama", encoding)
     base.save_pretrained(tmp_path / "base")
@@ -213,6 +216,7 @@ def learn(model, ids, **options):
 @for_engine("peft", QUICK)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft(encoding, expected, family, tmp_path):
+    assert expected == "works"
     base, ids = tiny_model(family, encoding), tokens(2, 16)
     base.save_pretrained(tmp_path / "base")
     for name, config in adapters(base).items():
@@ -240,6 +244,7 @@ def test_peft(encoding, expected, family, tmp_path):
 
 @for_engine("peft", QUICK[:1])
 def test_compiled_adapters(encoding, expected):
+    assert expected == "works"
     torch._dynamo.reset()
     base, ids = tiny_model("llama", encoding), tokens(2, 16)
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)

@@ -1,15 +1,16 @@
 """`whatwhere convert`: see `conversion.py`."""
 
 import argparse
+import contextlib
 import os
 import pathlib
-from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
 from ..conversion import convert, load_source
+from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import check_writable
 from .common import command_parser, json_value, name_or_list
 
@@ -45,8 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"output={str(options.output)!r} is not valid: it must be an empty or new folder.")
     check_writable(options.output)
     source = load_source(options.source)
+    with checked_loading(options.source):
+        tokenizer = AutoTokenizer.from_pretrained(options.source)
     model, new, dropped = convert(source, options.position_encoding, options.position_encoding_parameters)
-    tokenizer = AutoTokenizer.from_pretrained(options.source)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     complete_metadata(options.output, options.source)
@@ -60,12 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
 def complete_metadata(folder: pathlib.Path, source: str) -> None:
     """Adds the source to the model card in a folder, and its licence if the source's card states one."""
     card = ModelCard.load(folder / "README.md")
-    local = os.path.isdir(source)
-    try:
-        path = os.path.join(source, "README.md") if local else source
-        known: Any = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, HfHubHTTPError):
-        known = {}
+    local, known = os.path.isdir(source), {}
+    path = os.path.join(source, "README.md") if local else source
+    if not local or os.path.isfile(path):
+        with contextlib.suppress(OSError, ValueError, HfHubHTTPError):
+            known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
     # The Hub takes ids only; the source of a folder is known if it was made from one.
     base = known.get("base_model") if local else source
     if base:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from transformers import GenerationConfig
 
 from ...model_card import weights_fingerprint
 from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of
@@ -166,6 +167,9 @@ def run(options: argparse.Namespace, origin: dict[str, Any], parse: Callable[[st
         if limit is None:
             # Otherwise lm-eval truncates prompts to the length in the configuration.
             model._max_length = MAX_LENGTH
+        # Without the checkpoint's own settings, such as a repetition penalty.
+        ends = {name: getattr(model.model.generation_config, name) for name in ("eos_token_id", "pad_token_id")}
+        model.model.generation_config = GenerationConfig(**ends)
         for length in lengths[checkpoint]:
             tasks = {task: generate(task, tokenizer, length, samples) for task in TASKS}
             given = [_task(task, documents) for task, documents in tasks.items() if documents is not None]
@@ -175,7 +179,8 @@ def run(options: argparse.Namespace, origin: dict[str, Any], parse: Callable[[st
                 model.batch_size_per_gpu = max(1, options.batch_tokens // length)
                 with log_filter():
                     report = lm_eval.simple_evaluate(model, tasks=given, task_manager=manager, log_samples=False)
-                reason, scores = None, lm_eval_tasks(report)
+                # The other processes get no report.
+                reason, scores = None, lm_eval_tasks(report) if report else {}
             else:
                 reason, scores = "no task fits into this length", {}
             metrics = {task: score["metrics"]["recall"] for task, score in scores.items()}
