@@ -171,7 +171,7 @@ def test_the_command(source, tmp_path, capsys):
     (tmp_path / "source/README.md").write_text(card, encoding="utf-8")
     options = ["--position-encoding", "[rope, pope]", "--position-encoding-parameters", '{"pope": {"theta": 300.0}}']
     cli.main(["convert", folder, *options, "--output", str(tmp_path / "out")])
-    assert "model.layers.1.self_attn.encodings" in capsys.readouterr().out
+    assert "model.layers.*.self_attn.encodings" in capsys.readouterr().out
     data = ModelCard.load(tmp_path / "out/README.md").data
     assert (data.license, data.base_model) == ("apache-2.0", "someone/model")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
@@ -197,6 +197,8 @@ def test_bad_input(tmp_path):
         load_source(str(tmp_path / "qwen3"))
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0.4.* must be even"):
         convert(tiny_model("llama", "rope"), "pope", {"partial_rotary_factor": 0.4})
+    with pytest.raises(ValueError, match=r"position_encoding=.*Did you mean 'pope'"):
+        main(["no/source", "--position-encoding", "[rope, pop]", "--output", str(tmp_path / "out")])
     tiny_model("llama", "rope").save_pretrained(tmp_path / "no_tokenizer")
     (tmp_path / "no_tokenizer/README.md").unlink()
     options = ["--position-encoding", "pope", "--output", str(tmp_path / "out")]

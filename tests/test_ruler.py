@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from tiny import tiny_model
 from whatwhere.scripts import cli
@@ -110,9 +109,12 @@ def test_options_without_effect_are_refused(root, arguments, message):
 
 
 @pytest.mark.slow
-@torch.no_grad()
-def test_a_model_answers(root, tmp_path):
-    arguments = ["--tasks", "ruler", "--windows", "1024", "--samples", "1", "--output", str(tmp_path)]
-    cli.main(["length", str(root / "pope"), *arguments])
-    (cell,) = json.loads((tmp_path / "ruler.json").read_text())["checkpoints"][0]["cells"]
-    assert "niah_single_1" in cell["tasks"]
+def test_two_processes_equal_one(root, tmp_path, two_processes):
+    """Three samples, so that shares are uneven."""
+    arguments = ["length", str(root / "pope"), "--tasks", "ruler", "--windows", "1024,2048", "--samples", "3"]
+    cli.main([*arguments, "--output", str(tmp_path / "one"), "--device", "cpu"])
+    printed = two_processes(*arguments, "--output", tmp_path / "two")
+    assert printed.count("Recall") == 1
+    one, two = (json.loads((tmp_path / name / "ruler.json").read_text()) for name in ("one", "two"))
+    assert one["checkpoints"] == two["checkpoints"]
+    assert all("niah_single_1" in cell["tasks"] for cell in one["checkpoints"][0]["cells"])

@@ -4,11 +4,14 @@ import argparse
 import contextlib
 import os
 import pathlib
+import re
 
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
+from ...position_base import suggest
+from ...position_registry import POSITION_ENCODINGS
 from ..conversion import convert, load_source
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import check_writable
@@ -45,6 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
         raise ValueError(f"output={str(options.output)!r} is not valid: it must be an empty or new folder.")
     check_writable(options.output)
+    # Before a large source is loaded.
+    names = options.position_encoding
+    for name in names if isinstance(names, list) else [names]:
+        for part in str(name).split("+"):
+            if part not in POSITION_ENCODINGS:
+                raise ValueError(f"position_encoding={names!r} is not valid. {suggest(part, POSITION_ENCODINGS)}")
     source = load_source(options.source)
     with checked_loading(options.source):
         tokenizer = AutoTokenizer.from_pretrained(options.source)
@@ -55,8 +64,10 @@ def main(arguments: list[str] | None = None) -> None:
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
     for title, names in (("new", new), ("not used", dropped)):
-        for name in names:
+        # One line for all layers.
+        for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names):
             print(f"  {title}: {name}")
+    print(f"Next: whatwhere finetune {options.output} --output RUN")
 
 
 def complete_metadata(folder: pathlib.Path, source: str) -> None:

@@ -153,7 +153,8 @@ def load_model(settings: Settings, distributed_config: Any = None) -> tuple[Any,
     family = FAMILIES.get(model_type.removeprefix("whatwhere_"))
     if family is None:
         allowed = ", ".join(repr(prefix + name) for prefix in ("", "whatwhere_") for name in FAMILIES)
-        raise FinetuneError(f"checkpoint={checkpoint!r}: its model_type is {model_type!r}. Allowed: {allowed}.")
+        hint = " Run `whatwhere convert` first." if model_type in ("qwen2", "qwen3") else ""
+        raise FinetuneError(f"checkpoint={checkpoint!r}: its model_type is {model_type!r}. Allowed: {allowed}.{hint}")
     names = ("position_encoding", "position_encoding_parameters", "rope_parameters")
     changes = {name: value for name in names if (value := getattr(settings, name)) is not None}
     if distributed_config is not None:
