@@ -46,6 +46,10 @@ largest process) for 120 and 1,200 MB, the start of a run of `wikitext103_small`
 steps in which it waits for data, beside what they should be on an otherwise idle machine. It takes about 15 minutes and
 5 GB in a temporary folder (`--quick`: 40 and 80 MB, two minutes). The other options have no effect.
 
+Serving (`--parts serving`): new tokens a second of `generate_batch` (continuous batching) and of `generate` with one
+prompt after the other, for the stock model and ours: 32 prompts of 32 to 256 tokens (`--quick`: 8), 32 new tokens each,
+4 layers. In float32 the tokens must be the same.
+
 Check of attention: output and all gradients of one head of the timed inputs, against full-matrix attention in float64.
 The maximum error is twice that of full-matrix attention in the timed type, or 1e-4 (2e-2 for the public package) of the
 reference's norm or a tenth of the incoming gradient's norm, whichever is larger. Above 4,096 tokens, 2,048 rows are
@@ -101,6 +105,7 @@ from .data import benchmark_data
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
 from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
 from .report import Report, Result, Shape, device_name, missing, old_columns, versions
+from .serving import benchmark_serving
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Hidden size (which determines the number of heads) and lengths on a GPU.
@@ -328,7 +333,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--parts", default="attention,model", help="of attention, model and data; comma-separated")
+    parser.add_argument(
+        "--parts", default="attention,model", help="of attention, model, data and serving; comma-separated"
+    )
     parser.add_argument("--providers", type=lambda text: text.split(","), help="only these (and the baseline)")
     parser.add_argument("--directions", type=lambda text: text.split(","), help="of attention; on a CPU two by default")
     parser.add_argument(
@@ -359,7 +366,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
     parsed = parser.parse_args(arguments)
     parsed.parts = parsed.parts.split(",")
-    known = {"parts": ("attention", "model", "data"), "providers": (*PROVIDERS, *MODELS), "directions": DIRECTIONS}
+    known = {
+        "parts": ("attention", "model", "data", "serving"),
+        "providers": (*PROVIDERS, *MODELS),
+        "directions": DIRECTIONS,
+    }
     for name, allowed in known.items():
         unknown = set(getattr(parsed, name) or ()) - set(allowed)
         if unknown:
@@ -425,6 +436,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.threads:
         torch.set_num_threads(parsed.threads)
     device = torch.device(parsed.device)
+    if "serving" in parsed.parts:
+        for line in benchmark_serving(parsed.quick, getattr(torch, parsed.dtype), device):
+            print(line, flush=True)
+        if parsed.parts == ["serving"]:
+            return 0
     if device.type == "cuda":
         seconds = 0.02 if parsed.quick else 0.06
         parsed.timer = DeviceTimer(device, parsed.repeats or (2 if parsed.quick else None), seconds)

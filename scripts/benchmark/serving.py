@@ -2,12 +2,14 @@
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from .measure import CheckFailed
+from .models import HOST_MODELS, STOCK, Models
 
 # Of a page, in tokens.
 PAGE = 16
@@ -43,7 +45,9 @@ def serve(model: Any, prompts: list[list[int]], new_tokens: int) -> Serving:
     Raises:
         CheckFailed: a request failed, or in float32 the tokens of a prompt differ.
     """
-    options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=[-1], pad_token_id=0)
+    options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    # All answers have the same length.
+    model.generation_config.eos_token_id = None
     # Room for all prompts. Without sizes, the pages take most of the memory.
     blocks = sum(-(-(len(prompt) + new_tokens) // PAGE) for prompt in prompts)
     settings = ContinuousBatchingConfig(page_size=PAGE, num_blocks=blocks, max_batch_tokens=2048)
@@ -70,3 +74,13 @@ def serve(model: Any, prompts: list[list[int]], new_tokens: int) -> Serving:
         raise CheckFailed(f"generate_batch and generate agree on {agreeing} of {len(prompts)} prompts")
     rates = [len(prompts) * new_tokens / taken for taken in seconds]
     return Serving(rates[0], rates[1], agreeing)
+
+
+def benchmark_serving(quick: bool, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    """Yields a line for each model; raises CheckFailed, see `serve`."""
+    models = Models(heads=4, head_dim=64, layers=4, max_length=2048, dtype=dtype, device=device)
+    prompts = prompts_of(8 if quick else 32, 256, models.fields["vocab_size"])
+    for name in (STOCK, *HOST_MODELS):
+        found = serve(models.model(name).eval(), prompts, 32)
+        rates = f"generate {found.alone:8,.0f} tokens/s, generate_batch {found.together:8,.0f} tokens/s"
+        yield f"{name:<16} {rates}, {found.together / found.alone:.2f} x, {found.agreeing} of {len(prompts)} agree"
