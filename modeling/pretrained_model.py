@@ -91,16 +91,13 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         # Modules of position encodings initialise themselves.
-        reset = getattr(module, "reset", None)
-        if callable(reset):
+        if callable(reset := getattr(module, "reset", None)):
             reset()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model, see `PreTrainedModel.from_pretrained`; converts weights of older versions."""
-        upgrade = None
-        if older_weights is not None:
-            upgrade = older_weights(cls.config_class, pretrained_model_name_or_path, kwargs)
+        upgrade = older_weights and older_weights(cls.config_class, pretrained_model_name_or_path, kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if upgrade is not None:
@@ -293,7 +290,15 @@ def _check_positions(position_ids: torch.Tensor, batch: int, length: int) -> Non
 def _check_mask(
     config: Any, attention_mask: Any, batch: int, length: int, past_length: Any, key_length: int, paged: bool
 ) -> None:
-    if not isinstance(attention_mask, torch.Tensor):
+    given = isinstance(attention_mask, torch.Tensor)
+    if config._attn_implementation not in AttentionMaskInterface() and (
+        isinstance(past_length, torch.Tensor) or (given and attention_mask.ndim == 2 and not attention_mask.all())
+    ):
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r} has no mask function: it would ignore padding in "
+            "attention_mask and empty slots of a static cache. Use neither, or AttentionMaskInterface.register one."
+        )
+    if not given:
         return
     shape = tuple(attention_mask.shape)
     if attention_mask.ndim == 2:
@@ -301,11 +306,6 @@ def _check_mask(
             raise ValueError(
                 f"attention_mask has the shape {shape}; allowed: (batch, past + new tokens) = "
                 f"({batch}, {past_length + length}), or a 4D mask."
-            )
-        if config._attn_implementation not in AttentionMaskInterface() and not attention_mask.all():
-            raise ValueError(
-                f"attn_implementation={config._attn_implementation!r} has no mask function: it would ignore the "
-                "padding in attention_mask. Give no padding, or AttentionMaskInterface.register one."
             )
         return
     has_ranges = config._attn_implementation in ("auto", "blockwise", "triton")

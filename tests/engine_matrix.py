@@ -110,8 +110,8 @@ ENGINES: dict[str, Engine] = {
     "quantized_cache": Engine(
         "Inference",
         "quantised cache",
-        '`model.generate(..., cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})`, or '
-        '"hqq". Refused where a token has a state in the cache, which is a sum of exact numbers.',
+        '`model.generate(..., cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})`, '
+        "with optimum-quanto. Refused where a token has a state in the cache, which is a sum of exact numbers.",
         "works",
         dict.fromkeys(WITH_STATE, "refused"),
     ),

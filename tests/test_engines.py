@@ -114,6 +114,8 @@ def test_padding_without_a_mask_function(register):
     mask[0, :2] = 0
     with pytest.raises(ValueError, match="'ours_alone' has no mask function"):
         model(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"'ours_alone' has no mask function: .*static cache"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static")
     # With one, all masks work, and Transformers' own caches.
     register("ours_alone", stock_sdpa)
     AttentionMaskInterface.register("ours_alone", sdpa_mask)

@@ -11,6 +11,7 @@ from transformers.integrations.executorch import TorchExportableModuleForDecoder
 
 from engine_matrix import for_engine
 from tiny import tiny_model, tokens
+from whatwhere.scripts.data.tokenize import build_tokenizer
 
 # A table of CoPE, rotated keys that are cached without the rotation, and a state of each token in the cache.
 QUICK = ("cope", "pope", "fox")
@@ -33,16 +34,10 @@ def saved(model, folder, **options):
     return type(model).from_pretrained(folder, **options).eval()
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [("hqq", {"axis_key": 1, "axis_value": 1}), ("quanto", {"axis_key": 0, "axis_value": 0})],
-    ids=["hqq", "quanto"],
-)
 @for_engine("quantized_cache", QUICK)
-def test_quantized_cache(encoding, expected, backend, options):
+def test_quantized_cache(encoding, expected):
     model, ids = tiny_model("llama", encoding), tokens(2, 20)
-    options = {"backend": backend, "nbits": 4, **options}
-    needs({"quanto": "optimum.quanto"}.get(backend, backend))
+    options = {"backend": "quanto", "nbits": 4, "axis_key": 0, "axis_value": 0}
     if expected == "refused":
         with pytest.raises(ValueError, match=re.escape(f"QuantizedCache cannot hold position_encoding={encoding!r}")):
             model.generate(ids, cache_implementation="quantized", cache_config=options, **GREEDY)
@@ -63,7 +58,6 @@ def test_quantized_cache(encoding, expected, backend, options):
 
 
 def test_a_quantized_cache_refuses_shifted_keys():
-    needs("optimum.quanto")
     model, ids = tiny_model("llama", "alibi", key_value_shift=True), tokens(2, 20)
     with pytest.raises(ValueError, match=re.escape("exact numbers for ['shift']")):
         model(ids, past_key_values=QuantizedCache("quanto", model.config))
@@ -192,6 +186,30 @@ def test_torchao(encoding, expected, bits, tmp_path):
         close(quantized(ids).logits, model(ids).logits)
         assert not torch.equal(plain, model(ids).logits)
     assert torch.equal(quantized.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+
+
+def test_lm_eval_with_torchao(tmp_path):
+    """lm-eval loads a checkpoint that was saved with its quantised weights."""
+    needs("torchao")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    settings = TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig())
+    model = tiny_model("llama", "cope", vocab_size=258, bos_token_id=256, eos_token_id=256, pad_token_id=257)
+    quantized = saved(model, tmp_path / "whole", quantization_config=settings, dtype=torch.float32)
+    quantized.save_pretrained(tmp_path / "quantized")
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.save_pretrained(tmp_path / "quantized")
+    scorer = HFLM(pretrained=str(tmp_path / "quantized"), device="cpu", dtype="float32", trust_remote_code=True)
+    ((score, _),) = scorer.loglikelihood([Instance("loglikelihood", {}, ("The cat", " sat"), 0)], disable_tqdm=True)
+    ids = tokenizer("The cat sat", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected, plain = (
+            one(ids).logits[0, 6:-1].log_softmax(-1).gather(1, ids[0, 7:, None]).sum().item()
+            for one in (quantized, model)
+        )
+    assert score == pytest.approx(expected, abs=1e-3)
+    assert abs(expected - plain) > 1e-2
 
 
 @for_engine("bitsandbytes", QUICK)
