@@ -227,7 +227,7 @@ def test_peft(encoding, expected, family, tmp_path):
         model.gradient_checkpointing_disable()
         with torch.no_grad():
             logits = model(ids).logits
-            assert (logits - base(ids).logits).abs().max() > 1e-2, name
+            assert (logits - base(ids).logits).abs().max() > 2e-5, name
             with model.disable_adapter():
                 close(model(ids).logits, base(ids).logits)
             model.save_pretrained(tmp_path / name)
