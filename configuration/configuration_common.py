@@ -115,7 +115,7 @@ def _names(position_encoding: Any) -> list[str]:
     return list(dict.fromkeys(part for name in pattern for part in str(name).split("+")))
 
 
-def _kept(old: Any, saved: dict | None, new: Any) -> dict | None:
+def kept_parameters(old: Any, saved: dict | None, new: Any) -> dict | None:
     """Returns the saved parameters of encoding `old` that have a meaning in `new`, nested as `new` takes them."""
     if not saved:
         return None
@@ -331,7 +331,7 @@ class WhatWhereConfig(PreTrainedConfig):
         if "position_encoding" in kwargs:
             old = config_dict.get("position_encoding", cls.position_encoding)
             saved = config_dict.pop("position_encoding_parameters", None)
-            config_dict["position_encoding_parameters"] = _kept(old, saved, kwargs["position_encoding"])
+            config_dict["position_encoding_parameters"] = kept_parameters(old, saved, kwargs["position_encoding"])
             if "rope" not in _names(kwargs["position_encoding"]):
                 for key in _ROPE_KEYS:
                     config_dict.pop(key, None)

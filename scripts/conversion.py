@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.attention_options import NORM_EPS
-from whatwhere.configuration.configuration_common import _kept
+from whatwhere.configuration.configuration_common import kept_parameters
 from whatwhere.position_base import head_dim
 from whatwhere.position_registry import layer_plan
 
@@ -113,7 +113,9 @@ def convert(
         ValueError: the encoding or a parameter is not valid, or RoPE does not rotate all polar channels in pairs.
     """
     old = model.config
-    given = _merged(_kept(old.position_encoding, old.position_encoding_parameters, position_encoding), parameters)
+    given = _merged(
+        kept_parameters(old.position_encoding, old.position_encoding_parameters, position_encoding), parameters
+    )
     config = _with_encoding(old, position_encoding, given)
     before, after = layer_plan(old), layer_plan(config)
     changed = [i for i in range(config.num_hidden_layers) if _of(before[i], "rope") and _of(after[i], "pope")]

@@ -7,6 +7,7 @@ Cards and figures are made from these files only:
 | `results.json` | `whatwhere train`, `whatwhere finetune` | the training run and its held-out loss |
 | `length.json`, `length_*.json` | `whatwhere length` | loss in windows of several lengths |
 | `lm_eval.json` | `whatwhere zero-shot` | scores of lm-eval tasks |
+| `ruler.json` (not in cards) | `whatwhere length --tasks ruler` | scores of RULER's tasks |
 
 Their fields are in `schema.py`, which `read_json` checks.
 `weights_sha256` is the fingerprint of the measured weights. Readers ignore files with another fingerprint.
