@@ -97,7 +97,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model, see `PreTrainedModel.from_pretrained`; converts weights of older versions."""
-        upgrade = older_weights and older_weights(cls.config_class, pretrained_model_name_or_path, kwargs)
+        upgrade = older_weights and older_weights(cls.config_class, pretrained_model_name_or_path, kwargs)  # type: ignore
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if upgrade is not None:
