@@ -38,6 +38,8 @@ FAMILIES: dict[str, Any] = {
     "llama": WhatWhereLlamaForCausalLM,
     "whatwhere_llama": WhatWhereLlamaForCausalLM,
 }
+# The file in a converted folder that lists the parameters that are new.
+RECORD = "conversion.json"
 # Fields of Qwen's configurations that say which layers have a sliding window.
 _WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 
@@ -57,12 +59,14 @@ def load_source(source: str) -> Any:
         return _load(FAMILIES[config.model_type], source)
     if config.model_type not in ("qwen2", "qwen3"):
         kinds = ", ".join(map(repr, (*FAMILIES, "qwen2", "qwen3")))
-        raise ValueError(f"source={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}.")
+        raise ValueError(
+            f"checkpoint={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
+        )
     if "sliding_attention" in (config.layer_types or ()):
-        raise ValueError(f"source={source!r} is not valid: it has layers with a sliding window.")
+        raise ValueError(f"checkpoint={source!r} is not valid: it has layers with a sliding window.")
     if config.model_type == "qwen3" and config.rms_norm_eps != NORM_EPS:
         raise ValueError(
-            f"source={source!r} is not valid: rms_norm_eps={config.rms_norm_eps!r}; norms of queries and keys have "
+            f"checkpoint={source!r} is not valid: rms_norm_eps={config.rms_norm_eps!r}; norms of queries and keys have "
             f"{NORM_EPS!r} here."
         )
     stock = _load(AutoModelForCausalLM, source)
@@ -90,21 +94,26 @@ def _load(cls: Any, source: str) -> Any:
         model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True)
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
-        raise ValueError(f"source={source!r} is not valid: it is no causal language model, it has no {missing}.")
+        raise ValueError(f"checkpoint={source!r} is not valid: it is no causal language model, it has no {missing}.")
     return model
 
 
 def convert(
-    model: Any, position_encoding: str | list[str], parameters: dict[str, Any] | None = None
+    model: Any,
+    position_encoding: str | list[str] | None = None,
+    parameters: dict[str, Any] | None = None,
+    rope_parameters: dict[str, Any] | None = None,
 ) -> tuple[Any, list[str], list[str]]:
-    """Returns a copy of a model with another position encoding.
+    """Returns a model with another position encoding, which shares the memory of the weights that stay the same.
 
     Args:
         model: from `load_source`.
-        position_encoding: a name, or a list of names, one for each layer or a pattern that repeats.
+        position_encoding: a name, or a list of names, one for each layer or a pattern that repeats; None for the
+            model's own.
         parameters: `position_encoding_parameters`; those of the source's own encodings are kept if they are not given.
             For layers that change from RoPE to PoPE, the defaults of `theta` and `partial_rotary_factor` are those of
             the text of this file.
+        rope_parameters: of the new model; None for the model's own.
 
     Returns:
         the model, the names of its new parameters, and the names of the parameters that were dropped.
@@ -113,10 +122,12 @@ def convert(
         ValueError: the encoding or a parameter is not valid, or RoPE does not rotate all polar channels in pairs.
     """
     old = model.config
+    position_encoding = old.position_encoding if position_encoding is None else position_encoding
+    scaling = {} if rope_parameters is None else {"rope_parameters": rope_parameters}
     given = _merged(
         kept_parameters(old.position_encoding, old.position_encoding_parameters, position_encoding), parameters
     )
-    config = _with_encoding(old, position_encoding, given)
+    config = _with_encoding(old, position_encoding, given, **scaling)
     before, after = layer_plan(old), layer_plan(config)
     changed = [i for i in range(config.num_hidden_layers) if _of(before[i], "rope") and _of(after[i], "pope")]
     weights = dict(model.state_dict())
@@ -137,14 +148,14 @@ def convert(
                 f"must be even, and at most {rotated}, the channels that RoPE rotates."
             )
         own = {"theta": float(rope["rope_theta"] ** (polar / rotated)), **own}
-        config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own)
+        config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own, **scaling)
         order = pope_order(head_dim(old), rotated, polar)
         for index in changed:
             _reorder(weights, model, index, order)
     result = type(model)._from_config(config, dtype=model.dtype)
     shapes = {name: value.shape for name, value in result.state_dict().items()}
     kept = {name: value for name, value in weights.items() if shapes.get(name) == value.shape}
-    missing, _ = result.load_state_dict(kept, strict=False)
+    missing, _ = result.load_state_dict(kept, strict=False, assign=True)
     result.generation_config = copy.deepcopy(model.generation_config)
     result.config._name_or_path = old._name_or_path
     result.tie_weights()
@@ -162,8 +173,8 @@ def _merged(kept: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[s
     return result
 
 
-def _with_encoding(config: Any, position_encoding: str | list[str], parameters: dict[str, Any]) -> Any:
-    fields = {"position_encoding": position_encoding, "position_encoding_parameters": parameters or None}
+def _with_encoding(config: Any, position_encoding: str | list[str], parameters: dict[str, Any], **fields: Any) -> Any:
+    fields |= {"position_encoding": position_encoding, "position_encoding_parameters": parameters or None}
     return type(config).from_dict(copy.deepcopy(config.to_dict()), **fields)
 
 

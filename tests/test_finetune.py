@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,8 +24,10 @@ from transformers import (
 )
 
 from tiny import slow_but
+from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.training import distillation
 from whatwhere.scripts.training import finetune as script
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.run_folder import RunFolder
@@ -211,6 +214,132 @@ def test_schedule(run, stock):
         rates[schedule] = state["_last_lr"][0]
     assert rates["constant"] == 0.01
     assert rates["cosine"] < 0.002
+
+
+# --- new parameters and distillation
+
+
+@pytest.mark.parametrize("adapters", [[], ["--lora", "--lora-rank", "2", "--merge"]], ids=["full", "lora"])
+def test_learning_rate_of_new_parameters(run, stock, adapters):
+    """The table is trained by its own rate, and all others by theirs."""
+    arguments = ["--position-encoding", "cope+rope", "--schedule", "constant", "--steps", "1", *adapters]
+    slow, _ = run(stock["llama"], *arguments, "--new-learning-rate", "1e-5", output="slow")
+    fast, _ = run(stock["llama"], *arguments, "--new-learning-rate", "1e-2", output="fast")
+    one, other = (load_file(folder / "model.safetensors") for folder in (slow, fast))
+    for name, weight in one.items():
+        if name.endswith("cope.table.weight"):
+            # Adam's first step is the learning rate, in the direction of the gradient.
+            torch.testing.assert_close(weight * 1000, other[name], rtol=1e-3, atol=1e-8)
+            assert weight.abs().max() == pytest.approx(1e-5, rel=1e-2)
+        else:
+            torch.testing.assert_close(weight, other[name])
+    with pytest.raises(ValueError, match=r"new_learning_rate=0.1 is not valid: no parameter is new"):
+        run(stock["llama"], "--new-learning-rate", "0.1", output="none")
+
+
+def test_learning_rate_of_new_parameters_of_a_converted_folder(run, stock, tmp_path):
+    """`convert`, then `finetune`, is `finetune` with another encoding."""
+    folder = str(tmp_path / "converted")
+    convert_command.main([stock["llama"], "--position-encoding", "cope", "--output", folder])
+    two, _ = run(folder, "--new-learning-rate", "0.001", output="two")
+    one, _ = run(stock["llama"], "--position-encoding", "cope", "--new-learning-rate", "0.001", output="one")
+    weights, others = (load_file(path / "model.safetensors") for path in (two, one))
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, msg=name)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_attention_learns_from_the_source(run, stock, tmp_path, lora):
+    """Only attention of the layers that change is trained, towards the source's outputs."""
+    adapters = ["--lora", "--lora-rank", "2", "--merge"] if lora else []
+    source = LlamaForCausalLM.from_pretrained(stock["llama"]).eval()
+    with torch.no_grad():
+        for projection in (source.model.layers[1].self_attn.q_proj, source.model.layers[1].self_attn.k_proj):
+            # Attention that is far from uniform.
+            projection.weight.mul_(20)
+    folder = str(tmp_path / "source")
+    source.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(folder)
+    arguments = ["--position-encoding", "[rope, pope]", "--distill-from", folder, "--distill", "attention"]
+    output, _ = run(folder, *arguments, *adapters, "--steps", "30", "--learning-rate", "0.003")
+    before, new = script.load_model(script.Settings(checkpoint=folder, position_encoding=["rope", "pope"]))
+    after = AutoModelForCausalLM.from_pretrained(output)
+    assert new == {"model.layers.1.self_attn.encodings.pope.delta.weight"}
+    for (name, weight), trained in zip(before.named_parameters(), after.parameters()):
+        assert torch.equal(weight, trained) == ("layers.1.self_attn" not in name), name
+    # By hand: the outputs of layer 1's attention for the source's input.
+    tokens = torch.tensor([list(b"how now brown cow, how now brown")])
+    found = {}
+
+    def hook(name):
+        def keep(module, arguments, keywords, output):
+            hidden = arguments[0] if arguments else keywords["hidden_states"]
+            found[name] = hidden, output[0]
+
+        return keep
+
+    source.model.layers[1].self_attn.register_forward_hook(hook("source"), with_kwargs=True)
+    for name, model in (("before", before), ("after", after)):
+        block = model.eval().model.layers[1].self_attn
+        block.register_forward_pre_hook(lambda module, arguments: (found["source"][0], *arguments[1:]))
+        block.register_forward_hook(hook(name), with_kwargs=True)
+    with torch.no_grad():
+        for model in (source, before, after):
+            model(tokens)
+    errors = {name: (found[name][1] - found["source"][1]).square().mean().item() for name in ("before", "after")}
+    assert errors["after"] < 0.9 * errors["before"]
+
+
+def test_logits_of_the_source(run, stock, monkeypatch):
+    """Drawn tokens have the source's frequencies; the parts of a batch change nothing; nothing is left behind."""
+    seen = []
+    unlink = script.Path.unlink
+
+    def keep(self, **options):
+        if self.name == script.TARGETS and self.exists():
+            seen.append(np.fromfile(self, dtype="uint16"))
+        unlink(self, **options)
+
+    monkeypatch.setattr(script.Path, "unlink", keep)
+    arguments = ["--position-encoding", "pope", "--distill-from", stock["llama"]]
+    whole, _ = run(stock["llama"], *arguments, "--batch-size", "4", output="whole")
+    parts, _ = run(stock["llama"], *arguments, "--batch-size", "1", "--accumulation", "4", output="parts")
+    plain, _ = run(stock["llama"], "--position-encoding", "pope", "--batch-size", "4", output="plain")
+    weights, others, without = (load_file(f / "model.safetensors") for f in (whole, parts, plain))
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=1e-3, atol=1e-3, msg=name)
+    assert any((weight - without[name]).abs().max() > 1e-3 for name, weight in weights.items())
+    assert not list(whole.glob("targets*"))
+    assert seen[0].size % (15 * distillation.SAMPLES) == 0
+    assert seen[0].max() < 258
+
+
+def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkeypatch):
+    from accelerate import PartialState
+
+    monkeypatch.setattr(distillation, "SAMPLES", 4096)
+
+    class Blocks:
+        sequence_length = 6
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return {"input_ids": torch.arange(6)[None] + torch.tensor(index)[:, None] * 10}
+
+    targets = distillation.LogitTargets(Blocks(), 2, 0, tmp_path / "targets.bin", 258)
+    targets.write(stock["llama"], 1, 0, PartialState(cpu=True))
+    drawn = torch.from_numpy(np.fromfile(tmp_path / "targets.bin", dtype="uint16").astype("int64")).view(2, 5, 4096)
+    model = LlamaForCausalLM.from_pretrained(stock["llama"]).eval()
+    with torch.no_grad():
+        expected = model(Blocks()[[int(i) for i in targets.chosen]]["input_ids"]).logits[:, :-1].softmax(-1)
+    found = torch.nn.functional.one_hot(drawn, 258).double().mean(-2)
+    # A share p of n draws has a variance of p (1 - p) / n; five standard deviations.
+    assert ((found - expected).abs() < 5 * (expected * (1 - expected) / 4096).sqrt() + 1e-9).all()
+    logits = torch.randn(2, 6, 258)
+    full = -(expected * logits[:, :-1].log_softmax(-1)).sum(-1).mean()
+    assert distillation.logit_loss(logits, drawn).item() == pytest.approx(full.item(), rel=0.01)
 
 
 # --- what it reads
@@ -427,6 +556,8 @@ def test_what_resume_refuses(run, stock):
         (["--rope-parameters", '{"rope_type": "yarm"}'], "yarm"),
         (["--position-encoding", "absolute", "--sequence-length", "64"], "sequence_length=64.*32"),
         (["--merge"], "merge=True"),
+        (["--distill", "attention"], "distill='attention' is not valid: it has no effect without distill_from"),
+        (["--distill-from", "./none"], "none' cannot be loaded"),
         (["--lora-rank", "4"], "lora_rank=4 is not valid: it has no effect without lora"),
         (["--lora-alpha", "4"], "lora_alpha=4.0"),
         (["--lora-dropout", "0.5"], "lora_dropout=0.5"),
@@ -444,7 +575,7 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     with pytest.raises(ValueError, match="no/such/folder"):
         run("./no/such/folder")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="model_type is 'None'"):
+    with pytest.raises(ValueError, match=r"empty' cannot be loaded: .*model_type"):
         run(str(tmp_path / "empty"))
     BertConfig().save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match=r"model_type is 'bert'\. Allowed: .*'whatwhere_llama'"):

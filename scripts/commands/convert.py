@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from ...position_base import suggest
 from ...position_registry import POSITION_ENCODINGS
-from ..conversion import convert, load_source
+from ..conversion import RECORD, convert, load_source
 from ..evaluation.checkpoints import checked_loading
-from ..evaluation.results import check_writable
+from ..evaluation.results import check_writable, write_json
 from .common import command_parser, json_value, name_or_list
 
 DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2, Qwen3, GPT-2, or one of ours.
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
         help="the new encoding; or a list, one for each layer or a pattern: '[rope, rope, rope, pope]'",
     )
     result.add_argument("--position-encoding-parameters", type=json_value, metavar="JSON", help="its parameters")
+    result.add_argument("--rope-parameters", type=json_value, metavar="JSON", help="RoPE's parameters")
     result.add_argument("--output", required=True, type=pathlib.Path, metavar="DIR", help="an empty or new folder")
     return result
 
@@ -57,10 +58,13 @@ def main(arguments: list[str] | None = None) -> None:
     source = load_source(options.source)
     with checked_loading(options.source):
         tokenizer = AutoTokenizer.from_pretrained(options.source)
-    model, new, dropped = convert(source, options.position_encoding, options.position_encoding_parameters)
+    model, new, dropped = convert(
+        source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
+    )
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     complete_metadata(options.output, options.source)
+    write_json(options.output / RECORD, {"new_parameters": new, "dropped_parameters": dropped})
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
     for title, names in (("new", new), ("not used", dropped)):

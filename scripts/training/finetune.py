@@ -22,7 +22,7 @@ from accelerate import PartialState
 from huggingface_hub import ModelCard
 from pydantic import Field
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.distributed import DistributedConfig
 
 from whatwhere.model_card import weights_fingerprint
@@ -30,6 +30,7 @@ from whatwhere.position_registry import max_length
 
 from ..cards.command import write_card
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
+from ..conversion import RECORD, convert, load_source
 from ..data.corpora import CORPORA, load_corpus
 from ..data.corpus import load_text
 from ..data.pack import add_labels
@@ -39,8 +40,9 @@ from ..data.source import SOURCES, TextSource, find_files
 from ..data.tokenize import build_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import provenance, write_json
+from ..evaluation.results import provenance, read_json, write_json
 from .data import TrainingData, tokenise
+from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import Interrupted, TrainingError
 from .held_out import HOPELESS
 from .model import FAMILIES
@@ -58,6 +60,8 @@ _CHECKPOINTING = (
 
 # The place of each process in a stream, beside Trainer's files.
 STREAM = "stream-{}-of-{}.json"
+# Tokens drawn from a source's predictions; deleted at the end.
+TARGETS = "targets.bin"
 
 Length = Annotated[int, Field(ge=2)]
 
@@ -93,6 +97,9 @@ class Settings(Checked):
     batch_size: Count = Field(8, description="sequences per device; default 8")
     accumulation: Count = Field(1, description="batches per step; default 1")
     learning_rate: Positive | None = Field(None, description="default 5e-5, with --lora 2e-4")
+    new_learning_rate: Positive | None = Field(
+        None, description="of parameters that a new encoding adds; default: --learning-rate"
+    )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine", description="cosine (default), linear, constant"
     )
@@ -109,6 +116,10 @@ class Settings(Checked):
     lora_alpha: Positive = Field(32.0, description="default 32")
     lora_dropout: Fraction = Field(0.0, description="default 0")
     merge: bool = Field(False, description="with --lora: save a full model")
+    distill_from: str | None = Field(None, description="the source of a converted checkpoint, to learn from as well")
+    distill: Literal["logits", "attention"] = Field(
+        "logits", description="its predictions (default), or by layer its attention outputs (trains only attention)"
+    )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, reason) for problems across fields."""
@@ -126,6 +137,12 @@ class Settings(Checked):
                 yield name, "it has no effect without lora"
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
+        if self.distill_from is None and self.distill != "logits":
+            yield "distill", "it has no effect without distill_from"
+        if self.distill_from is not None and self.streaming:
+            yield "distill_from", "it needs text that is not streamed"
+        if self.distill == "attention" and (self.dp_shard > 1 or self.activation_checkpointing):
+            yield "distill", "it needs whole weights and activations. Allowed with dp_shard and checkpointing: 'logits'"
         if self.lora and self.dp_shard > 1:
             yield "dp_shard", "adapters are not sharded. Allowed with lora: 1"
 
@@ -141,27 +158,33 @@ def _model_type(checkpoint: str) -> str:
 
 
 def load_model(settings: Settings, distributed_config: Any = None) -> tuple[Any, set[str]]:
-    """Loads one of our models, or a stock GPT-2 or Llama as one of ours.
+    """Loads one of our models, or a stock model as one of ours, with the position encoding of the settings.
 
     Returns:
-        the model, and the names of the parameters that the checkpoint does not have.
+        the model, and the names of its new parameters, also of those that `whatwhere convert` has added.
 
     Raises:
         ValueError: there is no such checkpoint, it has another model type, or the encoding is not valid.
     """
     checkpoint, model_type = settings.checkpoint, _model_type(settings.checkpoint)
     family = FAMILIES.get(model_type.removeprefix("whatwhere_"))
-    if family is None:
-        allowed = ", ".join(repr(prefix + name) for prefix in ("", "whatwhere_") for name in FAMILIES)
-        hint = " Run `whatwhere convert` first." if model_type in ("qwen2", "qwen3") else ""
-        raise FinetuneError(f"checkpoint={checkpoint!r}: its model_type is {model_type!r}. Allowed: {allowed}.{hint}")
-    names = ("position_encoding", "position_encoding_parameters", "rope_parameters")
-    changes = {name: value for name in names if (value := getattr(settings, name)) is not None}
+    encoding = (settings.position_encoding, settings.position_encoding_parameters)
+    if family is None or encoding != (None, None):
+        if distributed_config is not None:
+            raise FinetuneError(
+                f"dp_shard={settings.dp_shard!r} is not valid with another position encoding. Use `whatwhere convert` "
+                "first."
+            )
+        model, new, _ = convert(load_source(checkpoint), *encoding, settings.rope_parameters)
+        return model, set(new)
+    changes = {} if settings.rope_parameters is None else {"rope_parameters": settings.rope_parameters}
     if distributed_config is not None:
         changes["distributed_config"] = distributed_config
     with checked_loading(checkpoint):
         model, report = family.from_pretrained(checkpoint, output_loading_info=True, **changes)
-    return model, set(report["missing_keys"])
+    record = Path(checkpoint) / RECORD
+    known = read_json(record)["new_parameters"] if record.is_file() else ()
+    return model, {*report["missing_keys"], *known}
 
 
 def finetune(
@@ -207,9 +230,20 @@ def _finetune(
     output = folder.path
     processes = PartialState(cpu=options.cpu or not torch.accelerator.is_available())
     set_seed(options.seed)
-    model, fresh = load_model(options, _sharding(options, processes.num_processes))
+    sharding = _sharding(options, processes.num_processes)
+    model, fresh = load_model(options, sharding)
     data = _load_data(options, model.config, data_dir)
     ((split, held_out),) = data.held_out.items()
+    if options.new_learning_rate is not None and not fresh:
+        raise FinetuneError(f"new_learning_rate={options.new_learning_rate!r} is not valid: no parameter is new.")
+    if options.distill_from is not None:
+        with checked_loading(options.distill_from):
+            vocabulary = AutoConfig.from_pretrained(options.distill_from).vocab_size
+        if vocabulary != model.config.vocab_size:
+            raise FinetuneError(
+                f"distill_from={options.distill_from!r} is not valid: it has {vocabulary} tokens, the checkpoint has "
+                f"{model.config.vocab_size}."
+            )
     if processes.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
         folder.write_record(options.model_dump())
@@ -217,9 +251,18 @@ def _finetune(
             print(data.note)
         if fresh:
             print(f"newly initialised: {', '.join(sorted(fresh))}")
+    if options.distill_from is not None and options.distill == "logits":
+        # The source and the model are not in memory at the same time.
+        del model
+        count = options.steps * options.batch_size * options.accumulation * processes.num_processes
+        targets = LogitTargets(data.batches.blocks, count, options.seed, output / TARGETS, vocabulary)
+        targets.write(options.distill_from, options.batch_size, options.seed, processes)
+        data.batches.blocks = targets
+        set_seed(options.seed)
+        model, fresh = load_model(options, sharding)
     if options.lora:
         stock = not _model_type(options.checkpoint).startswith("whatwhere_")
-        converted = options.position_encoding is not None or stock
+        converted = options.position_encoding is not None or options.position_encoding_parameters is not None or stock
         if converted and processes.is_main_process and not resume:
             model.save_pretrained(output / "base")
             data.tokenizer.save_pretrained(output / "base")
@@ -229,7 +272,7 @@ def _finetune(
         )
 
     with stop_signals() as received:
-        trainer = _trainer(model, options, output, data.batches, held_out, received)
+        trainer = _trainer(model, options, output, data.batches, held_out, received, fresh)
         last = _newest_checkpoint(folder, options.streaming) if resume else None
         if last and options.streaming:
             states = [json.loads(file.read_text(encoding="utf-8")) for file in _stream_files(Path(last))]
@@ -260,6 +303,7 @@ def _finetune(
     if options.dp_shard == 1:
         trained.save_pretrained(output)
     data.tokenizer.save_pretrained(output)
+    (output / TARGETS).unlink(missing_ok=True)
     labels = held_out[range(len(held_out))]["input_ids"][:, 1:].flatten()
     size = None if data.bytes_per_token is None else int(data.bytes_per_token[labels].sum())
 
@@ -376,7 +420,13 @@ def _add_adapter(model: Any, options: Settings, *, base: str, fresh: set[str]) -
 
 
 def _trainer(
-    model: Any, options: Settings, output: Path, batches: Any, held_out: TextBlocks, received: list[int]
+    model: Any,
+    options: Settings,
+    output: Path,
+    batches: Any,
+    held_out: TextBlocks,
+    received: list[int],
+    fresh: set[str],
 ) -> Trainer:
     class StopOnSignal(TrainerCallback):
         """Saves and stops after the step in which a signal arrives."""
@@ -392,16 +442,50 @@ def _trainer(
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             write_json(folder / STREAM.format(args.process_index, args.world_size), batches.state_dict())
 
-    class StreamTrainer(Trainer):
-        """Takes the batches of a stream as they are; each process has its own."""
+    names = {name: original_name(name) for name, _ in model.named_parameters()}
+    attention = None
+    if options.distill == "attention":
+        attention = AttentionTargets(str(options.distill_from), model.to(PartialState().device), names, fresh)
+
+    class FinetuneTrainer(Trainer):
+        """Gives new parameters their learning rate, distils, and takes the batches of a stream as they are."""
+
+        def compute_loss(
+            self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            targets = inputs.pop("targets", None)
+            if not model.training or options.distill_from is None:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if attention is not None:
+                loss = attention.loss(model, {name: inputs[name] for name in inputs if name != "labels"})
+            else:
+                text, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+                loss = logit_loss(outputs.logits, targets)
+            # Parts of a batch have equal numbers of tokens. Without a number of items, Trainer divides by itself.
+            loss = loss / (1 if num_items_in_batch is None else options.accumulation)
+            return loss if attention is not None else (text + loss) / 2
+
+        def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+            optimizer = super().create_optimizer(*args)
+            if options.new_learning_rate is not None:
+                new = {id(p) for name, p in model.named_parameters() if names[name] in fresh}
+                for group in list(optimizer.param_groups):
+                    moved = [p for p in group["params"] if id(p) in new]
+                    group["params"] = [p for p in group["params"] if id(p) not in new]
+                    if moved:
+                        optimizer.add_param_group({**group, "params": moved, "lr": options.new_learning_rate})
+            return optimizer
 
         def get_train_dataloader(self) -> Any:
+            if not options.streaming:
+                return super().get_train_dataloader()
+            # Each process has its own batches.
             share = (self.args.process_index, self.args.world_size)
             return batches.loader(share, workers=1, pin_memory=not self.args.use_cpu)
 
     renamed: dict[str, Any] = {_CHECKPOINTING: options.activation_checkpointing}
     default_rate = 2e-4 if options.lora else 5e-5
-    return (StreamTrainer if options.streaming else Trainer)(
+    return FinetuneTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(output / "checkpoints"),
@@ -425,12 +509,18 @@ def _trainer(
             report_to="none",
             # The stream continues at its place by itself.
             ignore_data_skip=options.streaming,
+            remove_unused_columns=False,
         ),
         train_dataset=batches if options.streaming else batches.blocks,
         eval_dataset=held_out,
-        data_collator=lambda rows: add_labels({"input_ids": torch.stack([row["input_ids"] for row in rows])}),
+        data_collator=lambda rows: add_labels({name: torch.stack([row[name] for row in rows]) for name in rows[0]}),
         callbacks=[StopOnSignal(), *([SaveStream()] if options.streaming else [])],
     )
+
+
+def original_name(name: str) -> str:
+    """Returns the name that a parameter has without peft."""
+    return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".base_layer", "")
 
 
 def _stream_files(checkpoint: Path) -> list[Path]:

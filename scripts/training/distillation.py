@@ -1,0 +1,157 @@
+"""Distillation from the source of a converted model, for `finetune`.
+
+* `attention`: each attention layer whose encoding has changed learns to give the source's output for the source's
+  input, by the mean squared error relative to the mean square of the output. Only these layers are trained. The other
+  weights are equal in both models, and share memory.
+* `logits`: before training, the source reads the training text, and `SAMPLES` tokens are drawn from each of its
+  predictions and kept on disk. The model then minimises the mean of two cross-entropies, with the text and with these
+  tokens. The latter is an unbiased estimate of that with the source's whole distribution (Anshumann et al. 2025,
+  2503.16870). During training the source is not in memory.
+
+Axes: B batch, T tokens of a sequence, S samples of a prediction.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import nn
+from tqdm.auto import tqdm
+
+from whatwhere.attention_block import AttentionBlock
+from whatwhere.position_registry import layer_plan
+
+from ..conversion import load_source
+from ..data.prepared import TextBlocks
+
+SAMPLES = 32
+
+
+class AttentionTargets:
+    """Attention outputs of a source as targets of a converted model."""
+
+    def __init__(self, source: str, model: nn.Module, names: dict[str, str], new: set[str]) -> None:
+        """Lets both models share equal weights, and freezes all that is not trained.
+
+        Args:
+            source: a folder or a Hub id.
+            model: converted, on its device.
+            names: of the parameters of `model` in a model without adapters.
+            new: those names that the source does not have.
+
+        Raises:
+            ValueError: the source has other sizes, or the same encoding in every layer.
+        """
+        self.source = load_source(source).to(model.device).eval()
+        config: Any = model.config
+        before, after = layer_plan(self.source.config), layer_plan(config)
+        layers = [index for index, pair in enumerate(zip(before, after)) if pair[0] != pair[1]]
+        theirs = dict(self.source.named_parameters())
+        ours = {names[name]: parameter for name, parameter in model.named_parameters()}
+        if len(before) != len(after) or self.source.config.hidden_size != config.hidden_size or not layers:
+            raise ValueError(
+                f"distill_from={source!r} is not valid with distill='attention': it must have the model's sizes, and "
+                "another position encoding in a layer."
+            )
+        blocks = [_attention_blocks(one) for one in (self.source, model)]
+        trained = {id(parameter) for index in layers for parameter in blocks[1][index].parameters()}
+        for name, parameter in ours.items():
+            if id(parameter) not in trained and name not in new:
+                parameter.requires_grad_(False)
+                if name in theirs and torch.equal(theirs[name], parameter):
+                    theirs[name].data = parameter.data
+        self._source: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._losses: list[torch.Tensor] = []
+        for index in layers:
+            blocks[0][index].register_forward_hook(self._keep(index))
+            blocks[1][index].register_forward_pre_hook(self._replace(index))
+            blocks[1][index].register_forward_hook(self._compare(index))
+
+    def loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the mean over the layers; `model` may be wrapped, `inputs` are those of the model without labels."""
+        with torch.no_grad():
+            self.source(**inputs, use_cache=False, logits_to_keep=1)
+        model(**inputs, use_cache=False, logits_to_keep=1)
+        loss = torch.stack(self._losses).mean()
+        self._source.clear()
+        self._losses.clear()
+        return loss
+
+    def _keep(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            self._source[index] = arguments[0], output[0]
+
+        return hook
+
+    def _replace(self, index: int) -> Callable[..., Any]:
+        # Without the source's input this is an evaluation.
+        return lambda module, arguments: (self._source[index][0], *arguments[1:]) if self._source else None
+
+    def _compare(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            if self._source:
+                target = self._source[index][1].float()
+                self._losses.append((output[0].float() - target).square().mean() / target.square().mean())
+
+        return hook
+
+
+def _attention_blocks(model: nn.Module) -> list[AttentionBlock]:
+    return [module for module in model.modules() if isinstance(module, AttentionBlock)]
+
+
+class LogitTargets:
+    """Blocks for training, with tokens drawn from a source's predictions."""
+
+    def __init__(self, blocks: TextBlocks, count: int, seed: int, file: Path, vocab_size: int) -> None:
+        """Chooses `count` of the blocks; `file` is where the drawn tokens are, or will be."""
+        self.blocks, self.file = blocks, file
+        self.chosen = np.random.default_rng(seed).permutation(len(blocks))[:count]
+        self._shape = (len(self.chosen), blocks.sequence_length - 1, SAMPLES)
+        self._dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
+
+    def write(self, source: str, batch_size: int, seed: int, processes: PartialState) -> None:
+        """Draws the tokens, in all processes, unless the file exists; raises ValueError if the source is not valid."""
+        device = processes.device
+        draft = self.file.with_suffix(".partial")
+        # Another process may be about to rename it.
+        done = self.file.exists()
+        processes.wait_for_everyone()
+        if done:
+            return
+        model = load_source(source).to(device).eval()
+        if processes.is_main_process:
+            np.memmap(draft, self._dtype, "w+", shape=self._shape)
+        processes.wait_for_everyone()
+        drawn = np.memmap(draft, self._dtype, "r+", shape=self._shape)
+        generator = torch.Generator(device).manual_seed(seed + processes.process_index)
+        mine = range(processes.process_index, len(self.chosen), processes.num_processes)
+        for start in tqdm(range(0, len(mine), batch_size), desc="reading by the source", disable=None):
+            places = list(mine[start : start + batch_size])
+            input_ids = self.blocks[[int(self.chosen[place]) for place in places]]["input_ids"].to(device)
+            with torch.no_grad():
+                logits = model(input_ids, use_cache=False).logits[:, :-1].float()
+            tokens = torch.multinomial(logits.softmax(-1).flatten(0, 1), SAMPLES, True, generator=generator)
+            drawn[places] = tokens.view(len(places), -1, SAMPLES).cpu().numpy()
+        drawn.flush()
+        processes.wait_for_everyone()
+        if processes.is_main_process:
+            draft.rename(self.file)
+        processes.wait_for_everyone()
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Returns `input_ids`, int64 (T), and `targets`, int64 (T - 1, S)."""
+        drawn = np.memmap(self.file, self._dtype, "r", shape=self._shape)
+        targets = torch.from_numpy(drawn[index].astype(np.int64))
+        return {**self.blocks[int(self.chosen[index])], "targets": targets}
+
+
+def logit_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the mean cross-entropy of logits (B, T, V) with drawn tokens (B, T - 1, S)."""
+    return -logits[:, :-1].float().log_softmax(-1).gather(-1, targets).mean()
