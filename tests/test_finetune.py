@@ -241,7 +241,11 @@ def test_learning_rate_of_new_parameters_of_a_converted_folder(run, stock, tmp_p
     """`convert`, then `finetune`, is `finetune` with another encoding."""
     folder = str(tmp_path / "converted")
     convert_command.main([stock["llama"], "--position-encoding", "cope", "--output", folder])
-    two, _ = run(folder, "--new-learning-rate", "0.001", output="two")
+    card = tmp_path / "converted" / "README.md"
+    card.write_text("---\nlicense: mit\nbase_model: someone/model\n---\n", encoding="utf-8")
+    two, results = run(folder, "--new-learning-rate", "0.001", output="two")
+    assert (results["base_model"], results["licence"]) == ("someone/model", "mit")
+    assert "base_model: someone/model" in (two / "README.md").read_text(encoding="utf-8")
     one, _ = run(stock["llama"], "--position-encoding", "cope", "--new-learning-rate", "0.001", output="one")
     weights, others = (load_file(path / "model.safetensors") for path in (two, one))
     for name, weight in weights.items():

@@ -321,10 +321,10 @@ def _finetune(
         ),
         "length": held_out.sequence_length,
         "tokens": len(labels),
-        "base_model": None if local else options.checkpoint,
+        "base_model": _stated("base_model", local) if local else options.checkpoint,
         "base_folder": local.resolve().name if local else None,
         "base_weights_sha256": weights_fingerprint(local) if local else None,
-        "licence": _stated_licence(local) if local else None,
+        "licence": _stated("license", local) if local else None,
         "recipe": options.model_dump(),
         "seed": options.seed,
         "steps": trainer.state.global_step,
@@ -357,13 +357,13 @@ def _sharding(options: Settings, processes: int) -> DistributedConfig | None:
     return DistributedConfig(fsdp_size=options.dp_shard, dp_replicate_size=copies)
 
 
-def _stated_licence(folder: Path) -> str | None:
-    """Returns the licence in the metadata of a checkpoint's card, or None."""
+def _stated(key: str, folder: Path) -> str | None:
+    """Returns a value in the metadata of a checkpoint's card, or None."""
     if not (folder / "README.md").is_file():
         return None
     card = ModelCard((folder / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    licence = card.data.get("license")
-    return licence if isinstance(licence, str) else None
+    value = card.data.get(key)
+    return value if isinstance(value, str) else None
 
 
 def _load_data(options: Settings, config: Any, data_dir: str | None) -> TrainingData:

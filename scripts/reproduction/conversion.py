@@ -1,0 +1,186 @@
+"""The table `conversion` of `whatwhere reproduce`: a model with RoPE gets other position encodings and is trained on.
+
+The source is trained by the recipe `convert_small`. Each system is converted as by `whatwhere convert`, and trained on
+the same corpus as by `whatwhere finetune`, with 1, 3 and 10 % of the source's tokens, each in a run of its own. All are
+measured on WikiText-103 and PG-19 in windows of 1 to 16 times the trained length, as by `whatwhere length`.
+
+Folders in OUTPUT/convert_small: `source`; `<system>-0` right after conversion; `<system>-<percent>`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..commands import convert as convert_command
+from ..evaluation import length
+from ..evaluation.figures import new_figure, save_figure
+from ..evaluation.results import markdown_table, read_json, write_json, write_text
+from ..training import loop
+from ..training.finetune import Settings, finetune
+from ..training.recipe import load_recipe
+from ..training.run_folder import RunFolder
+
+RECIPE = "convert_small"
+PERCENT = (1, 3, 10)
+TEXTS = {"pg19": ("--documents", "4", "--tokens", "8192"), "wikitext103": ("--tokens", "32768")}
+WINDOWS = "1x,2x,4x,8x,16x"
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """A row: the new encoding, and the settings of `finetune`.
+
+    Attributes:
+        attention: the share of the steps that train only attention, to give the source's outputs.
+        logits: whether the source's predictions are targets too.
+    """
+
+    label: str
+    encoding: Any = "rope"
+    parameters: dict | None = None
+    rope: dict | None = None
+    rate: float = 1e-3
+    new_rate: float | None = None
+    attention: float = 0.0
+    logits: bool = False
+
+
+SYSTEMS = {
+    "continued": System("RoPE, trained on unchanged"),
+    "yarn": System("RoPE with YaRN, factor 16", rope=YARN),
+    "none": System("none (DroPE)", "none"),
+    "pope": System("PoPE", "pope"),
+    "cope-rope": System("CoPE + RoPE", "cope+rope"),
+    "cope": System("CoPE", "cope"),
+    "plan-pope": System("RoPE, RoPE, PoPE by layer", ["rope", "rope", "pope"]),
+    "plan-none": System("RoPE, RoPE, none by layer", ["rope", "rope", "none"]),
+}
+
+
+def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
+    """Trains, converts and measures what is missing; interrupted runs are continued."""
+    place = [] if data_dir is None else ["--data-dir", data_dir]
+    recipe = load_recipe(RECIPE)
+    source = output / RECIPE / "source"
+    folder = RunFolder(source)
+    if folder.results(recipe.resolved()) is None:
+        loop.train(recipe, source, resume=folder.is_begun, data_dir=data_dir)
+    _measure(source, place)
+    for name in systems:
+        system = SYSTEMS[name]
+        start = output / RECIPE / f"{name}-0"
+        if not (start / "conversion.json").exists():
+            options = [("position-encoding-parameters", system.parameters), ("rope-parameters", system.rope)]
+            given = [word for key, value in options if value is not None for word in (f"--{key}", json.dumps(value))]
+            encoding = json.dumps(system.encoding) if isinstance(system.encoding, list) else system.encoding
+            words = [str(source), "--position-encoding", encoding, *given, "--output", str(start)]
+            convert_command.main(words)
+        _measure(start, place)
+        for percent in PERCENT:
+            _measure(_finetune(system, source, start, output / RECIPE / f"{name}-{percent}", percent, data_dir), place)
+
+
+def _finetune(system: System, source: Path, start: Path, output: Path, percent: int, data_dir: str | None) -> Path:
+    """Trains a converted model with a share of the source's tokens; returns the folder of the last run."""
+    recipe = load_recipe(RECIPE)
+    steps = recipe.training.steps * percent // 100
+    attention = round(system.attention * steps)
+    runs = [(start, output, {"steps": steps - attention, "learning_rate": system.rate})]
+    if attention:
+        before = output.with_name(f"{output.name}-attention")
+        settings = {"steps": attention, "learning_rate": system.rate, "distill": "attention"}
+        runs = [(start, before, settings | {"distill_from": str(source)}), (before, *runs[0][1:])]
+    if system.logits:
+        runs[-1][2]["distill_from"] = str(source)
+    for checkpoint, folder, settings in runs:
+        own = Settings(
+            checkpoint=str(checkpoint),
+            data="wikipedia_en",
+            batch_size=8,
+            accumulation=recipe.training.batch_size // 8,
+            warmup_steps=settings["steps"] // 10,
+            weight_decay=recipe.training.weight_decay,
+            new_learning_rate=system.new_rate,
+            cpu=True,
+            **settings,
+        )
+        finetune(own, folder, resume="auto", data_dir=data_dir)
+    return output
+
+
+def _measure(folder: Path, place: Sequence[str]) -> None:
+    for text, options in TEXTS.items():
+        if not _lengths(folder, text):
+            length.main([str(folder), "--data", text, "--windows", WINDOWS, *options, *place])
+
+
+def _lengths(folder: Path, text: str) -> dict[int, dict[str, Any]]:
+    """Returns the cells of a finished measurement by the multiple of the trained length, or nothing."""
+    file = folder / f"length_{text}.json"
+    cells = read_json(file)["checkpoints"][0]["cells"] if file.is_file() else []
+    return {int(cell["multiple"]): cell for cell in cells} if len(cells) == len(WINDOWS.split(",")) else {}
+
+
+def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
+    """Returns the figures of what is measured: perplexity by system, percent, text and multiple of the length."""
+    folders = {("source", None, 0): output / RECIPE / "source"}
+    for name in systems:
+        for percent in (0, *PERCENT):
+            folders[name, SYSTEMS[name].label, percent] = output / RECIPE / f"{name}-{percent}"
+    rows = []
+    for (name, label, percent), folder in folders.items():
+        found = {text: _lengths(folder, text) for text in TEXTS}
+        if all(found.values()):
+            cells = {text: {str(k): cell["perplexity"] for k, cell in one.items()} for text, one in found.items()}
+            rows.append({"system": name, "label": label or "the source", "percent": percent, "perplexity": cells})
+    return {"rows": rows, "source": read_json(folders["source", None, 0] / "results.json")}
+
+
+def write(report: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
+    """Writes the report into a folder: `stem`.json, .md, and .png and .svg."""
+    write_json(folder / f"{stem}.json", dict(report))
+    write_text(folder / f"{stem}.md", markdown(report))
+    return [folder / f"{stem}.json", folder / f"{stem}.md", *draw(report, folder / stem)]
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """Returns the table."""
+    length, tokens = report["source"]["length"], report["source"]["tokens_trained"]
+    multiples = [int(window.removesuffix("x")) for window in WINDOWS.split(",")]
+    head = ["system", "tokens, % of the source's", f"WikiText-103, {length}"]
+    rows = [head + [f"PG-19, {length * multiple:,}" for multiple in multiples]]
+    for row in report["rows"]:
+        cells = [row["perplexity"]["wikitext103"]["1"], *(row["perplexity"]["pg19"][str(k)] for k in multiples)]
+        rows.append([row["label"], str(row["percent"]), *("-" if cell is None else f"{cell:.1f}" for cell in cells)])
+    lines = [
+        f"Perplexity in windows of several lengths. The source: {report['source']['parameters']:,} parameters, trained "
+        f"on {tokens / 1e6:.1f} million tokens in sequences of {length}, seed {report['source']['seed']}.",
+        "",
+        markdown_table(rows),
+    ]
+    return "\n".join(lines)
+
+
+def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
+    """Draws the perplexity on PG-19 at the trained length, and at 16 times it, against the tokens of training."""
+    figure = new_figure(11.0, 5.0)
+    panels = figure.subplots(1, 2)
+    places = [0, *PERCENT]
+    for panel, multiple in zip(panels, ("1", "16")):
+        for number, name in enumerate(dict.fromkeys(row["system"] for row in report["rows"][1:])):
+            rows = [row for row in report["rows"] if row["system"] == name]
+            values = [row["perplexity"]["pg19"][multiple] for row in rows]
+            marker = "osD^vPX*"[number % 8]
+            ticks = [places.index(row["percent"]) for row in rows]
+            panel.plot(ticks, values, marker=marker, markersize=4, color=f"C{number % 10}", label=rows[0]["label"])
+        panel.axhline(report["rows"][0]["perplexity"]["pg19"][multiple], color="0.5", linestyle=":", label="the source")
+        panel.set_xticks(range(len(places)), [f"{percent} %" for percent in places])
+        panel.set_yscale("log")
+        panel.set_xlabel("tokens after conversion, of the source's")
+        panel.set_ylabel(f"perplexity, PG-19, {int(multiple) * report['source']['length']:,} tokens")
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    return save_figure(figure, stem)
