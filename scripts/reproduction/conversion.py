@@ -24,6 +24,8 @@ from ..training.run_folder import RunFolder
 
 RECIPE = "convert_small"
 PERCENT = (1, 3, 10)
+# The text of training; texts of the measurements, with their options.
+TEXT = "wikipedia_en"
 TEXTS = {"pg19": ("--documents", "4", "--tokens", "8192"), "wikitext103": ("--tokens", "32768")}
 WINDOWS = "1x,2x,4x,8x,16x"
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
@@ -98,7 +100,7 @@ def _finetune(system: System, source: Path, start: Path, output: Path, percent: 
     for checkpoint, folder, settings in runs:
         own = Settings(
             checkpoint=str(checkpoint),
-            data="wikipedia_en",
+            data=TEXT,
             batch_size=8,
             accumulation=recipe.training.batch_size // 8,
             warmup_steps=settings["steps"] // 10,

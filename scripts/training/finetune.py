@@ -297,6 +297,7 @@ def _finetune(
         trained.save_pretrained(output)
     if not processes.is_main_process:
         return {}
+    whole = not options.lora or options.merge
     if options.merge:
         trained.save_pretrained(output / "adapter")
         trained = trained.merge_and_unload()
@@ -304,6 +305,9 @@ def _finetune(
         trained.save_pretrained(output)
     data.tokenizer.save_pretrained(output)
     (output / TARGETS).unlink(missing_ok=True)
+    if options.distill == "attention" and whole:
+        # The next run may still give these their own learning rate.
+        write_json(output / RECORD, {"new_parameters": sorted(fresh)})
     labels = held_out[range(len(held_out))]["input_ids"][:, 1:].flatten()
     size = None if data.bytes_per_token is None else int(data.bytes_per_token[labels].sum())
 
@@ -311,7 +315,6 @@ def _finetune(
         bits = {"bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)}} if size else {}
         return bits | ({"perplexity": {"value": math.exp(loss)}} if loss < HOPELESS else {})
 
-    whole = not options.lora or options.merge
     local = Path(options.checkpoint) if os.path.exists(options.checkpoint) else None
     results = {
         "metrics": metrics(loss),

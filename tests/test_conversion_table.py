@@ -1,0 +1,76 @@
+"""`whatwhere reproduce conversion`: source, conversions, training and measurements of tiny models; the report."""
+
+import json
+
+import pytest
+
+pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
+
+from whatwhere.scripts.reproduction import conversion
+from whatwhere.scripts.training.recipe import load_recipe
+
+TINY = [
+    "data.source=stdlib",
+    "data.splits=null",
+    "data.tokenizer=bytes",
+    "data.vocab_size=null",
+    "data.sequence_length=16",
+    "model.hidden_size=12",
+    "model.intermediate_size=12",
+    "model.num_hidden_layers=3",
+    "training.steps=20",
+    "training.batch_size=8",
+    "training.warmup_steps=0",
+    "training.checkpoint_every=null",
+    "evaluation.every=null",
+    "evaluation.final_blocks=2",
+]
+SYSTEMS = {
+    "continued": conversion.System("RoPE"),
+    "plan": conversion.System(
+        "RoPE, RoPE, PoPE", ["rope", "rope", "pope"], {"pope": {"use_delta": True}}, new_rate=0.1, attention=0.5
+    ),
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    recipe = load_recipe(conversion.RECIPE, TINY)
+    monkeypatch.setattr(conversion, "load_recipe", lambda name: recipe)
+    monkeypatch.setattr(conversion, "SYSTEMS", SYSTEMS)
+    monkeypatch.setattr(conversion, "PERCENT", (10,))
+    monkeypatch.setattr(conversion, "WINDOWS", "1x,2x")
+    monkeypatch.setattr(conversion, "TEXTS", {"stdlib": ("--tokens", "64")})
+    monkeypatch.setattr(conversion, "TEXT", "stdlib")
+
+
+@pytest.mark.slow
+def test_everything_once(tiny, tmp_path):
+    conversion.train(tmp_path, list(SYSTEMS), None)
+    folder = tmp_path / conversion.RECIPE
+    assert {path.name for path in folder.iterdir()} == {
+        "source",
+        *("continued-0", "continued-10", "plan-0", "plan-10", "plan-10-attention"),
+    }
+    settings = json.loads((folder / "plan-10" / "finetune.json").read_text())
+    assert (settings["steps"], settings["batch_size"] * settings["accumulation"]) == (1, 8)
+    assert settings["new_learning_rate"] == 0.1
+    report = conversion.collect(tmp_path, list(SYSTEMS))
+    assert [(row["system"], row["percent"]) for row in report["rows"]] == [
+        ("source", 0),
+        *((name, percent) for name in SYSTEMS for percent in (0, 10)),
+    ]
+
+
+def test_report(tmp_path):
+    lengths = {str(2**k): 100.0 + k for k in range(5)}
+    text = {"pg19": lengths, "wikitext103": {**lengths, "1": 50.0}}
+    rows = [{"system": "source", "label": "the source", "percent": 0, "perplexity": text}]
+    for percent in (0, 1, 3, 10):
+        rows.append({"system": "pope", "label": "PoPE", "percent": percent, "perplexity": text})
+    source = {"length": 512, "tokens_trained": 9830400, "parameters": 3443136, "seed": 0}
+    files = conversion.write({"rows": rows, "source": source}, tmp_path, "conversion_small")
+    assert {file.name for file in files} == {f"conversion_small.{end}" for end in ("json", "md", "png", "svg")}
+    said = (tmp_path / "conversion_small.md").read_text()
+    assert "3,443,136 parameters, trained on 9.8 million tokens in sequences of 512, seed 0" in said
+    assert "| PoPE | 10 | 50.0 | 100.0 | 101.0 | 102.0 | 103.0 | 104.0 |" in said
