@@ -1,0 +1,212 @@
+"""`whatwhere compare`: results of several models side by side.
+
+A folder is a finished run, a checkpoint with results files (see `evaluation/results.py`), or a model's card. A score is
+compared with that of the first folder that has it. If the two were not measured in the same way (text, tokenizer,
+tokens, limits), it is marked, and the reason is printed. Windows on other tokens get a table and a figure of their own.
+"""
+
+import hashlib
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ...model_card import encoding_text
+from ..cards.command import results_of
+from ..cards.curves import curves_figure, read_curves
+from ..checks import differences
+from ..evaluation.checkpoints import names_of
+from ..evaluation.figures import save_figure
+from ..evaluation.length_report import draw
+from ..evaluation.length_report import table as length_table
+from ..evaluation.results import check_writable, markdown_table, read_json, result_files
+from .common import command_parser
+
+DESCRIPTION = """Results of models side by side: runs of train and finetune, evaluated checkpoints, and cards of models.
+
+    whatwhere compare runs/rope runs/pope --output comparison
+
+Prints tables, the differences of the recipes, and what is not comparable."""
+FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
+# Parts of a description of data that do not say which text is scored.
+_NOTES = ("described", "example", "kind", "prompt", "splits")
+
+
+class Run(NamedTuple):
+    """A folder: its results as in `results_of`, those of training, its recipe, and what identifies its tokenizer."""
+
+    name: str
+    results: dict[str, Any]
+    training: dict[str, Any]
+    recipe: dict[str, Any]
+    encoding: str
+    tokenizer: dict[str, Any]
+
+
+def read_run(folder: pathlib.Path, name: str) -> Run:
+    """Reads a folder, and prints which files are left out because they are of other weights.
+
+    Raises:
+        ValueError: it has no results of a model, or a file is not valid.
+    """
+    files = result_files(folder)
+    if not files:
+        raise ValueError(
+            f"folder={str(folder)!r} is not valid: it has no results. `whatwhere train` and `finetune` write "
+            "results.json at the end, `length` and `zero-shot` write length.json and lm_eval.json."
+        )
+    if any("table" in read_json(file) for file in files if file.name == "results.json"):
+        raise ValueError(f"folder={str(folder)!r} is not valid: its results are a table of the papers, not a model's.")
+    results, _ = results_of(folder)
+    if not results:
+        raise ValueError(f"folder={str(folder)!r} is not valid: its results are of other weights.")
+    for file in files:
+        if file.stem not in results:
+            print(f"(!) {file.name} of {name} is left out: its results are of other weights.\n")
+    training = results.get("results", {})
+    if training and (folder / "metrics.jsonl").is_file():
+        results["curves"] = read_curves(folder / "metrics.jsonl")
+    found = {file: read_json(folder / file) for file in ("config.json", "tokenizer.json") if (folder / file).is_file()}
+    config, recipe = found.get("config.json", {}), training.get("recipe") or {}
+    # The tokenizer itself without settings of calls, or what it was made from.
+    about: dict[str, Any] = {"name": (recipe["data"] if "training" in recipe else {}).get("tokenizer", f"of {name}")}
+    about |= {"vocab_size": config.get("vocab_size"), "trained_on": None}
+    if about["name"] == "bpe":
+        about["trained_on"] = _short(training.get("text_sha256"))
+    if "tokenizer.json" in found:
+        parts = json.dumps({**found["tokenizer.json"], "truncation": None, "padding": None}, sort_keys=True)
+        about["sha256"] = _short(hashlib.sha256(parts.encode()).hexdigest())
+    return Run(name, results, training, recipe, encoding_text(config.get("position_encoding", "-")), about)
+
+
+def _short(sha256: str | None) -> str | None:
+    return sha256 and sha256[:12]
+
+
+def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields rows of the table: title, text, and how it was measured, if that matters; all but the lengths.
+
+    Args:
+        tokenizer: equal for equal tokenizers.
+    """
+    training, recipe, data = run.training, run.recipe, run.training.get("data", {})
+    yield "encoding", run.encoding, {}
+    for key in FACTS:
+        if (value := training.get(key)) is not None:
+            title = "sequence length" if key == "length" else key.replace("_", " ")
+            yield title, f"{value:,}" if isinstance(value, int) else str(value), {}
+    if seconds := training.get("seconds"):
+        machine = {key: training.get(key) for key in ("device", "processes")}
+        yield "minutes", f"{seconds / 60:,.1f}", machine
+        if tokens := training.get("tokens_trained"):
+            yield "tokens per second", f"{tokens / seconds:,.0f}", machine
+    # For a toy task the recipe says what is scored, for text the data and the tokenizer.
+    splits = data.get("splits") or {}
+    text = {key: value for key, value in data.items() if key not in _NOTES and value is not None}
+    text |= {key: recipe[key] for key in ("train_file", "validation_file") if recipe.get(key)}
+    text |= {"length": training.get("length")} | (recipe["data"] if "task" in data else {"tokenizer": tokenizer})
+    train = (
+        text
+        if "task" in data
+        else {**text, "train": splits.get("train"), "train_sha256": _short(training.get("text_sha256"))}
+    )
+    if text.get("validation_file"):
+        text = {key: value for key, value in text.items() if key != "train_file"}
+    curves = run.results.get("curves", {"training": [], "validation": []})
+    for title, rows, how in (
+        ("training loss", curves["training"], train),
+        ("validation loss", curves["validation"], {**text, "validation": splits.get("validation")}),
+    ):
+        if rows:
+            yield title, f"{rows[-1]['loss']:.5g}", how
+    text |= {"text": splits.get(data.get("split")), "tokens": training.get("tokens")}
+    metrics = dict(training.get("metrics", {}))
+    for name, errors in metrics.pop("test_sets", {}).items():
+        yield f"wrong answer tokens, {name}", f"{errors['token_error']:.2%}", text
+    for metric, score in metrics.items():
+        yield f"{metric.replace('_', ' ')}, {data['split']}", f"{score['value']:.5g}", text
+    for name, task in run.results.get("lm_eval", {}).get("tasks", {}).items():
+        how = {key: task.get(key) for key in ("version", "shots", "split", "samples", "limit", "data")}
+        for metric, score in task["metrics"].items():
+            error = "" if score["standard_error"] is None else f" ± {score['standard_error']:.3g}"
+            yield f"{name}, {metric}", f"{score['value']:.4g}{error}", how
+
+
+def table(runs: Sequence[Run]) -> tuple[str, list[str]]:
+    """Returns the table, one column for each run, and the reasons for its marks."""
+    key = ("sha256",) if all("sha256" in run.tokenizer for run in runs) else ("name", "vocab_size", "trained_on")
+    columns = []
+    for run in runs:
+        tokenizer = {part: run.tokenizer[part] for part in key}
+        columns.append({title: (text, how) for title, text, how in scores(run, tokenizer)})
+    rows, reasons = [["", *(run.name for run in runs)]], dict[str, list[str]]()
+    for title in dict.fromkeys(itertools.chain(*columns)):
+        found = [(run.name, *column[title]) for run, column in zip(runs, columns) if title in column]
+        first, _, basis = found[0]
+        texts = dict.fromkeys((run.name for run in runs), "-")
+        for name, text, how in found:
+            changed = differences(basis, how)
+            texts[name] = text + " (!)" * bool(changed)
+            if changed:
+                reason = f"of {name}: not comparable with {first}: {'; '.join(changed)}."
+                reasons.setdefault(reason, []).append(title)
+        rows.append([title, *texts.values()])
+    return markdown_table(rows, aligned=True), [f"{', '.join(titles)} {text}" for text, titles in reasons.items()]
+
+
+def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, Any]]]], list[str]]:
+    """Returns results by length: by file name the title and the entries, all on the same tokens; and warnings."""
+    groups: dict[str, dict[str, list[Any]]] = {}
+    for run in runs:
+        for stem, found in run.results.items():
+            for entry in found["checkpoints"] if stem.startswith("length") else []:
+                how = {key: value for key, value in found["data"].items() if key not in _NOTES}
+                how |= {"dtype": entry.get("dtype"), "tokens_sha256": _short(entry["tokens_sha256"])}
+                group = groups.setdefault(stem, {}).setdefault(json.dumps(how, sort_keys=True), [how])
+                group.append({**entry, "name": run.name})
+    tables, warnings = {}, []
+    for stem, group in groups.items():
+        (basis, *_), *_ = group.values()
+        for number, (how, *entries) in enumerate(group.values(), 1):
+            limit = f", {how['text_tokens']:,} tokens each" if how["text_tokens"] else ""
+            title = f"{how['corpus']}, {how['split']}, documents: {how['documents']}{limit}"
+            tables[stem + f"_{number}" * (number > 1)] = title, entries
+            if changed := differences(basis, how):
+                names = ", ".join(dict.fromkeys(entry["name"] for entry in entries))
+                warnings.append(f"{stem} of {names}: not comparable with its first table: {'; '.join(changed)}.")
+    return tables, warnings
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = command_parser("compare", "FOLDER FOLDER [...] [--output DIR]", DESCRIPTION)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a checkpoint, or a model's card")
+    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="draw losses, and perplexity by length")
+    options = parser.parse_args(arguments)
+    if len(options.folders) < 2:
+        parser.error("give at least two folders.")
+    if options.output:
+        check_writable(options.output)
+    runs = [read_run(pathlib.Path(folder), name) for folder, name in zip(options.folders, names_of(options.folders))]
+    text, reasons = table(runs)
+    by_length, warnings = lengths(runs)
+    print(text)
+    for title, entries in by_length.values():
+        print(f"\nPerplexity ± standard error on {title}; by window (tokens):\n\n{length_table(entries)}")
+    for run in runs[1:]:
+        known = runs[0].recipe and run.recipe
+        changed = differences(runs[0].recipe, run.recipe) or ["no differences"] if known else ["not known"]
+        print(f"\nRecipe, {runs[0].name} → {run.name}:", *changed, sep="\n- ")
+    print("\nTraining times depend on the machine and on what else ran there; `whatwhere benchmark` compares speeds.")
+    for warning in (*reasons, *warnings):
+        print(f"(!) {warning}")
+    if options.output:
+        paths = []
+        if curves := {run.name: run.results["curves"] for run in runs if "curves" in run.results}:
+            marked = any(row in reason for reason in reasons for row in ("training loss", "validation loss"))
+            title = "not comparable: other text or tokenizer" if marked else ""
+            paths += save_figure(curves_figure(curves, title=title), options.output / "curves")
+        for stem, (title, entries) in by_length.items():
+            paths += draw(entries, options.output / stem, title=title)
+        print(f"In {options.output}:", ", ".join(path.name for path in paths) or "no figure, for lack of curves")
