@@ -169,7 +169,7 @@ def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, An
     for stem, group in groups.items():
         (basis, *_), *_ = group.values()
         for number, (how, *entries) in enumerate(group.values(), 1):
-            limit = f", {how['text_tokens']:,} tokens each" if how["text_tokens"] else ""
+            limit = f", the first {how['text_tokens']:,} tokens" if how["text_tokens"] else ""
             title = f"{how['corpus']}, {how['split']}, documents: {how['documents']}{limit}"
             tables[stem + f"_{number}" * (number > 1)] = title, entries
             if changed := differences(basis, how):
@@ -195,8 +195,12 @@ def main(arguments: list[str] | None = None) -> None:
     for title, entries in by_length.values():
         print(f"\nPerplexity ± standard error on {title}; by window (tokens):\n\n{length_table(entries)}")
     for run in runs[1:]:
-        known = runs[0].recipe and run.recipe
-        changed = differences(runs[0].recipe, run.recipe) or ["no differences"] if known else ["not known"]
+        if not (runs[0].recipe and run.recipe):
+            changed = ["not known"]
+        elif ("training" in runs[0].recipe) != ("training" in run.recipe):
+            changed = ["one was trained and the other fine-tuned, with other settings"]
+        else:
+            changed = differences(runs[0].recipe, run.recipe) or ["no differences"]
         print(f"\nRecipe, {runs[0].name} → {run.name}:", *changed, sep="\n- ")
     print("\nTraining times depend on the machine and on what else ran there; `whatwhere benchmark` compares speeds.")
     for warning in (*reasons, *warnings):
