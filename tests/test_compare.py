@@ -193,6 +193,21 @@ def test_results_without_training(runs, tmp_path, capsys):
     assert "- not known" in lines
 
 
+def test_lengths_that_were_measured_together(runs, tmp_path, capsys):
+    found = [json.loads((folder / "length_pg19.json").read_text()) for folder in runs]
+    for folder in runs:
+        (folder / "length_pg19.json").unlink()
+    entries = [one for content in found for one in content["checkpoints"]]
+    write_json(tmp_path / "length_pg19.json", {**found[0], "checkpoints": entries})
+    assert "one" not in compare(capsys, *runs)[0]
+    rows, _ = compare(capsys, *runs, "--results", tmp_path / "length_pg19.json")
+    assert rows["one"][2:] == ["51.25 ± 0.51", "102.50 ± 1.02"]
+    assert rows["two"][2:] == ["42.50 ± 0.42", "85.00 ± 0.85"]
+    write_json(tmp_path / "length.json", {**found[0], "checkpoints": [{**entries[0], "weights": "0" * 64}]})
+    with pytest.raises(SystemExit, match="results='length' is not valid"):
+        cli.main(["compare", *map(str, runs), "--results", str(tmp_path / "length.json")])
+
+
 def test_shipped_cards_of_one_recipe_are_comparable(capsys):
     names = [f"wikipedia_en_{name}_small" for name in ("rope", "pope", "cope", "relative", "absolute")]
     rows, lines = compare(capsys, *(SHIPPED / name for name in names))
@@ -207,10 +222,10 @@ def test_errors(runs, tmp_path, capsys):
         content = json.loads((other / name).read_text())
         write_json(other / name, {**content, "weights_sha256": "0" * 64})
     for folder, message in (
-        (tmp_path / "empty", "empty' is not valid: it has no results"),
-        (tmp_path / "missing", "missing' is not valid: it has no results"),
+        (tmp_path / "empty", "empty' is not valid: it has no results of"),
+        (tmp_path / "missing", "missing' is not valid: it has no results of"),
         (SHIPPED / "cope_3_small", "a table of the papers"),
-        (other, "its results are of other weights"),
+        (other, "other' is not valid: it has no results of"),
         (runs[0], "is given twice"),
     ):
         with pytest.raises(SystemExit, match=message):

@@ -9,11 +9,11 @@ import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_card import encoding_text
-from ..cards.command import results_of
+from ..cards.command import own_entries, results_of
 from ..cards.curves import curves_figure, read_curves
 from ..checks import differences
 from ..evaluation.checkpoints import names_of
@@ -44,26 +44,27 @@ class Run(NamedTuple):
     tokenizer: dict[str, Any]
 
 
-def read_run(folder: pathlib.Path, name: str) -> Run:
+def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, Any]]) -> Run:
     """Reads a folder, and prints which files are left out because they are of other weights.
 
+    Args:
+        shared: length results of several checkpoints, by file name; entries with the folder's weights are used.
+
     Raises:
-        ValueError: it has no results of a model, or a file is not valid.
+        ValueError: there are no results of a model, or a file is not valid.
     """
-    files = result_files(folder)
-    if not files:
-        raise ValueError(
-            f"folder={str(folder)!r} is not valid: it has no results. `whatwhere train` and `finetune` write "
-            "results.json at the end, `length` and `zero-shot` write length.json and lm_eval.json."
-        )
-    if any("table" in read_json(file) for file in files if file.name == "results.json"):
-        raise ValueError(f"folder={str(folder)!r} is not valid: its results are a table of the papers, not a model's.")
-    results, _ = results_of(folder)
-    if not results:
-        raise ValueError(f"folder={str(folder)!r} is not valid: its results are of other weights.")
-    for file in files:
+    results, weights = results_of(folder)
+    for file in result_files(folder):
         if file.stem not in results:
             print(f"(!) {file.name} of {name} is left out: its results are of other weights.\n")
+    results |= {stem: own for stem, content in shared.items() if (own := own_entries(content, weights))}
+    if not results:
+        raise ValueError(
+            f"folder={str(folder)!r} is not valid: it has no results of weights in it. `whatwhere train` and `finetune` "
+            "write results.json at the end, `length` and `zero-shot` write length.json and lm_eval.json."
+        )
+    if "table" in results.get("results", {}):
+        raise ValueError(f"folder={str(folder)!r} is not valid: its results are a table of the papers, not a model's.")
     training = results.get("results", {})
     if training and (folder / "metrics.jsonl").is_file():
         results["curves"] = read_curves(folder / "metrics.jsonl")
@@ -180,15 +181,23 @@ def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, An
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("compare", "FOLDER FOLDER [...] [--output DIR]", DESCRIPTION)
+    parser = command_parser("compare", "FOLDER FOLDER [...] [OPTIONS]", DESCRIPTION)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a checkpoint, or a model's card")
     parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="draw losses, and perplexity by length")
+    parser.add_argument(
+        "--results", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="length*.json of several FOLDERs"
+    )
     options = parser.parse_args(arguments)
     if len(options.folders) < 2:
         parser.error("give at least two folders.")
     if options.output:
         check_writable(options.output)
-    runs = [read_run(pathlib.Path(folder), name) for folder, name in zip(options.folders, names_of(options.folders))]
+    shared = {path.stem: read_json(path) for path in options.results}
+    names = names_of(options.folders)
+    runs = [read_run(pathlib.Path(folder), name, shared) for folder, name in zip(options.folders, names)]
+    for stem in shared:
+        if not any(stem in run.results for run in runs):
+            raise ValueError(f"results={stem!r} is not valid: none of its checkpoints has the weights of a FOLDER.")
     text, reasons = table(runs)
     by_length, warnings = lengths(runs)
     print(text)
