@@ -206,6 +206,8 @@ def test_lengths_that_were_measured_together(runs, tmp_path, capsys):
     write_json(tmp_path / "length.json", {**found[0], "checkpoints": [{**entries[0], "weights": "0" * 64}]})
     with pytest.raises(SystemExit, match="results='length' is not valid"):
         cli.main(["compare", *map(str, runs), "--results", str(tmp_path / "length.json")])
+    with pytest.raises(SystemExit, match="results='results' is not valid"):
+        cli.main(["compare", *map(str, runs), "--results", str(runs[0] / "results.json")])
 
 
 def test_shipped_cards_of_one_recipe_are_comparable(capsys):

@@ -150,7 +150,7 @@ def own_entries(content: Mapping[str, Any], weights: str) -> dict[str, Any] | No
 
     Commands that name none of these checkpoints are removed, unless no command names one.
     """
-    entries = [entry for entry in content["checkpoints"] if entry.get("weights") == weights]
+    entries = [entry for entry in content.get("checkpoints", []) if entry.get("weights") == weights]
     if not entries:
         return None
     keys = ("command", "date", "versions")

@@ -31,12 +31,15 @@ Prints tables, the differences of the recipes, and what is not comparable."""
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
 # Parts of a description of data that do not say which text is scored.
 _NOTES = ("described", "example", "kind", "prompt", "splits")
+# Keys of a toy task's recipe that say which samples are scored, and how.
+_TASK = ("loss", "task_parameters", "test_samples", "test_sets", "validation_samples")
 
 
 class Run(NamedTuple):
-    """A folder: its results as in `results_of`, those of training, its recipe, and what identifies its tokenizer."""
+    """A folder: `results_of` it, those of training, its recipe, and what identifies its tokenizer."""
 
     name: str
+    weights: str
     results: dict[str, Any]
     training: dict[str, Any]
     recipe: dict[str, Any]
@@ -60,8 +63,8 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
     results |= {stem: own for stem, content in shared.items() if (own := own_entries(content, weights))}
     if not results:
         raise ValueError(
-            f"folder={str(folder)!r} is not valid: it has no results of weights in it. `whatwhere train` and `finetune` "
-            "write results.json at the end, `length` and `zero-shot` write length.json and lm_eval.json."
+            f"folder={str(folder)!r} is not valid: it has no results of weights in it. `whatwhere train` and "
+            "`finetune` write results.json at the end, `length` and `zero-shot` length.json and lm_eval.json."
         )
     if "table" in results.get("results", {}):
         raise ValueError(f"folder={str(folder)!r} is not valid: its results are a table of the papers, not a model's.")
@@ -78,7 +81,7 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
     if "tokenizer.json" in found:
         parts = json.dumps({**found["tokenizer.json"], "truncation": None, "padding": None}, sort_keys=True)
         about["sha256"] = _short(hashlib.sha256(parts.encode()).hexdigest())
-    return Run(name, results, training, recipe, encoding_text(config.get("position_encoding", "-")), about)
+    return Run(name, weights, results, training, recipe, encoding_text(config.get("position_encoding", "-")), about)
 
 
 def _short(sha256: str | None) -> str | None:
@@ -102,16 +105,16 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
         yield "minutes", f"{seconds / 60:,.1f}", machine
         if tokens := training.get("tokens_trained"):
             yield "tokens per second", f"{tokens / seconds:,.0f}", machine
-    # For a toy task the recipe says what is scored, for text the data and the tokenizer.
     splits = data.get("splits") or {}
     text = {key: value for key, value in data.items() if key not in _NOTES and value is not None}
     text |= {key: recipe[key] for key in ("train_file", "validation_file") if recipe.get(key)}
-    text |= {"length": training.get("length")} | (recipe["data"] if "task" in data else {"tokenizer": tokenizer})
-    train = (
-        text
-        if "task" in data
-        else {**text, "train": splits.get("train"), "train_sha256": _short(training.get("text_sha256"))}
-    )
+    text["length"] = training.get("length")
+    if "task" in data:
+        # Training samples depend on the seed.
+        train = text = text | {key: recipe["data"].get(key) for key in _TASK}
+    else:
+        text["tokenizer"] = tokenizer
+        train = {**text, "train": splits.get("train"), "train_sha256": _short(training.get("text_sha256"))}
     if text.get("validation_file"):
         text = {key: value for key, value in text.items() if key != "train_file"}
     curves = run.results.get("curves", {"training": [], "validation": []})
@@ -160,16 +163,16 @@ def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, An
     """Returns results by length: by file name the title and the entries, all on the same tokens; and warnings."""
     groups: dict[str, dict[str, list[Any]]] = {}
     for run in runs:
-        for stem, found in run.results.items():
-            for entry in found["checkpoints"] if stem.startswith("length") else []:
-                how = {key: value for key, value in found["data"].items() if key not in _NOTES}
+        for stem, content in run.results.items():
+            for entry in content["checkpoints"] if stem.startswith("length") else []:
+                how = {key: value for key, value in content["data"].items() if key not in _NOTES}
                 how |= {"dtype": entry.get("dtype"), "tokens_sha256": _short(entry["tokens_sha256"])}
                 group = groups.setdefault(stem, {}).setdefault(json.dumps(how, sort_keys=True), [how])
                 group.append({**entry, "name": run.name})
     tables, warnings = {}, []
-    for stem, group in groups.items():
-        (basis, *_), *_ = group.values()
-        for number, (how, *entries) in enumerate(group.values(), 1):
+    for stem, found in groups.items():
+        (basis, *_), *_ = found.values()
+        for number, (how, *entries) in enumerate(found.values(), 1):
             limit = f", the first {how['text_tokens']:,} tokens" if how["text_tokens"] else ""
             title = f"{how['corpus']}, {how['split']}, documents: {how['documents']}{limit}"
             tables[stem + f"_{number}" * (number > 1)] = title, entries
@@ -195,8 +198,8 @@ def main(arguments: list[str] | None = None) -> None:
     shared = {path.stem: read_json(path) for path in options.results}
     names = names_of(options.folders)
     runs = [read_run(pathlib.Path(folder), name, shared) for folder, name in zip(options.folders, names)]
-    for stem in shared:
-        if not any(stem in run.results for run in runs):
+    for stem, content in shared.items():
+        if not any(own_entries(content, run.weights) for run in runs):
             raise ValueError(f"results={stem!r} is not valid: none of its checkpoints has the weights of a FOLDER.")
     text, reasons = table(runs)
     by_length, warnings = lengths(runs)
