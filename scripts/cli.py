@@ -25,6 +25,7 @@ COMMANDS = (
     ("evaluate", "length", "perplexity beyond the trained length", "demo/rope demo/pope", "evaluation.length"),
     ("evaluate", "zero-shot", "zero-shot tasks, by lm-eval", "demo/pope --limit 100", "evaluation.zero_shot"),
     ("evaluate", "task", "error rates on a toy task", "runs/flip_flop", "evaluation.task"),
+    ("compare", "compare", "results of models side by side", "runs/rope runs/pope", "commands.compare"),
     ("compare", "reproduce", "a table of the papers and our results", "cope_2 --small", "commands.reproduce"),
     ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "analysis.__main__"),
     ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "cards.command"),

@@ -8,7 +8,6 @@ last part. Cards of the papers' tables (`whatwhere reproduce --cards`) are rewri
 """
 
 import collections
-import json
 import pathlib
 import re
 import shlex
@@ -33,7 +32,7 @@ from ..evaluation.results import (
     write_text,
 )
 from .content import headline, model_card
-from .curves import draw_curves, thin_curves
+from .curves import draw_curves, read_curves
 
 DESCRIPTION = """Write model cards from results files: next to the weights, or in separate folders.
 
@@ -64,17 +63,13 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
             f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
         )
     about = read_json(folder / "card.json") if (folder / "card.json").is_file() else None
-    weights = read_json(folder / "results.json")["weights_sha256"] if about else weights_fingerprint(folder)
-    results = _own_lengths(read_results(folder, weights=weights if about else None), weights)
+    results, weights = results_of(folder)
     first = next((key for key in results if key.startswith("length")), None)
     compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
     figure = first or ("curves" if about and "curves" in results else None)
     if about and figure:
         _draw(folder, figure, results[figure], compared)
     path = folder / "README.md"
-    training = results.get("results", {})
-    if about and training and (folder / "recipe.yaml").is_file():
-        training["recipe"] = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
     card = model_card(
         config,
@@ -89,6 +84,22 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
     )
     write_text(path, str(card))
     return path
+
+
+def results_of(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
+    """Returns the results of the weights in a folder, or of those that a card in it describes, and their fingerprint.
+
+    Results are by file name without its ending. A card's training results have the recipe in `recipe.yaml`.
+
+    Raises:
+        ValueError: a file is not valid.
+    """
+    is_card = (folder / "card.json").is_file()
+    weights = read_json(folder / "results.json")["weights_sha256"] if is_card else weights_fingerprint(folder)
+    results = _own_lengths(read_results(folder, weights=weights if is_card else None), weights)
+    if is_card and "results" in results and (folder / "recipe.yaml").is_file():
+        results["results"]["recipe"] = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    return results, weights
 
 
 def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -139,7 +150,7 @@ def own_entries(content: Mapping[str, Any], weights: str) -> dict[str, Any] | No
 
     Commands that name none of these checkpoints are removed, unless no command names one.
     """
-    entries = [entry for entry in content["checkpoints"] if entry.get("weights") == weights]
+    entries = [entry for entry in content.get("checkpoints", []) if entry.get("weights") == weights]
     if not entries:
         return None
     keys = ("command", "date", "versions")
@@ -185,8 +196,7 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
     weights = read_json(run / "results.json")["weights_sha256"]
     found = _own_lengths({**read_results(run, weights=weights), **shared}, weights)
     if (run / "metrics.jsonl").is_file():
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        found["curves"] = {**thin_curves([json.loads(line) for line in lines]), "weights_sha256": weights}
+        found["curves"] = {**read_curves(run / "metrics.jsonl"), "weights_sha256": weights}
     training = dict(found["results"])
     recipe = training.pop("recipe", None)
     found["results"] = {**training, "data": describe_data(training["data"])}

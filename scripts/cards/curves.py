@@ -1,5 +1,6 @@
 """Training curves: thins and draws the losses in a run's `metrics.jsonl`."""
 
+import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,15 +44,31 @@ def thin_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def draw_curves(curves: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draws training and validation loss against steps as a PNG file, reproducibly."""
+def read_curves(path: pathlib.Path) -> dict[str, Any]:
+    """Returns `thin_curves` of a run's `metrics.jsonl`."""
+    return thin_curves([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+
+
+def curves_figure(runs: Mapping[str, Mapping[str, Any]], *, title: str = "") -> Any:
+    """Returns a figure of training and validation loss against steps, from the curves of runs by their names."""
+    several = len(runs) > 1
     figure = new_figure(6.4, 3.6)
     axes = figure.add_subplot()
-    for key, style in (("training", {"linewidth": 1.2}), ("validation", {"marker": "o", "markersize": 4})):
-        if rows := curves[key]:
-            axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], label=key, **style)
+    for index, (name, curves) in enumerate(runs.items()):
+        for key, style in (("training", {"linewidth": 1.2}), ("validation", {"marker": "o", "markersize": 4})):
+            if rows := curves[key]:
+                # A colour for each run, or for each curve of a single one.
+                line = {**style, "color": f"C{index % 10}", "linestyle": "-" if key == "training" else "--"}
+                values = [row["step"] for row in rows], [row["loss"] for row in rows]
+                axes.plot(*values, label=f"{name}, {key}" if several else key, **(line if several else style))
+    axes.set_title(title, fontsize="medium")
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel("loss (nats per predicted token)")
-    axes.legend()
+    axes.legend(fontsize="small" if several else None)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+    return figure
+
+
+def draw_curves(curves: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Draws the curves of one run as a PNG file, reproducibly."""
+    curves_figure({"": curves}).savefig(path, dpi=100, metadata={"Software": None})

@@ -1,0 +1,228 @@
+"""`whatwhere compare`: results of several models side by side.
+
+A folder is a finished run, a checkpoint with results files (see `evaluation/results.py`), or a model's card. A score is
+compared with that of the first folder that has it. If the two were not measured in the same way (text, tokenizer,
+tokens, limits), it is marked, and the reason is printed. Windows on other tokens get a table and a figure of their own.
+"""
+
+import hashlib
+import itertools
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...model_card import encoding_text
+from ..cards.command import own_entries, results_of
+from ..cards.curves import curves_figure, read_curves
+from ..checks import differences
+from ..evaluation.checkpoints import names_of
+from ..evaluation.figures import save_figure
+from ..evaluation.length_report import draw
+from ..evaluation.length_report import table as length_table
+from ..evaluation.results import check_writable, markdown_table, read_json, result_files
+from .common import command_parser
+
+DESCRIPTION = """Results of models side by side: runs of train and finetune, evaluated checkpoints, and cards of models.
+
+    whatwhere compare runs/rope runs/pope --output comparison
+
+Prints tables, the differences of the recipes, and what is not comparable."""
+FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
+# Parts of a description of data that do not say which text is scored.
+_NOTES = ("described", "example", "kind", "prompt", "splits")
+# Keys of a toy task's recipe that say which samples are scored, and how.
+_TASK = ("loss", "task_parameters", "test_samples", "test_sets", "validation_samples")
+
+
+class Run(NamedTuple):
+    """A folder: `results_of` it, those of training, its recipe, and what identifies its tokenizer."""
+
+    name: str
+    weights: str
+    results: dict[str, Any]
+    training: dict[str, Any]
+    recipe: dict[str, Any]
+    encoding: str
+    tokenizer: dict[str, Any]
+
+
+def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, Any]]) -> Run:
+    """Reads a folder, and prints which files are left out because they are of other weights.
+
+    Args:
+        shared: length results of several checkpoints, by file name; entries with the folder's weights are used.
+
+    Raises:
+        ValueError: there are no results of a model, or a file is not valid.
+    """
+    results, weights = results_of(folder)
+    for file in result_files(folder):
+        if file.stem not in results:
+            print(f"(!) {file.name} of {name} is left out: its results are of other weights.\n")
+    results |= {stem: own for stem, content in shared.items() if (own := own_entries(content, weights))}
+    if not results:
+        raise ValueError(
+            f"folder={str(folder)!r} is not valid: it has no results of weights in it. `whatwhere train` and "
+            "`finetune` write results.json at the end, `length` and `zero-shot` length.json and lm_eval.json."
+        )
+    if "table" in results.get("results", {}):
+        raise ValueError(f"folder={str(folder)!r} is not valid: its results are a table of the papers, not a model's.")
+    training = results.get("results", {})
+    if training and (folder / "metrics.jsonl").is_file():
+        results["curves"] = read_curves(folder / "metrics.jsonl")
+    found = {file: read_json(folder / file) for file in ("config.json", "tokenizer.json") if (folder / file).is_file()}
+    config, recipe = found.get("config.json", {}), training.get("recipe") or {}
+    # The tokenizer itself without settings of calls, or what it was made from.
+    about: dict[str, Any] = {"name": (recipe["data"] if "training" in recipe else {}).get("tokenizer", f"of {name}")}
+    about |= {"vocab_size": config.get("vocab_size"), "trained_on": None}
+    if about["name"] == "bpe":
+        about["trained_on"] = _short(training.get("text_sha256"))
+    if "tokenizer.json" in found:
+        parts = json.dumps({**found["tokenizer.json"], "truncation": None, "padding": None}, sort_keys=True)
+        about["sha256"] = _short(hashlib.sha256(parts.encode()).hexdigest())
+    return Run(name, weights, results, training, recipe, encoding_text(config.get("position_encoding", "-")), about)
+
+
+def _short(sha256: str | None) -> str | None:
+    return sha256 and sha256[:12]
+
+
+def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields rows of the table: title, text, and how it was measured, if that matters; all but the lengths.
+
+    Args:
+        tokenizer: equal for equal tokenizers.
+    """
+    training, recipe, data = run.training, run.recipe, run.training.get("data", {})
+    yield "encoding", run.encoding, {}
+    for key in FACTS:
+        if (value := training.get(key)) is not None:
+            title = "sequence length" if key == "length" else key.replace("_", " ")
+            yield title, f"{value:,}" if isinstance(value, int) else str(value), {}
+    if seconds := training.get("seconds"):
+        machine = {key: training.get(key) for key in ("device", "processes")}
+        yield "minutes", f"{seconds / 60:,.1f}", machine
+        if tokens := training.get("tokens_trained"):
+            yield "tokens per second", f"{tokens / seconds:,.0f}", machine
+    splits = data.get("splits") or {}
+    text = {key: value for key, value in data.items() if key not in _NOTES and value is not None}
+    text |= {key: recipe[key] for key in ("train_file", "validation_file") if recipe.get(key)}
+    text["length"] = training.get("length")
+    if "task" in data:
+        # Training samples depend on the seed.
+        train = text = text | {key: recipe["data"].get(key) for key in _TASK}
+    else:
+        text["tokenizer"] = tokenizer
+        train = {**text, "train": splits.get("train"), "train_sha256": _short(training.get("text_sha256"))}
+    if text.get("validation_file"):
+        text = {key: value for key, value in text.items() if key != "train_file"}
+    curves = run.results.get("curves", {"training": [], "validation": []})
+    for title, rows, how in (
+        ("training loss", curves["training"], train),
+        ("validation loss", curves["validation"], {**text, "validation": splits.get("validation")}),
+    ):
+        if rows:
+            yield title, f"{rows[-1]['loss']:.5g}", how
+    text |= {"text": splits.get(data.get("split")), "tokens": training.get("tokens")}
+    metrics = dict(training.get("metrics", {}))
+    for name, errors in metrics.pop("test_sets", {}).items():
+        yield f"wrong answer tokens, {name}", f"{errors['token_error']:.2%}", text
+    for metric, score in metrics.items():
+        yield f"{metric.replace('_', ' ')}, {data['split']}", f"{score['value']:.5g}", text
+    for name, task in run.results.get("lm_eval", {}).get("tasks", {}).items():
+        how = {key: task.get(key) for key in ("version", "shots", "split", "samples", "limit", "data")}
+        for metric, score in task["metrics"].items():
+            error = "" if score["standard_error"] is None else f" ± {score['standard_error']:.3g}"
+            yield f"{name}, {metric}", f"{score['value']:.4g}{error}", how
+
+
+def table(runs: Sequence[Run]) -> tuple[str, list[str]]:
+    """Returns the table, one column for each run, and the reasons for its marks."""
+    key = ("sha256",) if all("sha256" in run.tokenizer for run in runs) else ("name", "vocab_size", "trained_on")
+    columns = []
+    for run in runs:
+        tokenizer = {part: run.tokenizer[part] for part in key}
+        columns.append({title: (text, how) for title, text, how in scores(run, tokenizer)})
+    rows, reasons = [["", *(run.name for run in runs)]], dict[str, list[str]]()
+    for title in dict.fromkeys(itertools.chain(*columns)):
+        found = [(run.name, *column[title]) for run, column in zip(runs, columns) if title in column]
+        first, _, basis = found[0]
+        texts = dict.fromkeys((run.name for run in runs), "-")
+        for name, text, how in found:
+            changed = differences(basis, how)
+            texts[name] = text + " (!)" * bool(changed)
+            if changed:
+                reason = f"of {name}: not comparable with {first}: {'; '.join(changed)}."
+                reasons.setdefault(reason, []).append(title)
+        rows.append([title, *texts.values()])
+    return markdown_table(rows, aligned=True), [f"{', '.join(titles)} {text}" for text, titles in reasons.items()]
+
+
+def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, Any]]]], list[str]]:
+    """Returns results by length: by file name the title and the entries, all on the same tokens; and warnings."""
+    groups: dict[str, dict[str, list[Any]]] = {}
+    for run in runs:
+        for stem, content in run.results.items():
+            for entry in content["checkpoints"] if stem.startswith("length") else []:
+                how = {key: value for key, value in content["data"].items() if key not in _NOTES}
+                how |= {"dtype": entry.get("dtype"), "tokens_sha256": _short(entry["tokens_sha256"])}
+                group = groups.setdefault(stem, {}).setdefault(json.dumps(how, sort_keys=True), [how])
+                group.append({**entry, "name": run.name})
+    tables, warnings = {}, []
+    for stem, found in groups.items():
+        (basis, *_), *_ = found.values()
+        for number, (how, *entries) in enumerate(found.values(), 1):
+            limit = f", the first {how['text_tokens']:,} tokens" if how["text_tokens"] else ""
+            title = f"{how['corpus']}, {how['split']}, documents: {how['documents']}{limit}"
+            tables[stem + f"_{number}" * (number > 1)] = title, entries
+            if changed := differences(basis, how):
+                names = ", ".join(dict.fromkeys(entry["name"] for entry in entries))
+                warnings.append(f"{stem} of {names}: not comparable with its first table: {'; '.join(changed)}.")
+    return tables, warnings
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = command_parser("compare", "FOLDER FOLDER [...] [OPTIONS]", DESCRIPTION)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a checkpoint, or a model's card")
+    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="draw losses, and perplexity by length")
+    parser.add_argument(
+        "--results", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="length*.json of several FOLDERs"
+    )
+    options = parser.parse_args(arguments)
+    if len(options.folders) < 2:
+        parser.error("give at least two folders.")
+    if options.output:
+        check_writable(options.output)
+    shared = {path.stem: read_json(path) for path in options.results}
+    names = names_of(options.folders)
+    runs = [read_run(pathlib.Path(folder), name, shared) for folder, name in zip(options.folders, names)]
+    for stem, content in shared.items():
+        if not any(own_entries(content, run.weights) for run in runs):
+            raise ValueError(f"results={stem!r} is not valid: none of its checkpoints has the weights of a FOLDER.")
+    text, reasons = table(runs)
+    by_length, warnings = lengths(runs)
+    print(text)
+    for title, entries in by_length.values():
+        print(f"\nPerplexity ± standard error on {title}; by window (tokens):\n\n{length_table(entries)}")
+    for run in runs[1:]:
+        if not (runs[0].recipe and run.recipe):
+            changed = ["not known"]
+        elif ("training" in runs[0].recipe) != ("training" in run.recipe):
+            changed = ["one was trained and the other fine-tuned, with other settings"]
+        else:
+            changed = differences(runs[0].recipe, run.recipe) or ["no differences"]
+        print(f"\nRecipe, {runs[0].name} → {run.name}:", *changed, sep="\n- ")
+    print("\nTraining times depend on the machine and on what else ran there; `whatwhere benchmark` compares speeds.")
+    for warning in (*reasons, *warnings):
+        print(f"(!) {warning}")
+    if options.output:
+        paths = []
+        if curves := {run.name: run.results["curves"] for run in runs if "curves" in run.results}:
+            marked = any(row in reason for reason in reasons for row in ("training loss", "validation loss"))
+            title = "not comparable: other text or tokenizer" if marked else ""
+            paths += save_figure(curves_figure(curves, title=title), options.output / "curves")
+        for stem, (title, entries) in by_length.items():
+            paths += draw(entries, options.output / stem, title=title)
+        print(f"In {options.output}:", ", ".join(path.name for path in paths) or "no figure, for lack of curves")

@@ -1,0 +1,237 @@
+"""`whatwhere compare`: what is put side by side, and what must not be."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from test_cards import DATA, ORIGIN, TRAINING, ZERO_SHOT, cell, entry, run_folder, task
+from whatwhere.model_card import weights_fingerprint
+from whatwhere.scripts import cli
+from whatwhere.scripts.cards.command import make
+from whatwhere.scripts.evaluation.results import write_json
+
+SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
+
+
+def lengths(folder, perplexity, *, tokens="0", **data):
+    """Writes `length_pg19.json` of the weights in a folder."""
+    weights = weights_fingerprint(folder)
+    one = {**entry(folder.name, weights, [cell(32, perplexity), cell(64, 2 * perplexity)]), "tokens_sha256": tokens}
+    content = {"data": {**DATA, **data}, "checkpoints": [one], "weights_sha256": weights, **ORIGIN}
+    write_json(folder / "length_pg19.json", content)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs on the same text, with lengths on the same tokens."""
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two", encoding="rope", seed=1, seconds=44.8)
+    lengths(one, 51.25)
+    lengths(two, 42.5)
+    return one, two
+
+
+def change(folder, **changes):
+    results = json.loads((folder / "results.json").read_text())
+    write_json(folder / "results.json", {**results, **changes})
+
+
+def compare(capsys, *arguments):
+    """Returns the rows of the printed tables by their first cell, and the other lines."""
+    cli.main(["compare", *map(str, arguments)])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows}, [line for line in lines if line and not line.startswith("|")]
+
+
+def warnings(lines):
+    return [line for line in lines if line.startswith("(!)")]
+
+
+def test_side_by_side(runs, tmp_path, capsys):
+    recipe = {**TRAINING["recipe"], "training": {"steps": 99}}
+    change(runs[1], recipe=recipe)
+    rows, lines = compare(capsys, *runs, "--output", tmp_path / "out")
+    assert rows[""] == ["one", "two"]
+    assert rows["encoding"] == ["pope", "rope"]
+    assert rows["parameters"] == ["54,321", "54,321"]
+    assert rows["tokens trained"] == ["108,642", "108,642"]
+    assert rows["minutes"] == ["1.5", "0.7"]
+    assert rows["tokens per second"] == ["1,212", "2,425"]
+    assert rows["perplexity, test"] == ["50.831", "50.831"]
+    assert rows["bits per byte, test"] == ["2.3457", "2.3457"]
+    assert rows["training loss"] == ["2", "2"]
+    assert rows["validation loss"] == ["4.75", "4.75"]
+    assert rows["piqa, acc"] == ["0.8765 ± 0.0321", "0.8765 ± 0.0321"]
+    assert rows["one"] == ["pope", "32", "51.25 ± 0.51", "102.50 ± 1.02"]
+    assert rows["two"][2:] == ["42.50 ± 0.42", "85.00 ± 0.85"]
+    assert "- training.steps: 77 → 99" in lines
+    assert not warnings(lines)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert sorted(files) == ["curves.png", "curves.svg", "length_pg19.png", "length_pg19.svg"]
+    assert b"not comparable" not in files["curves.svg"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "marked", "reason"),
+    [
+        ({"tokens": 999}, {"perplexity, test", "bits per byte, test"}, "tokens: 12345 → 999"),
+        ({"text_sha256": "f" * 64}, {"training loss"}, "train_sha256: None → 'ffffffffffff'"),
+        ({"device": "cuda"}, {"minutes", "tokens per second"}, "device: 'cpu' → 'cuda'"),
+        (
+            {"data": {**TRAINING["data"], "splits": {**TRAINING["data"]["splits"], "test": "pg19:test"}}},
+            {"perplexity, test", "bits per byte, test"},
+            "text: 'wikitext103_v1:test' → 'pg19:test'",
+        ),
+        (
+            {"length": 64},
+            {"perplexity, test", "bits per byte, test", "training loss", "validation loss"},
+            "length: 32 → 64",
+        ),
+    ],
+)
+def test_figures_that_are_not_comparable_are_marked(runs, capsys, changes, marked, reason):
+    change(runs[1], **changes)
+    rows, lines = compare(capsys, *runs)
+    assert {title for title, cells in rows.items() if cells[-1].endswith("(!)")} == marked
+    assert any(reason in line and "of two: not comparable with one" in line for line in warnings(lines))
+
+
+def test_other_questions(runs, capsys):
+    scores = {"lambada_openai": task(50, 50, acc=0.5), "piqa": task(10, 10, acc=0.25)}
+    write_json(runs[1] / "lm_eval.json", {**ZERO_SHOT, "tasks": scores, "weights_sha256": weights_fingerprint(runs[1])})
+    rows, lines = compare(capsys, *runs)
+    assert rows["lambada_openai, acc"][1] == "0.5 ± 0.0321 (!)"
+    assert rows["lambada_openai, perplexity"][1] == "-"
+    assert rows["piqa, acc"][1] == "0.25 ± 0.0321"
+    assert any("limit: None → 50; samples: 100 → 50" in line for line in warnings(lines))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "data", "reason"),
+    [
+        ("1", {}, "tokens_sha256: '0' → '1'"),
+        ("0", {"document_limit": 4}, "document_limit: None → 4"),
+        ("0", {"text_tokens": 2048}, "text_tokens: None → 2048"),
+    ],
+)
+def test_windows_on_other_tokens_have_their_own_table_and_figure(runs, tmp_path, capsys, tokens, data, reason):
+    lengths(runs[1], 42.5, tokens=tokens, **data)
+    _, lines = compare(capsys, *runs, "--output", tmp_path / "out")
+    assert sum(line.startswith("Perplexity ± standard error on pg19") for line in lines) == 2
+    assert len(warnings(lines)) == 1
+    assert warnings(lines)[0].startswith("(!) length_pg19 of two: not comparable")
+    assert reason in warnings(lines)[0]
+    for name, present in (("length_pg19.svg", [True, False]), ("length_pg19_2.svg", [False, True])):
+        # Matplotlib writes each text as a comment before its shapes.
+        figure = (tmp_path / "out" / name).read_bytes()
+        assert [b"<!-- one -->" in figure, b"<!-- two -->" in figure] == present
+
+
+def test_another_tokenizer(runs, tmp_path, capsys):
+    path = runs[1] / "tokenizer.json"
+    content = json.loads(path.read_text())
+    # Saved with a call's settings, it is the same tokenizer.
+    truncation = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps({**content, "truncation": truncation}))
+    assert not warnings(compare(capsys, *runs)[1])
+    path.write_text(json.dumps({**content, "normalizer": {"type": "Lowercase"}}))
+    rows, lines = compare(capsys, *runs, "--output", tmp_path / "out")
+    assert rows["perplexity, test"][1].endswith("(!)")
+    assert "tokenizer.sha256: " in warnings(lines)[0]
+    assert b"not comparable" in (tmp_path / "out" / "curves.svg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ({"data": {"tokenizer": "gpt2"}, "training": {}}, "tokenizer.name: 'bytes' → 'gpt2'"),
+        (None, "tokenizer.name: 'bytes' → 'of two'"),
+    ],
+)
+def test_a_card_knows_its_tokenizer_by_the_recipe(runs, tmp_path, capsys, recipe, reason):
+    change(runs[0], recipe={"name": "tiny", "data": {"tokenizer": "bytes"}, "training": {}})
+    change(runs[1], recipe=recipe)
+    (card, *_) = make([runs[0]], tmp_path / "cards")
+    rows, lines = compare(capsys, card.parent, runs[1])
+    assert rows["training loss"] == ["2", "2 (!)"]
+    assert any(reason in line for line in warnings(lines))
+    assert ("- not known" in lines) == (recipe is None)
+
+
+def test_toy_tasks(tmp_path, capsys):
+    errors = {"token_error": 0.125, "sequence_error": 0.5}
+    recipe = {"data": {"source": "task", "test_sets": {"sparse": {"ignore": 0.9}}}, "training": {}}
+    data = {"source": "task", "task": "flip_flop", "split": "test"}
+    about = {"data": data, "metrics": {"test_sets": {"sparse": errors}}, "recipe": recipe, "text_sha256": "0"}
+    folders = [run_folder(tmp_path / "one", **about), run_folder(tmp_path / "two", **{**about, "text_sha256": "1"})]
+    # Each seed draws its own training samples.
+    rows, lines = compare(capsys, *folders)
+    assert rows["wrong answer tokens, sparse"] == ["12.50%", "12.50%"]
+    assert not warnings(lines)
+    harder = {"data": {"source": "task", "test_sets": {"sparse": {"ignore": 0.95}}}, "training": {}}
+    change(folders[1], recipe=harder)
+    rows, lines = compare(capsys, *folders)
+    assert rows["wrong answer tokens, sparse"] == ["12.50%", "12.50% (!)"]
+    assert "test_sets.sparse.ignore: 0.9 → 0.95" in warnings(lines)[0]
+
+
+def test_results_of_other_weights_are_named(runs, capsys):
+    write_json(runs[0] / "lm_eval.json", {**ZERO_SHOT, "weights_sha256": "0" * 64})
+    rows, lines = compare(capsys, *runs)
+    assert "(!) lm_eval.json of one is left out: its results are of other weights." in lines
+    assert rows["piqa, acc"][0] == "-"
+
+
+def test_results_without_training(runs, tmp_path, capsys):
+    for folder in runs:
+        (folder / "results.json").unlink()
+    rows, lines = compare(capsys, *runs)
+    assert rows["piqa, acc"] == ["0.8765 ± 0.0321", "0.8765 ± 0.0321"]
+    assert "perplexity, test" not in rows
+    assert "- not known" in lines
+
+
+def test_lengths_that_were_measured_together(runs, tmp_path, capsys):
+    found = [json.loads((folder / "length_pg19.json").read_text()) for folder in runs]
+    for folder in runs:
+        (folder / "length_pg19.json").unlink()
+    entries = [one for content in found for one in content["checkpoints"]]
+    write_json(tmp_path / "length_pg19.json", {**found[0], "checkpoints": entries})
+    assert "one" not in compare(capsys, *runs)[0]
+    rows, _ = compare(capsys, *runs, "--results", tmp_path / "length_pg19.json")
+    assert rows["one"][2:] == ["51.25 ± 0.51", "102.50 ± 1.02"]
+    assert rows["two"][2:] == ["42.50 ± 0.42", "85.00 ± 0.85"]
+    write_json(tmp_path / "length.json", {**found[0], "checkpoints": [{**entries[0], "weights": "0" * 64}]})
+    with pytest.raises(SystemExit, match="results='length' is not valid"):
+        cli.main(["compare", *map(str, runs), "--results", str(tmp_path / "length.json")])
+    with pytest.raises(SystemExit, match="results='results' is not valid"):
+        cli.main(["compare", *map(str, runs), "--results", str(runs[0] / "results.json")])
+
+
+def test_shipped_cards_of_one_recipe_are_comparable(capsys):
+    names = [f"wikipedia_en_{name}_small" for name in ("rope", "pope", "cope", "relative", "absolute")]
+    rows, lines = compare(capsys, *(SHIPPED / name for name in names))
+    assert len(rows["perplexity, test"]) == 5
+    assert not warnings(lines)
+
+
+def test_errors(runs, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    other = shutil.copytree(runs[0], tmp_path / "other")
+    for name in ("results.json", "lm_eval.json", "length_pg19.json"):
+        content = json.loads((other / name).read_text())
+        write_json(other / name, {**content, "weights_sha256": "0" * 64})
+    for folder, message in (
+        (tmp_path / "empty", "empty' is not valid: it has no results of"),
+        (tmp_path / "missing", "missing' is not valid: it has no results of"),
+        (SHIPPED / "cope_3_small", "a table of the papers"),
+        (other, "other' is not valid: it has no results of"),
+        (runs[0], "is given twice"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            cli.main(["compare", str(runs[0]), str(folder)])
+    with pytest.raises(SystemExit):
+        cli.main(["compare", str(runs[0])])
+    assert "at least two folders" in capsys.readouterr().err
