@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...position_base import suggest
 from ..commands import convert as convert_command
 from ..evaluation import length
 from ..evaluation.figures import new_figure, save_figure
-from ..evaluation.results import markdown_table, read_json, write_json, write_text
+from ..evaluation.results import markdown_table, provenance, read_json, write_json, write_text
 from ..training import loop
 from ..training.finetune import Settings, finetune
 from ..training.recipe import load_recipe
@@ -186,3 +187,27 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return save_figure(figure, stem)
+
+
+def main(options: Any, arguments: list[str]) -> None:
+    """Runs the command line of `whatwhere reproduce conversion`; raises ValueError for options that are not valid."""
+    if not options.small:
+        raise ValueError("conversion has only a small version: add --small.")
+    for name in ("seeds", "set", "cards"):
+        if getattr(options, name):
+            raise ValueError(f"--{name} has no effect with conversion.")
+    systems = options.rows or list(SYSTEMS)
+    for name in systems:
+        if name not in SYSTEMS:
+            raise ValueError(f"--rows {name!r} is not valid. {suggest(name, SYSTEMS)}")
+    if options.dry_run:
+        for name in systems:
+            states = (RunFolder(options.output / RECIPE / f"{name}-{percent}").state() for percent in PERCENT)
+            print(f"{name}: " + ", ".join(f"{percent} % {state}" for percent, state in zip(PERCENT, states)))
+        return
+    if not options.report_only:
+        train(options.output, systems, options.data_dir)
+    report = collect(options.output, list(SYSTEMS)) | provenance("reproduce", arguments)
+    files = write(report, options.output, "conversion_small")
+    print(markdown(report))
+    print(f"Written: {', '.join(map(str, files))}")
