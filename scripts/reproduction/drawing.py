@@ -42,7 +42,9 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     if not panels:
         return
     survival = report["solved"] is not None
-    figure = new_figure(4.5 + 2.5 * len(panels), 4.2)
+    figure = new_figure(4.5 + 2.5 * len(panels), 5.0)
+    from matplotlib import ticker
+
     every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (name, lines) in zip(every, panels.items()):
         for number, (label, points) in enumerate(lines.items()):
@@ -53,11 +55,16 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
                 axes.errorbar(x, y, yerr=errors, marker="osD^vPX*"[number % 8], markersize=4, capsize=2, label=label)
         if not survival:
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.7)))
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel("optimiser steps" if survival else "length / trained length")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        axes.legend(
+            fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3 if len(panels) == 1 else 1
+        )
     every[0].set_ylabel(
         "share of runs that have not lifted off" if survival else "perplexity (bars: standard deviation)"
     )
