@@ -147,6 +147,7 @@ def test_deltas_are_what_the_model_uses():
     assert np.array(entry["deltas"]).shape == (2, 4, 4)
     assert np.array(entry["deltas"][1]).flatten().tolist() == pytest.approx(expected)
     assert entry["at_bounds"] == 0
+    assert entry["outside"] == np.mean([not -2 * math.pi <= x <= 0 for x in torch.linspace(-8, 1, 16).tolist()])
     assert entry["largest"] == pytest.approx(max(expected), abs=1e-5)
     assert entry["delta_init"] == "zeros"
 

@@ -1,4 +1,4 @@
-"""The papers' tables: figures, plans, verdicts and reports on made-up numbers, and one run that is interrupted."""
+"""The papers' tables and ours: figures, plans, verdicts and reports on made-up numbers, and real runs of some steps."""
 
 import json
 import re
@@ -10,11 +10,13 @@ import torch
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
+from whatwhere.scripts.cards import command as cards
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA
-from whatwhere.scripts.reproduction import report, runs
+from whatwhere.scripts.evaluation.results import read_json
+from whatwhere.scripts.reproduction import drawing, measures, report, runs
 from whatwhere.scripts.reproduction.runs import plan, unique
-from whatwhere.scripts.reproduction.tables import TABLES, Figure
+from whatwhere.scripts.reproduction.tables import TABLES, Figure, load_tables
 from whatwhere.scripts.reproduction.verdict import (
     ALONE,
     DIFFERS,
@@ -154,7 +156,7 @@ def test_tables():
         assert len(set(columns)) == len(columns)
         assert len({row.key for row in table.rows}) == len(table.rows)
         assert all(row.figures and set(row.figures) <= set(columns) for row in table.rows)
-        assert (table.solved is None) == ("accuracy" not in table.unit)
+        assert (table.solved is None) == (table.lifted is None) == ("accuracy" not in table.unit)
         assert all(set(row.parameters) <= set(columns) for row in table.rows)
         for column in table.columns:
             assert (RECIPES / f"{column.recipe}.yaml").exists()
@@ -204,6 +206,18 @@ def test_tables_share_runs(tmp_path, planned):
     assert folders("pope_1") < folders("pope_indexing")
     assert {folder.name for folder in folders("pope_4") & folders("pope_8")} == {"pope-seed0", "pope-253m-seed0"}
     assert {folder.name for folder in folders("cope_5") & folders("cope_8")} == {"cope-seed0"}
+    ours = ("length_extrapolation", "cope_ablations", "pope_ablations", "token_budget")
+    common = {name: {folder.name for folder in folders(name) & folders("length_extrapolation")} for name in ours[1:]}
+    assert common == {
+        "cope_ablations": {"cope-seed0"},
+        "pope_ablations": {"pope-seed0"},
+        "token_budget": {"rope-seed0", "pope-seed0", "cope-seed0"},
+    }
+    of_paper = plan(TABLES["cope_5"], output=tmp_path, small=True, seeds=3)
+    shared = {run.folder for run in unique(of_paper)} - {
+        run.folder for run in unique(plan(TABLES["length_extrapolation"], output=tmp_path, small=True))
+    }
+    assert {folder.name for folder in shared} == {f"cope-scaled-seed{seed}" for seed in range(3)}
     small = plan(TABLES["pope_1"], output=tmp_path, small=True, seeds=2)
     assert {run.folder for run in unique(small)} == {
         tmp_path / "indirect_indexing_small" / f"{row}-seed{seed}" for row in ("rope", "pope") for seed in (0, 1)
@@ -242,7 +256,9 @@ def test_every_run_builds(planned, small):
     # JSB, genome, OpenWebText: two systems each, and three ablations
     domains = 2 + 2 + 2 + 3
     exact = 0 if small else 4 + 2 + 2 * 2 + 3
-    assert len(built) == cope + pope + domains + exact
+    # Ours that are not the papers': lengths, CoPE, PoPE, budgets, indirect indexing.
+    ours = 1 + 1 + 4 + 13 + 2
+    assert len(built) == cope + pope + domains + exact + ours
 
 
 def test_recipes_are_those_of_the_papers(planned):
@@ -297,6 +313,27 @@ def test_plan(tmp_path):
     # halves are those of the recipe as the user changed it
     halved = plan(TABLES["cope_7"], output=tmp_path, sets=["model.n_embd=64"], rows=["cope-half-dimension"])
     assert halved["cope-half-dimension", "in"][0].recipe.model["n_embd"] == 32
+
+
+def test_plan_of_our_tables(tmp_path):
+    planned = plan(TABLES["indirect_indexing"], output=tmp_path, small=True)
+    assert {row: len(runs) for (row, _), runs in planned.items()} == {
+        "rope": 8,
+        "pope": 8,
+        "none": 3,
+        "absolute": 3,
+        "cope": 3,
+    }
+    seeds = [run.seed for run in unique(planned)]
+    assert seeds == sorted(seeds)
+    assert {len(cell) for cell in plan(TABLES["indirect_indexing"], output=tmp_path, seeds=1).values()} == {1}
+    budgets = plan(TABLES["token_budget"], output=tmp_path, small=True, rows=["fox-1of8", "fox"])
+    schedules = {row: cell[0].recipe.training for (row, _), cell in budgets.items()}
+    assert {row: (one.steps, one.warmup_steps) for row, one in schedules.items()} == {
+        "fox": (1000, 100),
+        "fox-1of8": (125, 12),
+    }
+    assert TABLES["token_budget"].multiples == [1, 2, 4, 8, 16]
 
 
 def test_columns_without_a_small_version(tmp_path, capsys, monkeypatch):
@@ -385,6 +422,12 @@ def pretend(run, value, **others):
     }
     run.folder.mkdir(parents=True)
     (run.folder / "results.json").write_text(json.dumps(results))
+    # The accuracy rises from 10 %, in five evaluations; the last one has the error of the first test set.
+    last = next(iter(shares.values()), 0.9)
+    lines = [
+        {"step": 100 * index, "validation_token_error": 0.9 + (last - 0.9) * (index - 1) / 4} for index in range(1, 6)
+    ]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_report_of_exact_runs(tmp_path, capsys):
@@ -394,12 +437,21 @@ def test_report_of_exact_runs(tmp_path, capsys):
             pretend(run, error)
     script.main(["pope_indexing", "--report-only", "--output", str(tmp_path), "--cards", str(tmp_path / "cards")])
     text = capsys.readouterr().out
-    assert "| RoPE | Indirect Idx. | 11.00 ± 1.41 | 2 of 3 | 0% | 11.16 ± 2.45 | agrees within spread |" in text
+    assert (
+        "| RoPE | Indirect Idx. | 11.00 ± 1.41 | 2 of 3 | 0% | never, never | 11.16 ± 2.45 | agrees within spread |"
+        in text
+    )
     # 1.95 ± 0.07: within 2 * sqrt(0.07^2 + 0.04^2) of 1.90
-    assert "| Sinusoidal | Indirect Idx. | 1.95 ± 0.07 | 2 of 3 | 0% | 1.90 ± 0.04 | agrees within spread |" in text
+    assert (
+        "| Sinusoidal | Indirect Idx. | 1.95 ± 0.07 | 2 of 3 | 0% | never, never | 1.90 ± 0.04 | agrees within spread |"
+        in text
+    )
     # far from 94.82, but one failed run of three makes the spread large
-    assert "| PoPE | Indirect Idx. | 78.33 ± 33.20 | 3 of 3 | 67% | 94.82 ± 2.91 | agrees within spread |" in text
-    assert "| Learnable | Indirect Idx. | - | 0 of 3 | - | 10.08 ± 0.19 | not run |" in text
+    pope = (
+        "| PoPE | Indirect Idx. | 78.33 ± 33.20 | 3 of 3 | 67% | 200, 200, 300 | 94.82 ± 2.91 | agrees within spread |"
+    )
+    assert pope in text
+    assert "| Learnable | Indirect Idx. | - | 0 of 3 | - | - | 10.08 ± 0.19 | not run |" in text
     assert "The recipes are the exact ones." in text
     assert "- Learnable: `model.position_encoding=absolute`, `model.position_encoding_parameters=null`" in text
     found = json.loads((tmp_path / "pope_indexing.json").read_text())
@@ -477,6 +529,105 @@ def test_report_of_text(tmp_path, capsys):
     assert report.card(json.loads((folder / "results.json").read_text())) == readme
     for name in {choice.partition(":")[0] for choice in splits.values()}:
         assert f"\n- {CORPORA[name].title}: {CORPORA[name].licence}\n".replace("<", "&lt;") in readme
+
+
+def pretend_own(run, test, lengths):
+    """Writes the results of a language model that was never made; `lengths`: its perplexities from 1x on, or NaN."""
+    pretend_text(run, test, test)
+    path = run.folder / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weights_sha256": run.folder.name}))
+    cells = [
+        {"length": 512 * 2**index, "multiple": 2.0**index, "reached": value == value}
+        | ({"perplexity": value} if value == value else {"reason": "made up"})
+        for index, value in enumerate(lengths)
+    ]
+    entry = {"name": "x", "variant": None, "weights": run.folder.name, "trained_length": 512, "tokens_sha256": "x"}
+    others = {"command": "x", "date": "x", "versions": {}, "data": measures.BOOKS}
+    content = {**others, "checkpoints": [{**entry, "cells": cells, "by_position": []}]}
+    (run.folder / "length_pg19.json").write_text(json.dumps(content))
+
+
+def test_report_of_our_table(tmp_path, capsys):
+    """Rows, seeds and lengths may be missing; differences are those of the seeds that both rows have."""
+    planned = plan(TABLES["length_extrapolation"], output=tmp_path, small=True)
+    nan = float("nan")
+    for seed, (test, lengths) in enumerate([(280, [230, 240, 270, 300, 330, 1e9]), (284, [234]), (288, [])]):
+        pretend_own(planned["rope", "test"][seed], test, lengths)
+    for seed, test in {0: 260, 2: 262}.items():
+        pretend_own(planned["pope", "test"][seed], test, [220 + seed, 225, 230, 235, 240])
+    pretend_own(planned["absolute", "test"][0], 360, [350, nan, nan, nan, nan])
+    arguments = ["length_extrapolation", "--small", "--report-only", "--output", str(tmp_path)]
+    script.main([*arguments, "--cards", str(tmp_path / "cards")])
+    text = capsys.readouterr().out
+    # Differences of PoPE: -20 and -26 of seeds 0 and 2; at 1x, seed 2 of RoPE is not measured.
+    for line in (
+        "|  | seeds | WikiText-103 test | PG-19 1x | 2x | 4x | 8x | 16x |",
+        "| RoPE | 3 of 3 | 284.0 ± 4.0 | 232.0 ± 2.8 (n = 2) | 240.0 (n = 1) | 270.0 (n = 1) | 300.0 (n = 1) |"
+        " 330.0 (n = 1) |",
+        "| PoPE | 2 of 3 | 261.0 ± 1.4 | 221.0 ± 1.4 | 225.0 ± 0.0 | 230.0 ± 0.0 | 235.0 ± 0.0 | 240.0 ± 0.0 |",
+        "| CoPE | 0 of 3 | - | - | - | - | - | - |",
+        "| Absolute | 1 of 3 | 360.0 | 350.0 | not supported | not supported | not supported | not supported |",
+        "Differences to RoPE, paired by seed:",
+        "| PoPE | 2 | -23.0 ± 4.2 | -10.0 | -15.0 | -40.0 | -65.0 | -90.0 |",
+        "| Absolute | 1 | +80.0 | +120.0 | - | - | - | - |",
+        "- CoPE: the recipe without changes",
+    ):
+        assert f"{line}\n" in text, line
+    assert not re.search("(?i)paper's figures|verdict|agrees|not run|exact ones", text)
+    card = tmp_path / "cards" / "length_extrapolation_small"
+    found = read_json(card / "results.json")
+    assert not [cell for cell in found["cells"] if {"paper", "verdict"} & set(cell)]
+    assert "![Perplexity by length](length_extrapolation_small.png)" in (card / "README.md").read_text()
+    before = (card / "length_extrapolation_small.png").read_bytes()
+    assert before.startswith(b"\x89PNG")
+    (tmp_path / "cards" / "README.md").write_text("\n".join(cards.INDEX))
+    cards.main(["--output", str(tmp_path / "cards")])
+    assert (card / "length_extrapolation_small.png").read_bytes() == before
+    title = TABLES["length_extrapolation"].title
+    row = f"| {title} | 6 | 14 measured, 24 not run, 4 not supported |"
+    assert row in (tmp_path / "cards" / "README.md").read_text()
+
+
+def test_report_by_group(tmp_path, capsys):
+    """A row is compared with the first row of its group, if that is in the plan."""
+    rows = ["rope", "pope", "rope-1of8", "pope-1of8", "fox-1of2", "fox-1of8"]
+    planned = plan(TABLES["token_budget"], output=tmp_path, small=True, rows=rows)
+    for number, row in enumerate(rows):
+        pretend_own(planned[row, "test"][0], 100 + number**2, [200 + number] * 5)
+    script.main(["token_budget", "--small", "--report-only", "--output", str(tmp_path), "--rows", *rows])
+    text = capsys.readouterr().out
+    assert "Differences to RoPE or PoPE or FoX, 1/2 of the tokens, paired by seed:\n" in text
+    for row, test, others in (("RoPE", 4, 2), ("PoPE", 8, 2), ("FoX", 9, 1)):
+        assert f"| {row}, 1/8 of the tokens | 1 | +{test}.0 |{f' +{others}.0 |' * 5}\n" in text
+    assert (tmp_path / "token_budget_small.png").is_file()
+
+
+def test_report_of_lift_off(tmp_path, capsys):
+    planned = plan(TABLES["indirect_indexing"], output=tmp_path, small=True)
+    for row, errors in {"pope": [0.02, 0.03, 0.6], "rope": [0.8]}.items():
+        for run, error in zip(planned[row, "accuracy"], errors):
+            pretend(run, error)
+    script.main(["indirect_indexing", "--small", "--report-only", "--output", str(tmp_path)])
+    text = capsys.readouterr().out
+    for line in (
+        "|  | column | seeds | solved | each seed | lifted off at step |",
+        "| PoPE | Indirect Idx. | 3 of 8 | 2 of 3 | 98.0, 97.0, 40.0 | 200, 200, 300 |",
+        "| RoPE | Indirect Idx. | 1 of 8 | 0 of 1 | 20.0 | never |",
+        "| CoPE | Indirect Idx. | 0 of 3 | 0 of 0 | - | - |",
+    ):
+        assert f"{line}\n" in text, line
+    assert "±" not in text
+    assert "*Lifted off*: the first evaluation during training with at least 25 %" in text
+    found = json.loads((tmp_path / "indirect_indexing_small.json").read_text())
+    steps = planned["pope", "accuracy"][0].recipe.training.steps
+    curves = drawing.curves(found)[""]
+    expected = [(0, 1), (200, 2 / 3), (200, 1 / 3), (300, 0), (steps, 0)]
+    assert [(x, pytest.approx(y)) for x, y, _ in curves["PoPE (n = 3)"]] == expected
+    assert [(x, y) for x, y, _ in curves["RoPE (n = 1)"]] == [(0, 1), (steps, 1)]
+    assert (tmp_path / "indirect_indexing_small.png").is_file()
+    (planned["pope", "accuracy"][0].folder / "metrics.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="was not evaluated during training"):
+        script.main(["indirect_indexing", "--small", "--report-only", "--output", str(tmp_path)])
 
 
 def test_report_of_music(tmp_path, capsys):
@@ -634,3 +785,75 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     assert "--resume" in results["command"]
     script.main(arguments)
     assert len(made) == 1
+
+
+OWN = """
+tables:
+  tiny:
+    title: Tiny
+    unit: perplexity per token
+    notes: []
+    seeds: 1
+    columns:
+      test: {label: Test, recipe: demo_rope, measure: perplexity}
+      1x: {label: 1x, recipe: demo_rope, measure: length 1}
+      2x: {label: 2x, recipe: demo_rope, measure: length 2}
+      outside: {label: delta outside, recipe: demo_rope, measure: deltas outside}
+    rows:
+      absolute: {label: Absolute, system: [encoding absolute], figures: "? | ? | ? |"}
+      pope: {label: PoPE, system: ["encoding pope {delta_init: uniform}"]}
+"""
+
+
+def test_lengths_are_measured_after_training(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tables.yaml").write_text(OWN)
+    monkeypatch.setitem(TABLES, "tiny", load_tables(tmp_path / "tables.yaml")["tiny"])
+    (tmp_path / "data" / "pg19" / "test").mkdir(parents=True)
+    for index in range(3):
+        (tmp_path / "data" / "pg19" / "test" / f"{index}.txt").write_text("it was a dark and stormy night; " * 8)
+    tiny = {
+        "data.sequence_length": 32,
+        "model.hidden_size": 16,
+        "model.num_hidden_layers": 1,
+        "training.steps": 2,
+        "training.warmup_steps": 1,
+        "evaluation.blocks": 2,
+        "evaluation.final_blocks": 2,
+    }
+    sets = [argument for key, value in tiny.items() for argument in ("--set", f"{key}={value}")]
+    arguments = ["tiny", *sets, "--output", str(tmp_path), "--data-dir", str(tmp_path / "data")]
+    script.main(arguments)
+    assert "| Absolute | 1 of 1 | " in (text := capsys.readouterr().out)
+    path = tmp_path / "demo_rope" / "pope-seed0" / "length_pg19.json"
+    cells = {cell["length"]: cell for cell in read_json(path)["checkpoints"][0]["cells"]}
+    assert list(cells) == [32, 64]
+    found = json.loads((tmp_path / "tiny.json").read_text())["cells"]
+    values = {(cell["row"], cell["column"]): cell["ours"]["mean"] for cell in found}
+    assert (values["pope", "1x"], values["pope", "2x"]) == (cells[32]["perplexity"], cells[64]["perplexity"])
+    assert 0 <= values["pope", "outside"] <= 100
+    assert values["absolute", "2x"] is None
+    assert text.count("not supported") == 2
+
+    # Complete measurements are used as they are, also with more lengths; a missing length is added.
+    before = path.read_bytes()
+    content = json.loads(before)
+    entry = content["checkpoints"][0]
+    entry["cells"].append({**entry["cells"][1], "length": 96, "multiple": 3.0})
+    path.write_text(json.dumps(content))
+    with monkeypatch.context() as patch:
+        patch.setattr(measures.length, "main", None)
+        script.main(arguments)
+    assert json.loads(path.read_text()) == content
+    del entry["cells"][0]
+    path.write_text(json.dumps(content))
+    script.main([*arguments, "--report-only"])
+    assert "| PoPE | 1 of 1 | " in (text := capsys.readouterr().out)
+    script.main(arguments)
+    measured = read_json(path)["checkpoints"][0]["cells"]
+    assert [(cell["length"], cell["perplexity"]) for cell in measured[:2]] == [
+        (length, cell["perplexity"]) for length, cell in cells.items()
+    ]
+    content["data"]["text_tokens"] = 7
+    path.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match=r"is of another text .*text_tokens: 7 → 20480"):
+        script.main([*arguments, "--report-only"])

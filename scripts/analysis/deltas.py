@@ -15,9 +15,11 @@ from .common import attention_layers, label_wavelengths
 
 
 def read(model: Any) -> dict[str, Any]:
-    """Returns the entry of `deltas.json`: deltas (L, H, F) in radians, clamped to [-2 pi, 0] as in the model.
+    """Returns the entry of `deltas.json`: deltas (L, H, F) in radians, folded into [-2 pi, 0] as in the model.
 
-    `at_bounds` is the share of deltas exactly at a bound (all of them before training with `delta_init="zeros"`).
+    `at_bounds` is the share of deltas exactly at a bound (all of them before training with `delta_init="zeros"`);
+    `outside` is that of the weights outside [-2 pi, 0], which the model reflects at the bounds, and a clamp would hold
+    there.
 
     Raises:
         ValueError: the model has no deltas.
@@ -34,6 +36,7 @@ def read(model: Any) -> dict[str, Any]:
         )
     with torch.inference_mode():
         deltas = torch.stack([part.delta() for part in parts]).double().cpu()
+        weights = torch.stack([part.delta.weight for part in parts]).double().cpu()
     frequencies = pope_frequencies(parts[0].rotated, parameters.theta).double()
     # The model's bounds, in float32.
     lowest = torch.tensor(-2 * math.pi, dtype=torch.float32).double()
@@ -48,6 +51,7 @@ def read(model: Any) -> dict[str, Any]:
         "smallest": deltas.min().item(),
         "largest": deltas.max().item(),
         "at_bounds": ((deltas == 0) | (deltas == lowest)).double().mean().item(),
+        "outside": ((weights > 0) | (weights < lowest)).double().mean().item(),
     }
 
 

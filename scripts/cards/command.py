@@ -217,15 +217,14 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
 
 def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Rewrites all cards in a folder, of models and of tables, and their list; returns the paths."""
-    from ..reproduction.report import card
+    from ..reproduction.report import write_card as write_table
 
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):
         if (folder / "card.json").is_file():
             paths.append(write_card(folder))
         else:
-            paths.append(folder / "README.md")
-            paths[-1].write_text(card(read_json(folder / "results.json")), encoding="utf-8")
+            paths.append(write_table(read_json(folder / "results.json"), output) / "README.md")
     return [*paths, *write_index(output)]
 
 
@@ -253,13 +252,20 @@ def index(output: pathlib.Path) -> str:
     for path in sorted(output.glob("*/results.json")):
         if "table" not in (table := read_json(path)):
             continue
-        verdicts = collections.Counter(cell["verdict"]["text"] for cell in table["cells"])
+        verdicts = collections.Counter(map(_outcome, table["cells"]))
         runs = {seed["folder"] for cell in table["cells"] for seed in cell["ours"]["seeds"]}
         counts = ", ".join(f"{count} {text}" for text, count in verdicts.items())
         tables.append([_link(path.parent.name), table["title"], str(len(runs)), counts])
     heads = ["model", "position encoding", "parameters", "held-out result", "other measurements"]
     found = ([heads, *models], [["table", "title", "runs", "cells"], *tables])
     return "\n\n".join(markdown_table(rows) for rows in found if len(rows) > 1)
+
+
+def _outcome(cell: Mapping[str, Any]) -> str:
+    """Returns the verdict of a cell; cells of our own tables have none."""
+    if "verdict" in cell:
+        return cell["verdict"]["text"]
+    return "measured" if cell["ours"]["seeds"] else "not supported" if cell["not_supported"] else "not run"
 
 
 def _link(name: str) -> str:

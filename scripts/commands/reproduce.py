@@ -1,4 +1,4 @@
-"""`whatwhere reproduce`: reproduces a table of the papers; see `reproduction/runs.py` and `reproduction/report.py`."""
+"""`whatwhere reproduce`: makes a table of the papers or of ours; see `reproduction/runs.py` and `report.py` there."""
 
 import argparse
 import os
@@ -7,20 +7,21 @@ import shlex
 import sys
 
 from ..evaluation.results import check_writable, provenance
-from ..reproduction import report, runs
+from ..reproduction import measures, report, runs
 from ..reproduction.runs import Run
-from ..reproduction.tables import TABLES
+from ..reproduction.tables import TABLES, Table
 from ..training.errors import reported
 from ..training.estimate import describe_seconds, estimate_seconds
 from .common import command_parser
 
-DESCRIPTION = f"""Train the models of a table of the papers, and compare our results with the paper's.
+DESCRIPTION = f"""Train the models of a table, and compare our results with the paper's, or the table's systems.
 
 On a laptop:  whatwhere reproduce cope_2 --small
 On GPUs:      accelerate launch -m whatwhere reproduce cope_2
 
 Tables of CoPE (2405.18719) and PoPE (2509.10534):
-{", ".join(TABLES)}
+{", ".join(name for name, table in TABLES.items() if not table.is_own)}
+Our own: {", ".join(name for name, table in TABLES.items() if table.is_own)}, conversion
 
 Each run is trained as by `whatwhere train` in OUTPUT/<recipe>/<row>[-<variant>]-seed<k>. Finished runs are reused,
 interrupted runs are continued. The report is written to OUTPUT/<TABLE>[_small].md and .json."""
@@ -29,9 +30,10 @@ interrupted runs are continued. The report is written to OUTPUT/<TABLE>[_small].
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser("reproduce", "TABLE [OPTIONS]", DESCRIPTION)
-    result.add_argument("table", choices=TABLES, metavar="TABLE", help="cope_<n> or pope_<n>: the number in the paper")
+    tables = [*TABLES, "conversion"]
+    result.add_argument("table", choices=tables, metavar="TABLE", help="cope_<n>, pope_<n>: number <n> in the paper")
     result.add_argument("--small", action="store_true", help="the small recipes")
-    result.add_argument("--seeds", type=int, metavar="N", help="runs per system; default: as in the paper")
+    result.add_argument("--seeds", type=int, metavar="N", help="runs per system; default: as in the table")
     result.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; --dry-run lists all names")
     result.add_argument(
         "--set",
@@ -88,6 +90,12 @@ def main(arguments: list[str] | None = None) -> None:
     # All processes of torchrun or accelerate launch train, and the first prints.
     speaks = int(os.environ.get("RANK", "0")) == 0
     with reported(lambda: f"Continue with the same command:\n\n    whatwhere reproduce {shlex.join(arguments)}"):
+        if options.table == "conversion":
+            # Needs peft.
+            from ..reproduction import conversion
+
+            conversion.main(options, arguments)
+            return
         table = TABLES[options.table]
         chosen = {"small": options.small, "seeds": options.seeds, "rows": options.rows, "sets": options.set}
         planned = runs.plan(table, output=options.output, **chosen)
@@ -104,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
             )
         check_writable(options.output)
         if not options.report_only:
-            train_all(planned, options.data_dir, speaks)
+            train_all(table, planned, options.data_dir, speaks)
         if speaks:
             found = report.collect(table, planned, small=options.small) | provenance("reproduce", arguments)
             written = [report.write(found, options.output)]
@@ -114,8 +122,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"Written: {', '.join(map(str, written))}")
 
 
-def train_all(planned: dict[tuple[str, str], list[Run]], data_dir: str | None, speaks: bool) -> None:
-    """Trains all runs that are not done."""
+def train_all(table: Table, planned: dict[tuple[str, str], list[Run]], data_dir: str | None, speaks: bool) -> None:
+    """Trains all runs that are not done, and measures each at the lengths of the table."""
     wanted = runs.unique(planned)
     last = [run for run in wanted if run.state() != "done"][-1:]
     for number, run in enumerate(wanted, 1):
@@ -123,4 +131,9 @@ def train_all(planned: dict[tuple[str, str], list[Run]], data_dir: str | None, s
         if speaks:
             print(f"run {number} of {len(wanted)}, {state}: {run.folder}", flush=True)
         if state != "done":
-            runs.train(run, data_dir, end=run in last)
+            runs.train(run, data_dir, end=run in last and not table.multiples)
+        measures.measure_lengths(run.folder, table.multiples, data_dir)
+    if last and table.multiples:
+        from accelerate import PartialState
+
+        PartialState().destroy_process_group()

@@ -126,8 +126,8 @@ class Card(Stored):
     tokenizer: bool
 
 
-class PaperTable(Origin):
-    """`results.json` of a table of the papers, see `reproduction.report.collect`."""
+class Table(Origin):
+    """`results.json` of a table, see `reproduction.report.collect`."""
 
     table: str
     title: str
@@ -148,6 +148,6 @@ RESULT_FILES: dict[str, type[Stored]] = {
 def schema_of(name: str, content: Any) -> type[Stored]:
     """Returns the class that describes the content of a file with this name."""
     if name == "results.json" and isinstance(content, dict) and "table" in content:
-        return PaperTable
+        return Table
     kinds: dict[str, type[Stored]] = {**RESULT_FILES, "card.json": Card}
     return next((kinds[pattern] for pattern in kinds if fnmatch.fnmatch(name, pattern)), Stored)

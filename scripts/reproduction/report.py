@@ -1,11 +1,14 @@
 """Reports: our results and the paper's, a verdict for each cell (see `verdict.py`), and the details of the runs.
 
+Tables of our own have no verdicts. Their rows are compared with the first row of their group, paired by seed.
+
 A run is exact if its recipe equals the table's recipe, with any command line; the report lists the `differences` of the
 others. A column with `departs` has no exact runs. The report also names recipes that train on one corpus and are
 measured on another.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,15 @@ import jinja2
 
 from ..evaluation.data_description import describe_data, is_transfer
 from ..evaluation.results import write_json
+from .drawing import draw, has_figure
+from .measures import lift_off
 from .runs import Run, unique
 from .tables import Table
 from .verdict import DIFFERS, ORDER, Cell, judge
 
 
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
-    """Reads the figures of all finished runs, and compares them with the paper's.
+    """Reads the figures of all finished runs, and compares them with the paper's, or those of our tables by row.
 
     Returns:
         the content of `<table>.json`, without the command.
@@ -32,26 +37,27 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
     columns = {column.key: column for column in table.columns}
     rows = {row.key: row for row in table.rows}
     results = {run.folder: run.results() for run in unique(planned)}
+    # For each cell, its runs with a figure, and the number of finished runs whose system does not support it.
     seeds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    unsupported: dict[tuple[str, str], int] = {}
     cells = []
     for (row, column), runs in planned.items():
         done = [(run, found) for run in runs if (found := results[run.folder]) is not None]
-        seeds[row, column] = [_seed(run, found, columns[column].figure(found, run.folder)) for run, found in done]
+        read = [(run, found, columns[column].figure(found, run.folder)) for run, found in done]
+        known = [(run, found, value) for run, found, value in read if value is not None]
+        seeds[row, column] = [_seed(table, *one) for one in known if not math.isnan(one[2])]
+        unsupported[row, column] = len(known) - len(seeds[row, column])
         values = tuple(seed["value"] for seed in seeds[row, column])
         exact = bool(done) and not columns[column].departs and not any(run.changes for run, _ in done)
         cells.append(Cell(row=row, column=column, paper=rows[row].figures[column], values=values, exact=exact))
     entries = []
+    firsts: dict[tuple[str, str], str] = {}
     for cell in cells:
-        verdict = judge(cell, [other for other in cells if other.column == cell.column], table.margin)
         entry: dict[str, Any] = {
             "row": cell.row,
             "label": rows[cell.row].label,
             "column": cell.column,
             "column_label": columns[cell.column].label,
-            "paper": {
-                **{name: cell.paper and getattr(cell.paper, name) for name in ("text", "mean", "spread")},
-                "parameters": rows[cell.row].parameters.get(cell.column),
-            },
             "ours": {
                 "mean": cell.mean if cell.values else None,
                 "spread": cell.spread,
@@ -63,12 +69,28 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
         if table.solved is not None:
             solved = [value >= table.solved for value in cell.values]
             entry["solve_rate"] = sum(solved) / len(solved) if solved else None
-        entries.append({**entry, "verdict": dataclasses.asdict(verdict)})
+        if table.is_own:
+            first = firsts.setdefault((rows[cell.row].group, cell.column), cell.row)
+            entry |= {
+                "group": rows[cell.row].group,
+                "measure": columns[cell.column].measure,
+                "not_supported": unsupported[cell.row, cell.column],
+                "difference": None if first == cell.row else _paired(cell, seeds, first),
+            }
+        else:
+            verdict = judge(cell, [other for other in cells if other.column == cell.column], table.margin)
+            entry["verdict"] = dataclasses.asdict(verdict)
+            entry["paper"] = {
+                **{name: cell.paper and getattr(cell.paper, name) for name in ("text", "mean", "spread")},
+                "parameters": rows[cell.row].parameters.get(cell.column),
+            }
+        entries.append(entry)
     finished = [found for found in results.values() if found is not None]
     return {
         "table": table.name,
         "small": small,
-        **{name: getattr(table, name) for name in ("title", "unit", "margin", "solved", "digits", "choices")},
+        "own": table.is_own,
+        **{name: getattr(table, name) for name in ("title", "unit", "margin", "solved", "lifted", "digits", "choices")},
         "cells": entries,
         "scaled_down": scaled_down(planned),
         "departs": {
@@ -89,11 +111,23 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
     }
 
 
-def _seed(run: Run, results: Mapping[str, Any], value: float) -> dict[str, Any]:
+def _seed(table: Table, run: Run, results: Mapping[str, Any], value: float) -> dict[str, Any]:
     """Returns the entry of one run of a cell."""
-    kept = {"kept": results["kept"]} if "kept" in results else {}
+    others = {"kept": results["kept"]} if "kept" in results else {}
+    if table.lifted is not None:
+        others["lift_off"] = lift_off(run.folder, table.lifted)
     made = {key: results[key] for key in ("steps", "parameters", "seconds")}
-    return {"seed": run.seed, "value": value, "folder": "/".join(run.folder.parts[-2:]), **made, **kept}
+    return {"seed": run.seed, "value": value, "folder": "/".join(run.folder.parts[-2:]), **made, **others}
+
+
+def _paired(
+    cell: Cell, seeds: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], first: str
+) -> dict[str, Any] | None:
+    """Returns the difference to the row `first`: mean and sample standard deviation over the seeds that both have."""
+    base = {seed["seed"]: seed["value"] for seed in seeds[first, cell.column]}
+    own = {seed["seed"]: seed["value"] for seed in seeds[cell.row, cell.column]}
+    both = dataclasses.replace(cell, values=tuple(own[seed] - base[seed] for seed in own if seed in base))
+    return {"row": first, "mean": both.mean, "spread": both.spread, "seeds": len(both.values)} if both.values else None
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
@@ -146,12 +180,18 @@ def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[
     return result
 
 
-def _ours(cell: Mapping[str, Any], digits: int) -> str:
-    ours = cell["ours"]
-    if ours["mean"] is None:
+def _ours(ours: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
+    """Returns mean ± standard deviation; `sign` as in a format."""
+    if ours is None or ours["mean"] is None:
         return "-"
     spread = "" if ours["spread"] is None else f" ± {ours['spread']:.{digits}f}"
-    return f"{ours['mean']:.{digits}f}{spread}"
+    return f"{ours['mean']:{sign}.{digits}f}{spread}"
+
+
+def _lifted(cell: Mapping[str, Any]) -> str:
+    """The steps at which the runs of a cell lifted off, by seed."""
+    steps = [seed["lift_off"] for seed in cell["ours"]["seeds"]]
+    return ", ".join("never" if step is None else f"{step:,}" for step in steps) or "-"
 
 
 def _millions(cell: Mapping[str, Any]) -> str:
@@ -169,19 +209,63 @@ def _verdict(cell: Mapping[str, Any]) -> str:
 
 def _rows(report: Mapping[str, Any]) -> list[list[str]]:
     """Returns the rows of the table, grouped by column, since rows are compared within a column."""
-    solved = report["solved"] is not None
+    solved, digits = report["solved"] is not None, report["digits"]
     sizes = any(cell["paper"]["parameters"] is not None for cell in report["cells"])
-    names = ["", "column", "ours", "seeds", *(["solved"] if solved else []), "paper", "verdict"]
+    # Older results have no steps.
+    lifted = any("lift_off" in seed for cell in report["cells"] for seed in cell["ours"]["seeds"])
+    names = ["", "column", "ours", "seeds", *["solved"] * solved, *["lifted off at step"] * lifted, "paper", "verdict"]
     rows = [[*names, *(["parameters, M: ours", "paper"] if sizes else [])]]
     for column in distinct(cell["column"] for cell in report["cells"]):
         for cell in (cell for cell in report["cells"] if cell["column"] == column):
             seeds = f"{len(cell['ours']['seeds'])} of {cell['ours']['wanted']}"
             rate, printed = cell.get("solve_rate"), cell["paper"]["parameters"]
-            row = [cell["label"], cell["column_label"], _ours(cell, report["digits"]), seeds]
+            row = [cell["label"], cell["column_label"], _ours(cell["ours"], digits), seeds]
             row += ["-" if rate is None else f"{rate:.0%}"] if solved else []
-            row += [cell["paper"]["text"] or "-", _verdict(cell)]
+            row += [*([_lifted(cell)] if lifted else []), cell["paper"]["text"] or "-", _verdict(cell)]
             rows.append([*row, *([_millions(cell), "-" if printed is None else f"{printed:g}"] if sizes else [])])
     return rows
+
+
+def _solved_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the rows of a table of our own with `solved`: a row for each cell, with all of its seeds."""
+    rows = [["", "column", "seeds", "solved", "each seed", "lifted off at step"]]
+    for cell in report["cells"]:
+        values = [seed["value"] for seed in cell["ours"]["seeds"]]
+        solved = f"{sum(value >= report['solved'] for value in values)} of {len(values)}"
+        each = ", ".join(f"{value:.{report['digits']}f}" for value in values) or "-"
+        seeds = f"{len(values)} of {cell['ours']['wanted']}"
+        rows.append([cell["label"], cell["column_label"], seeds, solved, each, _lifted(cell)])
+    return rows
+
+
+def _own_rows(report: Mapping[str, Any]) -> list[list[list[str]]]:
+    """Returns the rows of a table of our own, by system, and those of the differences, if there are any.
+
+    If it has `solved`, it has all seeds instead: their mean says little.
+    """
+    if report["solved"] is not None:
+        return [_solved_rows(report)]
+    columns = {cell["column"]: cell["column_label"] for cell in report["cells"]}
+    found = {(cell["row"], cell["column"]): cell for cell in report["cells"]}
+    means, differences = [["", "seeds", *columns.values()]], [["", "seeds", *columns.values()]]
+    for row in distinct(row for row, _ in found):
+        cells = [found.get((row, column)) for column in columns]
+        mine = [cell for cell in cells if cell is not None]
+        done = max(len(cell["ours"]["seeds"]) + cell["not_supported"] for cell in mine)
+        texts = [_own_text(cell, done, report["digits"]) for cell in cells]
+        means.append([mine[0]["label"], f"{done} of {mine[0]['ours']['wanted']}", *texts])
+        if pairs := [cell["difference"]["seeds"] for cell in mine if cell["difference"]]:
+            texts = [_ours(cell and cell["difference"], report["digits"], "+") for cell in cells]
+            differences.append([mine[0]["label"], str(max(pairs)), *texts])
+    return [means, differences] if len(differences) > 1 else [means]
+
+
+def _own_text(cell: Mapping[str, Any] | None, done: int, digits: int) -> str:
+    """Returns the text of a cell in a row with `done` finished runs."""
+    if cell is None or cell["not_supported"]:
+        return "" if cell is None else "not supported"
+    count = len(cell["ours"]["seeds"])
+    return _ours(cell["ours"], digits) + (f" (n = {count})" if 0 < count < done else "")
 
 
 def _describe(value: Any) -> str:
@@ -203,28 +287,43 @@ def _render(template: str, **values: Any) -> str:
 def markdown(report: Mapping[str, Any]) -> str:
     """Returns the report as Markdown, from the content of `<table>.json` only."""
     seconds = {seed["folder"]: seed["seconds"] for cell in report["cells"] for seed in cell["ours"]["seeds"]}
+    # Results of older reports have fewer keys.
+    own = report.get("own", False)
+    labels = {cell["row"]: cell["label"] for cell in report["cells"]}
+    differences = [cell.get("difference") for cell in report["cells"]]
     made = {
-        "table": _rows(report),
-        "labels": {cell["row"]: cell["label"] for cell in report["cells"]},
+        "own": own,
+        "lifted": report.get("lifted"),
+        "tables": _own_rows(report) if own else [_rows(report)],
+        "figure": f"{name_of(report)}.png" if has_figure(report) else None,
+        "labels": labels,
+        "first": " or ".join(distinct(labels[one["row"]] for one in differences if one)),
         "minutes": [value / 60 for value in seconds.values()],
     }
     return _render("report.md.jinja", **{**report, **made})
 
 
+def name_of(report: Mapping[str, Any]) -> str:
+    """Returns the name of a report's files: `<table>[_small]`."""
+    return report["table"] + ("_small" if report["small"] else "")
+
+
 def write(report: Mapping[str, Any], output: Path) -> Path:
-    """Writes `<table>[_small].md` and `.json` into a folder; returns the path of the Markdown file."""
-    name = report["table"] + ("_small" if report["small"] else "")
+    """Writes `<table>[_small].md`, `.json` and the figure into a folder; returns the path of the Markdown file."""
+    name = name_of(report)
     write_json(output / f"{name}.json", dict(report))
     path = output / f"{name}.md"
     path.write_text(markdown(report), encoding="utf-8")
+    draw(report, output / f"{name}.png")
     return path
 
 
 def write_card(report: Mapping[str, Any], folder: Path) -> Path:
-    """Writes the folder `<table>[_small]` with the report as README.md and results.json; returns its path."""
-    target = folder / (report["table"] + ("_small" if report["small"] else ""))
+    """Writes the folder `<table>[_small]` with README.md (the report), results.json and figure; returns its path."""
+    target = folder / name_of(report)
     write_json(target / "results.json", dict(report))
     (target / "README.md").write_text(card(report), encoding="utf-8")
+    draw(report, target / f"{target.name}.png")
     return target
 
 

@@ -149,7 +149,7 @@ def plan(
     """Lists the runs of a table.
 
     Args:
-        seeds: number of runs of each system, with seeds 0 to `seeds` - 1; by default as in the paper.
+        seeds: number of runs of each system, with seeds 0 to `seeds` - 1; by default as in the table.
         sets: `key.sub=value` for every run.
 
     Returns:
@@ -159,8 +159,7 @@ def plan(
     Raises:
         ReproduceError: `seeds` or a row is not valid, there are no runs, or see `build_run`.
     """
-    seeds = table.seeds if seeds is None else seeds
-    if seeds < 1:
+    if seeds is not None and seeds < 1:
         raise ReproduceError(f"--seeds {seeds!r} is not valid: it must be at least 1.")
     known = {row.key: row for row in table.rows}
     for key in rows or ():
@@ -172,7 +171,7 @@ def plan(
         for column in table.columns:
             if column.key not in row.figures or (rows and row.key not in rows) or (small and not column.small):
                 continue
-            for seed in range(seeds):
+            for seed in range(seeds or row.seeds or table.seeds):
                 # Columns that differ only in the measure share the run.
                 run = (row.key, column.recipe, column.variant, seed)
                 if run not in made:

@@ -1,4 +1,4 @@
-"""The tables of the papers, read from `tables.yaml`: rows, columns, printed figures, and the recipes of our runs.
+"""The tables, read from `tables.yaml`: rows, columns, the papers' printed figures, and the recipes of our runs.
 
 A column has a recipe and a measure, a row has the overrides of the recipe for its system. Row, column and seed define a
 run. Tables can share runs, which are identified by recipe, row key, the column's variant, and seed.
@@ -17,6 +17,7 @@ import yaml
 
 from ..checks import Checked, Count, NotNegativeFloat, parse
 from ..training.recipe import Recipe
+from . import measures
 
 _FIGURE = re.compile(r"(?P<mean>\d+(\.(?P<decimals>\d+))?)( \((?P<spread>[\d.]+)\)| ± (?P<deviation>[\d.]+))?")
 
@@ -61,28 +62,35 @@ class Column(Checked):
     small: bool = True
     departs: str = ""
 
-    def figure(self, results: Mapping[str, Any], folder: Path) -> float:
-        """Reads the figure, in the table's unit, from the results of a finished run and its folder."""
+    def figure(self, results: Mapping[str, Any], folder: Path) -> float | None:
+        """Reads the figure, in the table's unit, from the results of a finished run and its folder.
+
+        Returns:
+            None if it is not measured yet; NaN if the system does not support it.
+        """
         name, *arguments = self.measure.split()
-        return MEASURES[name](results, folder, *arguments)
+        return measures.MEASURES[name](results, folder, *arguments)
 
 
 class Row(Checked):
-    """A row of a table; `figures` and `parameters` by the key of the column."""
+    """A row of a table; see `tables.yaml` for the fields. `figures` and `parameters` by the key of the column."""
 
     key: str
     label: str
     system: list[str] = []
     figures: dict[str, Any]
     parameters: dict[str, float] = {}
+    seeds: Count | None = None
+    group: str = ""
 
 
 class Table(Checked):
-    """A table of a paper.
+    """A table of a paper, or one of our own.
 
     Attributes:
         choices: notes on how unclear points of the paper are interpreted.
         solved: the lowest figure of a run that solves the task; None if not applicable.
+        lifted: the lowest figure, on the validation split, of a run that has lifted off; for tables with `solved`.
     """
 
     name: str
@@ -90,39 +98,23 @@ class Table(Checked):
     unit: str
     columns: list[Column]
     rows: list[Row]
-    margin: NotNegativeFloat
+    margin: NotNegativeFloat = 0.0
     choices: str
     seeds: Count = 3
     solved: float | None = None
+    lifted: float | None = None
     digits: Count = 2
 
+    @property
+    def is_own(self) -> bool:
+        """Whether no figure is from a paper."""
+        return all(figure is None for row in self.rows for figure in row.figures.values())
 
-# --- What is read from a run
-
-
-def _error(results: Mapping[str, Any], folder: Path, test_set: str) -> float:
-    """The share of wrong answer tokens on a test set, in percent."""
-    return 100 * results["metrics"]["test_sets"][test_set]["token_error"]
-
-
-def _validation_perplexity(results: Mapping[str, Any], folder: Path) -> float:
-    """The perplexity per token of the kept model on the validation split, from `metrics.jsonl`."""
-    step = results["kept"]["step"] if "kept" in results else results["steps"]
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        values = json.loads(line)
-        if values["step"] == step and "validation_perplexity" in values:
-            return values["validation_perplexity"]
-    raise ValueError(f"{str(folder)!r} was not evaluated after its last step: its recipe needs evaluation.every.")
-
-
-MEASURES: dict[str, Callable[..., float]] = {
-    "error": _error,
-    "accuracy": lambda results, folder, test_set: 100 - _error(results, folder, test_set),
-    # Of the test split, or of the validation split if the recipe has no other.
-    "perplexity": lambda results, folder: results["metrics"]["perplexity"]["value"],
-    "loss": lambda results, folder: results["metrics"]["loss"]["value"],
-    "validation_perplexity": _validation_perplexity,
-}
+    @property
+    def multiples(self) -> list[int]:
+        """The lengths, in multiples of the trained length, at which the runs are measured after training."""
+        parts = (column.measure.split() for column in self.columns)
+        return [int(arguments[0]) for name, *arguments in parts if name == "length"]
 
 
 # --- What rows change
@@ -158,6 +150,10 @@ CHANGES: dict[str, Callable[..., list[str]]] = {
     "mlp": lambda recipe, layers: _encoding(
         recipe, "cope_mlp", f"{{hidden_units: 64, num_positions: {_own(recipe)['num_positions']}, layers: {layers}}}"
     ),
+    # A part of the recipe's steps, and of its warm-up.
+    "steps": lambda recipe, divisor: [
+        f"training.{name}={getattr(recipe.training, name) // int(divisor)}" for name in ("steps", "warmup_steps")
+    ],
     # One position per token of a sequence.
     "whole_context": lambda recipe: [f"model.position_encoding_parameters.num_positions={recipe.data.sequence_length}"],
 }
@@ -182,8 +178,9 @@ def _cells(text: str, columns: list[Column]) -> dict[str, str]:
 
 
 def _row(key: str, entry: dict[str, Any], columns: list[Column]) -> Row:
-    figures = {name: None if text == "?" else Figure(text) for name, text in _cells(entry["figures"], columns).items()}
     none = "|" * (len(columns) - 1)
+    printed = _cells(entry.get("figures", none.replace("|", "? |") + "?"), columns)
+    figures = {name: None if text == "?" else Figure(text) for name, text in printed.items()}
     sizes = {name: float(text) for name, text in _cells(entry.get("parameters", none), columns).items()}
     return parse(Row, {**entry, "key": key, "figures": figures, "parameters": sizes})
 

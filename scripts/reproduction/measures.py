@@ -1,0 +1,100 @@
+"""What is read from a finished run, and the measurement of its length extrapolation after training."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..analysis import deltas
+from ..checks import differences
+from ..evaluation import length
+from ..evaluation.checkpoints import Loading
+from ..evaluation.results import read_json
+
+# The text of all length measurements: the first tokens of some books, which are cut into windows one by one.
+BOOKS = {"corpus": "pg19", "split": "test", "document_limit": 4, "text_tokens": 20480, "joined": False}
+
+
+def _error(results: Mapping[str, Any], folder: Path, test_set: str) -> float:
+    """The share of wrong answer tokens on a test set, in percent."""
+    return 100 * results["metrics"]["test_sets"][test_set]["token_error"]
+
+
+def _validations(folder: Path, score: str) -> dict[int, float]:
+    """Returns a score on the validation split by step, from `metrics.jsonl`."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {line["step"]: line[f"validation_{score}"] for line in lines if f"validation_{score}" in line}
+
+
+def _validation_perplexity(results: Mapping[str, Any], folder: Path) -> float:
+    """The perplexity per token of the kept model on the validation split."""
+    step = results["kept"]["step"] if "kept" in results else results["steps"]
+    if (perplexity := _validations(folder, "perplexity").get(step)) is None:
+        raise ValueError(f"{str(folder)!r} was not evaluated after its last step: its recipe needs evaluation.every.")
+    return perplexity
+
+
+def lift_off(folder: Path, lifted: float) -> int | None:
+    """Returns the first step at which the accuracy on the validation split was `lifted` percent; None if it never was.
+
+    Raises:
+        ValueError: the run was not evaluated during training.
+    """
+    if not (errors := _validations(folder, "token_error")):
+        raise ValueError(f"{str(folder)!r} was not evaluated during training: its recipe needs evaluation.every.")
+    return next((step for step, error in errors.items() if 100 - 100 * error >= lifted), None)
+
+
+def _windows(folder: Path, weights: str) -> dict[float, dict[str, Any]]:
+    """Returns the cells of a run's length measurement, by multiples of the trained length.
+
+    Raises:
+        ValueError: the file is of another text.
+    """
+    path = folder / f"length_{BOOKS['corpus']}.json"
+    if not path.is_file():
+        return {}
+    content = read_json(path)
+    if changed := differences({key: content["data"].get(key) for key in BOOKS}, BOOKS):
+        raise ValueError(f"{str(path)!r} is of another text (there → needed): {'; '.join(changed)}. Move it away.")
+    entries = [one for one in content["checkpoints"] if (one["variant"], one["weights"]) == (None, weights)]
+    return {cell["multiple"]: cell for entry in entries for cell in entry["cells"]}
+
+
+def _length(results: Mapping[str, Any], folder: Path, multiple: str) -> float | None:
+    """The perplexity per token in windows of a multiple of the trained length."""
+    cell = _windows(folder, results["weights_sha256"]).get(float(multiple))
+    return None if cell is None else cell["perplexity"] if cell["reached"] else math.nan
+
+
+def measure_lengths(folder: Path, multiples: Sequence[int], data_dir: str | os.PathLike[str] | None = None) -> None:
+    """Measures a finished run as `whatwhere length` does, in all windows that it has no results of.
+
+    Raises:
+        ValueError: the books cannot be read, or the run has results on another text.
+    """
+    measured = _windows(folder, read_json(folder / "results.json")["weights_sha256"])
+    if missing := [f"{multiple}x" for multiple in multiples if multiple not in measured]:
+        limits = ["--documents", str(BOOKS["document_limit"]), "--tokens", str(BOOKS["text_tokens"])]
+        data = ["--data", str(BOOKS["corpus"]), *(["--data-dir", str(data_dir)] if data_dir else [])]
+        length.main([str(folder), "--windows", ",".join(missing), *data, *limits])
+
+
+def _deltas(results: Mapping[str, Any], folder: Path, name: str) -> float:
+    """A share of PoPE's phase shifts, in percent; see `analysis.deltas.read`."""
+    loading = Loading()
+    return 100 * deltas.read(loading.model(str(folder), loading.config(str(folder))))[name]
+
+
+MEASURES: dict[str, Callable[..., float | None]] = {
+    "error": _error,
+    "accuracy": lambda results, folder, test_set: 100 - _error(results, folder, test_set),
+    # Of the test split, or of the validation split if the recipe has no other.
+    "perplexity": lambda results, folder: results["metrics"]["perplexity"]["value"],
+    "loss": lambda results, folder: results["metrics"]["loss"]["value"],
+    "validation_perplexity": _validation_perplexity,
+    "length": _length,
+    "deltas": _deltas,
+}
