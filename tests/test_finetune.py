@@ -560,6 +560,7 @@ def test_what_resume_refuses(run, stock):
         (["--rope-parameters", '{"rope_type": "yarm"}'], "yarm"),
         (["--position-encoding", "absolute", "--sequence-length", "64"], "sequence_length=64.*32"),
         (["--merge"], "merge=True"),
+        (["--shuffle-buffer", "4"], "shuffle_buffer=4 is not valid: it has no effect without streaming"),
         (["--distill", "attention"], "distill='attention' is not valid: it has no effect without distill_from"),
         (["--distill-from", "./none"], "none' cannot be loaded"),
         (["--lora-rank", "4"], "lora_rank=4 is not valid: it has no effect without lora"),

@@ -132,13 +132,16 @@ class Settings(Checked):
                 yield name, reason.replace("source=", "data=")
         else:
             yield "data", f"allowed: {', '.join((*SOURCES, *CORPORA))}"
-        for name in () if self.lora else ("merge", "lora_rank", "lora_alpha", "lora_dropout"):
-            if getattr(self, name) != Settings.model_fields[name].default:
-                yield name, "it has no effect without lora"
+        for needed, names in (
+            ("lora", ("merge", "lora_rank", "lora_alpha", "lora_dropout")),
+            ("streaming", ("shuffle_buffer",)),
+            ("distill_from", ("distill",)),
+        ):
+            for name in names:
+                if not getattr(self, needed) and getattr(self, name) != Settings.model_fields[name].default:
+                    yield name, f"it has no effect without {needed}"
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
-        if self.distill_from is None and self.distill != "logits":
-            yield "distill", "it has no effect without distill_from"
         if self.distill_from is not None and self.streaming:
             yield "distill_from", "it needs text that is not streamed"
         if self.distill == "attention" and (self.dp_shard > 1 or self.activation_checkpointing):
