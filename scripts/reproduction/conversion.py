@@ -45,21 +45,25 @@ class System:
     encoding: Any = "rope"
     parameters: dict | None = None
     rope: dict | None = None
-    rate: float = 1e-3
+    rate: float = 3e-4
     new_rate: float | None = None
     attention: float = 0.0
     logits: bool = False
 
 
+IDENTITY = {"magnitude": "identity"}
 SYSTEMS = {
     "continued": System("RoPE, trained on unchanged"),
     "yarn": System("RoPE with YaRN, factor 16", rope=YARN),
     "none": System("none (DroPE)", "none"),
     "pope": System("PoPE", "pope"),
-    "cope-rope": System("CoPE + RoPE", "cope+rope"),
-    "cope": System("CoPE", "cope"),
-    "plan-pope": System("RoPE, RoPE, PoPE by layer", ["rope", "rope", "pope"]),
-    "plan-none": System("RoPE, RoPE, none by layer", ["rope", "rope", "none"]),
+    "pope-identity": System("PoPE without softplus", "pope", IDENTITY),
+    "cope-rope": System("CoPE + RoPE", "cope+rope", new_rate=1e-2),
+    "cope": System("CoPE", "cope", new_rate=1e-2),
+    "plan-pope": System("RoPE, RoPE, PoPE without softplus, by layer", ["rope", "rope", "pope"], {"pope": IDENTITY}),
+    "plan-none": System("RoPE, RoPE, none, by layer", ["rope", "rope", "none"]),
+    "pope-logits": System("PoPE without softplus, with the source's predictions", "pope", IDENTITY, logits=True),
+    "pope-attention": System("PoPE without softplus, attention first", "pope", IDENTITY, attention=0.25),
 }
 
 
@@ -102,6 +106,7 @@ def _finetune(system: System, source: Path, start: Path, output: Path, percent: 
         own = Settings(
             checkpoint=str(checkpoint),
             data=TEXT,
+            evaluation_blocks=32,
             batch_size=8,
             accumulation=recipe.training.batch_size // 8,
             warmup_steps=settings["steps"] // 10,
