@@ -39,6 +39,7 @@ class System:
     Attributes:
         attention: the share of the steps that train only attention, to give the source's outputs.
         logits: whether the source's predictions are targets too.
+        percent: of the source's tokens; None for all of `PERCENT`.
     """
 
     label: str
@@ -49,6 +50,7 @@ class System:
     new_rate: float | None = None
     attention: float = 0.0
     logits: bool = False
+    percent: tuple[int, ...] | None = None
 
 
 IDENTITY = {"magnitude": "identity"}
@@ -62,8 +64,12 @@ SYSTEMS = {
     "cope": System("CoPE", "cope", new_rate=1e-2),
     "plan-pope": System("RoPE, RoPE, PoPE without softplus, by layer", ["rope", "rope", "pope"], {"pope": IDENTITY}),
     "plan-none": System("RoPE, RoPE, none, by layer", ["rope", "rope", "none"]),
-    "pope-logits": System("PoPE without softplus, with the source's predictions", "pope", IDENTITY, logits=True),
-    "pope-attention": System("PoPE without softplus, attention first", "pope", IDENTITY, attention=0.25),
+    "pope-logits": System(
+        "PoPE without softplus, with the source's predictions", "pope", IDENTITY, logits=True, percent=(1, 3)
+    ),
+    "pope-attention": System(
+        "PoPE without softplus, attention first", "pope", IDENTITY, attention=0.25, percent=(1, 3)
+    ),
 }
 
 
@@ -86,7 +92,7 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
             words = [str(source), "--position-encoding", encoding, *given, "--output", str(start)]
             convert_command.main(words)
         _measure(start, place)
-        for percent in PERCENT:
+        for percent in system.percent or PERCENT:
             _measure(_finetune(system, source, start, output / RECIPE / f"{name}-{percent}", percent, data_dir), place)
 
 
@@ -136,7 +142,7 @@ def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
     """Returns the figures of what is measured: perplexity by system, percent, text and multiple of the length."""
     folders = {("source", None, 0): output / RECIPE / "source"}
     for name in systems:
-        for percent in (0, *PERCENT):
+        for percent in (0, *(SYSTEMS[name].percent or PERCENT)):
             folders[name, SYSTEMS[name].label, percent] = output / RECIPE / f"{name}-{percent}"
     rows = []
     for (name, label, percent), folder in folders.items():
