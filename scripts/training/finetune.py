@@ -33,7 +33,7 @@ from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Po
 from ..conversion import RECORD, convert, load_source
 from ..data.corpora import CORPORA, load_corpus
 from ..data.corpus import load_text
-from ..data.pack import add_labels
+from ..data.pack import IGNORED, add_labels
 from ..data.prepared import TextBlocks
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource, find_files
@@ -464,8 +464,10 @@ def _trainer(
             else:
                 text, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
                 loss = logit_loss(outputs.logits, targets)
-            # Parts of a batch have equal numbers of tokens. Without a number of items, Trainer divides by itself.
-            loss = loss / (1 if num_items_in_batch is None else options.accumulation)
+            if num_items_in_batch is not None:
+                # The last step of an epoch has fewer parts, and a smaller one. Otherwise, Trainer divides by itself.
+                part = inputs["labels"][:, 1:].ne(IGNORED).sum()
+                loss = loss * part * self.accelerator.num_processes / num_items_in_batch
             return loss if attention is not None else (text + loss) / 2
 
         def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
