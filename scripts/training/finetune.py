@@ -9,6 +9,7 @@ of optimiser, schedule and random numbers with `torch.load(weights_only=True)`, 
 not read. Do not load that file yourself from a folder you do not trust.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -308,7 +309,8 @@ def _finetune(
     if options.distill == "attention" and whole:
         # The next run may still give these their own learning rate.
         write_json(output / RECORD, {"new_parameters": sorted(fresh)})
-    labels = held_out[range(len(held_out))]["input_ids"][:, 1:].flatten()
+    tokens = held_out[range(len(held_out))]["input_ids"]
+    labels = tokens[:, 1:].flatten()
     size = None if data.bytes_per_token is None else int(data.bytes_per_token[labels].sum())
 
     def metrics(loss: float) -> dict[str, Any]:
@@ -324,6 +326,7 @@ def _finetune(
         ),
         "length": held_out.sequence_length,
         "tokens": len(labels),
+        "tokens_sha256": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "base_model": _stated("base_model", local) if local else options.checkpoint,
         "base_folder": local.resolve().name if local else None,
         "base_weights_sha256": weights_fingerprint(local) if local else None,
