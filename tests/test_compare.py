@@ -77,6 +77,11 @@ def test_side_by_side(runs, tmp_path, capsys):
     ("changes", "marked", "reason"),
     [
         ({"tokens": 999}, {"perplexity, test", "bits per byte, test"}, "tokens: 12345 → 999"),
+        (
+            {"tokens_sha256": "e" * 64},
+            {"perplexity, test", "bits per byte, test"},
+            "tokens_sha256: None → 'eeeeeeeeeeee'",
+        ),
         ({"text_sha256": "f" * 64}, {"training loss"}, "train_sha256: None → 'ffffffffffff'"),
         ({"device": "cuda"}, {"minutes", "tokens per second"}, "device: 'cpu' → 'cuda'"),
         (

@@ -1,11 +1,13 @@
 """`whatwhere reproduce conversion`: source, conversions, training and measurements of tiny models; the report."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
 
+from whatwhere.scripts.commands import reproduce
 from whatwhere.scripts.reproduction import conversion
 from whatwhere.scripts.training.recipe import load_recipe
 
@@ -42,6 +44,14 @@ def tiny(monkeypatch):
     monkeypatch.setattr(conversion, "WINDOWS", "1x,2x")
     monkeypatch.setattr(conversion, "TEXTS", {"stdlib": ("--tokens", "64")})
     monkeypatch.setattr(conversion, "TEXT", "stdlib")
+    measure = conversion.length.main
+
+    def main(words):
+        measure(words)
+        # Only results of named corpora have the text in their name.
+        (Path(words[0]) / "length.json").rename(Path(words[0]) / "length_stdlib.json")
+
+    monkeypatch.setattr(conversion.length, "main", main)
 
 
 @pytest.mark.slow
@@ -74,3 +84,12 @@ def test_report(tmp_path):
     said = (tmp_path / "conversion_small.md").read_text()
     assert "3,443,136 parameters, trained on 9.8 million tokens in sequences of 512, seed 0" in said
     assert "| PoPE | 10 | 50.0 | 100.0 | 101.0 | 102.0 | 103.0 | 104.0 |" in said
+
+
+def test_nothing_to_report(tmp_path):
+    words = ["conversion", "--small", "--output", str(tmp_path), "--report-only"]
+    with pytest.raises(ValueError, match="source' is not a finished and measured run"):
+        conversion.main(reproduce.parser().parse_args(words), words)
+    words += ["--seeds", "0"]
+    with pytest.raises(ValueError, match="--seeds has no effect with conversion"):
+        conversion.main(reproduce.parser().parse_args(words), words)

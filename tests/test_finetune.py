@@ -335,6 +335,9 @@ def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkey
     targets = distillation.LogitTargets(Blocks(), 2, 0, tmp_path / "targets.bin", 258)
     targets.write(stock["llama"], 1, 0, PartialState(cpu=True))
     drawn = torch.from_numpy(np.fromfile(tmp_path / "targets.bin", dtype="uint16").astype("int64")).view(2, 5, 4096)
+    longer = distillation.LogitTargets(Blocks(), 3, 0, tmp_path / "targets.bin", 258)
+    with pytest.raises(ValueError, match="another number of processes"):
+        longer.write(stock["llama"], 1, 0, PartialState(cpu=True))
     model = LlamaForCausalLM.from_pretrained(stock["llama"]).eval()
     with torch.no_grad():
         expected = model(Blocks()[[int(i) for i in targets.chosen]]["input_ids"]).logits[:, :-1].softmax(-1)
@@ -344,6 +347,53 @@ def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkey
     logits = torch.randn(2, 6, 258)
     full = -(expected * logits[:, :-1].log_softmax(-1)).sum(-1).mean()
     assert distillation.logit_loss(logits, drawn).item() == pytest.approx(full.item(), rel=0.01)
+
+
+def test_attention_refuses_other_sources(run, stock, tmp_path):
+    """Positions in the embeddings that the model does not have, other weights, and another dtype."""
+    attention = ["--distill", "attention", "--distill-from"]
+    with pytest.raises(ValueError, match="the same positions in the embeddings"):
+        run(stock["gpt2"], "--position-encoding", "none", *attention, stock["gpt2"], output="gpt2")
+    half = str(tmp_path / "half")
+    LlamaForCausalLM.from_pretrained(stock["llama"]).bfloat16().save_pretrained(half)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the model"):
+        run(stock["llama"], "--position-encoding", "none", *attention, half)
+
+
+@pytest.mark.parametrize("mode", ["attention", "logits"])
+def test_smaller_parts_at_the_end_of_an_epoch(run, stock, tmp_path, monkeypatch, mode):
+    """Every step has the same loss, also the last of an epoch, which has fewer and smaller parts."""
+    seen = []
+    trainer = script._trainer
+
+    def constant(*arguments):
+        result = trainer(*arguments)
+        step = result.training_step
+
+        def record(model, inputs, items):
+            seen.append((result.state.global_step, len(inputs["input_ids"]), step(model, inputs, items).item()))
+            return torch.tensor(0.0)
+
+        result.training_step = record
+        return result
+
+    monkeypatch.setattr(script, "_trainer", constant)
+    monkeypatch.setattr(script, "logit_loss", lambda logits, targets: logits.sum() * 0 + 3)
+    monkeypatch.setattr(
+        script.AttentionTargets, "loss", lambda self, model, inputs: model(**inputs).logits.sum() * 0 + 3
+    )
+    lines = json.dumps({"text": "how now brown cow, " * 8})
+    (tmp_path / "text.jsonl").write_text(lines)
+    run(
+        *(stock["llama"], "--position-encoding", "none", "--distill-from", stock["llama"], "--distill", mode),
+        *("--data-dir", str(tmp_path), "--splits", json.dumps({"train": "text.jsonl", "validation": "text.jsonl"})),
+        *("--accumulation", "3", "--learning-rate", "1e-9"),
+    )
+    # 9 sequences of 16 tokens: in an epoch, three parts of 2, then one of 2 and one of 1.
+    assert [rows for _, rows, _ in seen[:5]] == [2, 2, 2, 2, 1]
+    sums = [sum(loss for step, _, loss in seen if step == number) for number in range(2)]
+    expected = [3, 3] if mode == "attention" else [sums[0], sums[0]]
+    assert sums == pytest.approx(expected, rel=0.02)
 
 
 # --- what it reads

@@ -568,7 +568,7 @@ def test_report_of_our_table(tmp_path, capsys):
         "| CoPE | 0 of 3 | - | - | - | - | - | - |",
         "| Absolute | 1 of 3 | 360.0 | 350.0 | not supported | not supported | not supported | not supported |",
         "Differences to RoPE, paired by seed:",
-        "| PoPE | 2 | -23.0 ± 4.2 | -10.0 | -15.0 | -40.0 | -65.0 | -90.0 |",
+        "| PoPE | 2 | -23.0 ± 4.2 | -10.0 (n = 1) | -15.0 (n = 1) | -40.0 (n = 1) | -65.0 (n = 1) | -90.0 (n = 1) |",
         "| Absolute | 1 | +80.0 | +120.0 | - | - | - | - |",
         "- CoPE: the recipe without changes",
     ):

@@ -125,6 +125,8 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
         if rows:
             yield title, f"{rows[-1]['loss']:.5g}", how
     text |= {"text": splits.get(data.get("split")), "tokens": training.get("tokens")}
+    if digest := training.get("tokens_sha256"):
+        text["tokens_sha256"] = _short(digest)
     metrics = dict(training.get("metrics", {}))
     for name, errors in metrics.pop("test_sets", {}).items():
         yield f"wrong answer tokens, {name}", f"{errors['token_error']:.2%}", text

@@ -101,10 +101,12 @@ def _finetune(system: System, source: Path, start: Path, output: Path, percent: 
     recipe = load_recipe(RECIPE)
     steps = recipe.training.steps * percent // 100
     attention = round(system.attention * steps)
-    runs = [(start, output, {"steps": steps - attention, "learning_rate": system.rate})]
+    runs: list[tuple[Path, Path, dict[str, Any]]] = [
+        (start, output, {"steps": steps - attention, "learning_rate": system.rate})
+    ]
     if attention:
         before = output.with_name(f"{output.name}-attention")
-        settings = {"steps": attention, "learning_rate": system.rate, "distill": "attention"}
+        settings: dict[str, Any] = {"steps": attention, "learning_rate": system.rate, "distill": "attention"}
         runs = [(start, before, settings | {"distill_from": str(source)}), (before, *runs[0][1:])]
     if system.logits:
         runs[-1][2]["distill_from"] = str(source)
@@ -140,7 +142,7 @@ def _lengths(folder: Path, text: str) -> dict[int, dict[str, Any]]:
 
 def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
     """Returns the figures of what is measured: perplexity by system, percent, text and multiple of the length."""
-    folders = {("source", None, 0): output / RECIPE / "source"}
+    folders: dict[tuple[str, str | None, int], Path] = {("source", None, 0): output / RECIPE / "source"}
     for name in systems:
         for percent in (0, *(SYSTEMS[name].percent or PERCENT)):
             folders[name, SYSTEMS[name].label, percent] = output / RECIPE / f"{name}-{percent}"
@@ -150,6 +152,8 @@ def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
         if all(found.values()):
             cells = {text: {str(k): cell["perplexity"] for k, cell in one.items()} for text, one in found.items()}
             rows.append({"system": name, "label": label or "the source", "percent": percent, "perplexity": cells})
+    if not rows or rows[0]["system"] != "source":
+        raise ValueError(f"{str(folders['source', None, 0])!r} is not a finished and measured run: there is no report.")
     return {"rows": rows, "source": read_json(folders["source", None, 0] / "results.json")}
 
 
@@ -205,7 +209,7 @@ def main(options: Any, arguments: list[str]) -> None:
     if not options.small:
         raise ValueError("conversion has only a small version: add --small.")
     for name in ("seeds", "set", "cards"):
-        if getattr(options, name):
+        if getattr(options, name) not in (None, []):
             raise ValueError(f"--{name} has no effect with conversion.")
     systems = options.rows or list(SYSTEMS)
     for name in systems:

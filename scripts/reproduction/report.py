@@ -255,7 +255,7 @@ def _own_rows(report: Mapping[str, Any]) -> list[list[list[str]]]:
         texts = [_own_text(cell, done, report["digits"]) for cell in cells]
         means.append([mine[0]["label"], f"{done} of {mine[0]['ours']['wanted']}", *texts])
         if pairs := [cell["difference"]["seeds"] for cell in mine if cell["difference"]]:
-            texts = [_ours(cell and cell["difference"], report["digits"], "+") for cell in cells]
+            texts = [_difference_text(cell and cell["difference"], max(pairs), report["digits"]) for cell in cells]
             differences.append([mine[0]["label"], str(max(pairs)), *texts])
     return [means, differences] if len(differences) > 1 else [means]
 
@@ -266,6 +266,12 @@ def _own_text(cell: Mapping[str, Any] | None, done: int, digits: int) -> str:
         return "" if cell is None else "not supported"
     count = len(cell["ours"]["seeds"])
     return _ours(cell["ours"], digits) + (f" (n = {count})" if 0 < count < done else "")
+
+
+def _difference_text(difference: Mapping[str, Any] | None, pairs: int, digits: int) -> str:
+    """Returns the text of a difference in a row with at most `pairs` pairs."""
+    fewer = f" (n = {difference['seeds']})" if difference and difference["seeds"] < pairs else ""
+    return _ours(difference, digits, "+") + fewer
 
 
 def _describe(value: Any) -> str:

@@ -11,6 +11,7 @@
 Axes: B batch, T tokens of a sequence, S samples of a prediction.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,26 +44,37 @@ class AttentionTargets:
             new: those names that the source does not have.
 
         Raises:
-            ValueError: the source has other sizes, or the same encoding in every layer.
+            ValueError: the source has other sizes or other weights beside the changed attention, the same encoding in
+                every layer, or other positions in the embeddings.
         """
         self.source = load_source(source).to(model.device).eval()
         config: Any = model.config
         before, after = layer_plan(self.source.config), layer_plan(config)
         layers = [index for index, pair in enumerate(zip(before, after)) if pair[0] != pair[1]]
-        theirs = dict(self.source.named_parameters())
-        ours = {names[name]: parameter for name, parameter in model.named_parameters()}
-        if len(before) != len(after) or self.source.config.hidden_size != config.hidden_size or not layers:
+        # Positions that are added to the embeddings are in the source's inputs of all layers.
+        added = [{cls for layer in plan for cls, _ in layer if cls.overrides("embedding")} for plan in (before, after)]
+        sizes = [(len(plan), one.hidden_size) for plan, one in ((before, self.source.config), (after, config))]
+        if sizes[0] != sizes[1] or added[0] != added[1] or not layers:
             raise ValueError(
-                f"distill_from={source!r} is not valid with distill='attention': it must have the model's sizes, and "
-                "another position encoding in a layer."
+                f"distill_from={source!r} is not valid with distill='attention': it must have the model's sizes, "
+                "another position encoding in a layer, and the same positions in the embeddings (absolute, sinusoidal)."
             )
+        ours = {names[name]: parameter for name, parameter in model.named_parameters()}
         blocks = [_attention_blocks(one) for one in (self.source, model)]
-        trained = {id(parameter) for index in layers for parameter in blocks[1][index].parameters()}
+        changed = [{id(parameter) for i in layers for parameter in one[i].parameters()} for one in blocks]
         for name, parameter in ours.items():
-            if id(parameter) not in trained and name not in new:
+            if id(parameter) not in changed[1] and name not in new:
                 parameter.requires_grad_(False)
-                if name in theirs and torch.equal(theirs[name], parameter):
-                    theirs[name].data = parameter.data
+        for name, parameter in self.source.named_parameters():
+            if id(parameter) in changed[0]:
+                continue
+            own = ours.get(name)
+            if own is None or own.dtype != parameter.dtype or not torch.equal(own, parameter):
+                raise ValueError(
+                    f"distill_from={source!r} is not valid with distill='attention': its {name} is not the model's. "
+                    "All weights except those of changed attention must be equal, as after `whatwhere convert`."
+                )
+            parameter.data = own.data
         self._source: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._losses: list[torch.Tensor] = []
         for index in layers:
@@ -114,13 +126,23 @@ class LogitTargets:
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
 
     def write(self, source: str, batch_size: int, seed: int, processes: PartialState) -> None:
-        """Draws the tokens, in all processes, unless the file exists; raises ValueError if the source is not valid."""
+        """Draws the tokens, in all processes, unless the file exists.
+
+        Raises:
+            ValueError: the source is not valid, or the file was written for another number of processes.
+        """
         device = processes.device
         draft = self.file.with_suffix(".partial")
         # Another process may be about to rename it.
         done = self.file.exists()
         processes.wait_for_everyone()
         if done:
+            size, needed = self.file.stat().st_size, math.prod(self._shape) * np.dtype(self._dtype).itemsize
+            if size != needed:
+                raise ValueError(
+                    f"{str(self.file)!r} has {size} bytes instead of {needed}: it was written by a run on another "
+                    "number of processes. Resume on that number, or choose another folder."
+                )
             return
         model = load_source(source).to(device).eval()
         if processes.is_main_process:

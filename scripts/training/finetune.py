@@ -9,6 +9,7 @@ of optimiser, schedule and random numbers with `torch.load(weights_only=True)`, 
 not read. Do not load that file yourself from a folder you do not trust.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Po
 from ..conversion import RECORD, convert, load_source
 from ..data.corpora import CORPORA, load_corpus
 from ..data.corpus import load_text
-from ..data.pack import add_labels
+from ..data.pack import IGNORED, add_labels
 from ..data.prepared import TextBlocks
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource, find_files
@@ -311,7 +312,8 @@ def _finetune(
     if options.distill == "attention" and whole:
         # The next run may still give these their own learning rate.
         write_json(output / RECORD, {"new_parameters": sorted(fresh)})
-    labels = held_out[range(len(held_out))]["input_ids"][:, 1:].flatten()
+    tokens = held_out[range(len(held_out))]["input_ids"]
+    labels = tokens[:, 1:].flatten()
     size = None if data.bytes_per_token is None else int(data.bytes_per_token[labels].sum())
 
     def metrics(loss: float) -> dict[str, Any]:
@@ -327,6 +329,7 @@ def _finetune(
         ),
         "length": held_out.sequence_length,
         "tokens": len(labels),
+        "tokens_sha256": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         "base_model": _stated("base_model", local) if local else options.checkpoint,
         "base_folder": local.resolve().name if local else None,
         "base_weights_sha256": weights_fingerprint(local) if local else None,
@@ -467,8 +470,10 @@ def _trainer(
             else:
                 text, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
                 loss = logit_loss(outputs.logits, targets)
-            # Parts of a batch have equal numbers of tokens. Without a number of items, Trainer divides by itself.
-            loss = loss / (1 if num_items_in_batch is None else options.accumulation)
+            if num_items_in_batch is not None:
+                # The last step of an epoch has fewer parts, and a smaller one. Otherwise, Trainer divides by itself.
+                part = inputs["labels"][:, 1:].ne(IGNORED).sum()
+                loss = loss * part * self.accelerator.num_processes / num_items_in_batch
             return loss if attention is not None else (text + loss) / 2
 
         def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
