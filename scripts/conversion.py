@@ -15,9 +15,12 @@ Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
 """
 
 import copy
+import os
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -96,6 +99,20 @@ def _load(cls: Any, source: str) -> Any:
         missing = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"checkpoint={source!r} is not valid: it is no causal language model, it has no {missing}.")
     return model
+
+
+def card_metadata(source: str) -> dict[str, Any]:
+    """Returns `base_model` and the keys of the licence in a checkpoint's card, those that are text."""
+    local = os.path.isdir(source)
+    path = os.path.join(source, "README.md") if local else source
+    known: dict[str, Any] = {}
+    if not local or os.path.isfile(path):
+        try:
+            known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
+    keys = ("base_model", "license", "license_name", "license_link")
+    return {key: known[key] for key in keys if isinstance(known.get(key), str)}
 
 
 def convert(

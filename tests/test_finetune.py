@@ -665,9 +665,11 @@ def test_options_out_of_range(tmp_path):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
     """FSDP2, and two copies of it, train what one process trains; the folder loads by remote code."""
-    expected, results = run(stock["llama"], "--position-encoding", "pope", "--batch-size", "4")
+    converted = str(tmp_path / "converted")
+    convert_command.main([stock["llama"], "--position-encoding", "pope", "--output", converted])
+    expected, results = run(converted, "--batch-size", "4")
     splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
-    arguments = [stock["llama"], "--position-encoding", "pope", "--data", "local", "--data-dir", str(data_dir)]
+    arguments = [converted, "--data", "local", "--data-dir", str(data_dir)]
     arguments += ["--splits", splits, "--cpu", "--steps", "4", "--batch-size", str(4 // processes)]
     arguments += ["--sequence-length", "16", "--evaluation-blocks", "4", "--learning-rate", "0.01", "--dp-shard", "2"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -696,6 +698,7 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
     [
         (["--dp-shard", "3"], r"dp_shard=3 is not valid: it must divide the number of processes, 1"),
         (["--dp-shard", "2", "--lora"], r"dp_shard.*Allowed with lora: 1"),
+        (["--dp-shard", "1", "--distill-from", ".", "--distill", "attention", "--streaming"], "distill_from='.'"),
     ],
 )
 def test_sharding_that_does_not_fit(run, stock, arguments, message):

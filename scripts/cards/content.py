@@ -55,6 +55,8 @@ def model_card(
     auto, pipeline = card_head(config)
     metadata = ModelCardData(
         license=licence_of(training),
+        license_name=training.get("license_name"),
+        license_link=training.get("license_link"),
         library_name="transformers",
         pipeline_tag=pipeline,
         base_model=training.get("base_model"),

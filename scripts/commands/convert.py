@@ -1,18 +1,16 @@
 """`whatwhere convert`: see `conversion.py`."""
 
 import argparse
-import contextlib
 import os
 import pathlib
 import re
 
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer
 
 from ...position_base import suggest
 from ...position_registry import POSITION_ENCODINGS
-from ..conversion import RECORD, convert, load_source
+from ..conversion import RECORD, card_metadata, convert, load_source
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import check_writable, write_json
 from .common import command_parser, json_value, name_or_list
@@ -77,13 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
 def complete_metadata(folder: pathlib.Path, source: str) -> None:
     """Adds the source to the model card in a folder, and its licence if the source's card states one."""
     card = ModelCard.load(folder / "README.md")
-    local, known = os.path.isdir(source), {}
-    path = os.path.join(source, "README.md") if local else source
-    if not local or os.path.isfile(path):
-        with contextlib.suppress(OSError, ValueError, HfHubHTTPError):
-            known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    known = card_metadata(source)
     # The Hub takes ids only; the source of a folder is known if it was made from one.
-    base = known.get("base_model") if local else source
+    base = known.get("base_model") if os.path.isdir(source) else source
     if base:
         card.data["base_model"] = base
     for key in ("license", "license_name", "license_link"):

@@ -10,7 +10,7 @@ from ..training.errors import reported
 from ..training.finetune import FinetuneError, Settings, finetune
 from .common import add_resume, command_parser, json_value, name_or_list
 
-DESCRIPTION = """Fine-tune one of our models, or a stock GPT-2 or Llama, with its position encoding or a new one.
+DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qwen3: CHECKPOINT is a folder or a Hub id.
 
 On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --output runs/mine
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         kind = (*typing.get_args(field.annotation), field.annotation)[0]
         kind = getattr(kind, "__origin__", kind)
         if field.is_required():
-            result.add_argument(name, help=text)
+            result.add_argument(name, help=argparse.SUPPRESS)
         elif field.annotation is bool:
             result.add_argument(option, action="store_true", help=text)
         elif name == "position_encoding":

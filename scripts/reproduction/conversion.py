@@ -9,10 +9,12 @@ Folders in OUTPUT/convert_small: `source`; `<system>-0` right after conversion; 
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ..commands import convert as convert_command
 from ..evaluation import length
@@ -86,6 +88,7 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
         system = SYSTEMS[name]
         start = output / RECIPE / f"{name}-0"
         if not (start / "conversion.json").exists():
+            shutil.rmtree(start, ignore_errors=True)
             options = [("position-encoding-parameters", system.parameters), ("rope-parameters", system.rope)]
             given = [word for key, value in options if value is not None for word in (f"--{key}", json.dumps(value))]
             encoding = json.dumps(system.encoding) if isinstance(system.encoding, list) else system.encoding
@@ -120,7 +123,6 @@ def _finetune(system: System, source: Path, start: Path, output: Path, percent: 
             warmup_steps=settings["steps"] // 10,
             weight_decay=recipe.training.weight_decay,
             new_learning_rate=system.new_rate,
-            cpu=True,
             **settings,
         )
         finetune(own, folder, resume="auto", data_dir=data_dir)
@@ -134,9 +136,10 @@ def _measure(folder: Path, place: Sequence[str]) -> None:
 
 
 def _lengths(folder: Path, text: str) -> dict[int, dict[str, Any]]:
-    """Returns the cells of a finished measurement by the multiple of the trained length, or nothing."""
+    """Returns the cells of a finished measurement of these weights, by the multiple of the trained length."""
     file = folder / f"length_{text}.json"
-    cells = read_json(file)["checkpoints"][0]["cells"] if file.is_file() else []
+    entries = read_json(file)["checkpoints"] if file.is_file() else []
+    cells = entries[0]["cells"] if entries and entries[0]["weights"] == weights_fingerprint(folder) else []
     return {int(cell["multiple"]): cell for cell in cells} if len(cells) == len(WINDOWS.split(",")) else {}
 
 

@@ -34,14 +34,12 @@ SAMPLES = 32
 class AttentionTargets:
     """Attention outputs of a source as targets of a converted model."""
 
-    def __init__(self, source: str, model: nn.Module, names: dict[str, str], new: set[str]) -> None:
-        """Lets both models share equal weights, and freezes all that is not trained.
+    def __init__(self, source: str, model: nn.Module) -> None:
+        """Loads the source, and lets both models share equal weights.
 
         Args:
             source: a folder or a Hub id.
             model: converted, on its device.
-            names: of the parameters of `model` in a model without adapters.
-            new: those names that the source does not have.
 
         Raises:
             ValueError: the source has other sizes or other weights beside the changed attention, the same encoding in
@@ -59,14 +57,11 @@ class AttentionTargets:
                 f"distill_from={source!r} is not valid with distill='attention': it must have the model's sizes, "
                 "another position encoding in a layer, and the same positions in the embeddings (absolute, sinusoidal)."
             )
-        ours = {names[name]: parameter for name, parameter in model.named_parameters()}
+        ours = dict(model.named_parameters())
         blocks = [_attention_blocks(one) for one in (self.source, model)]
-        changed = [{id(parameter) for i in layers for parameter in one[i].parameters()} for one in blocks]
-        for name, parameter in ours.items():
-            if id(parameter) not in changed[1] and name not in new:
-                parameter.requires_grad_(False)
+        changed = {id(parameter) for index in layers for parameter in blocks[0][index].parameters()}
         for name, parameter in self.source.named_parameters():
-            if id(parameter) in changed[0]:
+            if id(parameter) in changed:
                 continue
             own = ours.get(name)
             if own is None or own.dtype != parameter.dtype or not torch.equal(own, parameter):
@@ -81,6 +76,18 @@ class AttentionTargets:
             blocks[0][index].register_forward_hook(self._keep(index))
             blocks[1][index].register_forward_pre_hook(self._replace(index))
             blocks[1][index].register_forward_hook(self._compare(index))
+        self._trained = [blocks[1][index] for index in layers]
+
+    def freeze(self, model: nn.Module, new: set[int]) -> None:
+        """Freezes all parameters outside of changed attention, except those with an id in `new`.
+
+        Args:
+            model: as in `__init__`, or with adapters.
+        """
+        trained = {id(parameter) for block in self._trained for parameter in block.parameters()} | new
+        for parameter in model.parameters():
+            if id(parameter) not in trained:
+                parameter.requires_grad_(False)
 
     def loss(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns the mean over the layers; `model` may be wrapped, `inputs` are those of the model without labels."""

@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 import peft
 import torch
 from accelerate import PartialState
-from huggingface_hub import ModelCard
 from pydantic import Field
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -31,7 +30,7 @@ from whatwhere.position_registry import max_length
 
 from ..cards.command import write_card
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
-from ..conversion import RECORD, convert, load_source
+from ..conversion import RECORD, card_metadata, convert, load_source
 from ..data.corpora import CORPORA, load_corpus
 from ..data.corpus import load_text
 from ..data.pack import IGNORED, add_labels
@@ -117,9 +116,9 @@ class Settings(Checked):
     lora_alpha: Positive = Field(32.0, description="default 32")
     lora_dropout: Fraction = Field(0.0, description="default 0")
     merge: bool = Field(False, description="with --lora: save a full model")
-    distill_from: str | None = Field(None, description="the source of a converted checkpoint, to learn from as well")
+    distill_from: str | None = Field(None, description="the source of a conversion, to learn from as well")
     distill: Literal["logits", "attention"] = Field(
-        "logits", description="its predictions (default), or by layer its attention outputs (trains only attention)"
+        "logits", description="logits (default): its predictions; attention: its attention outputs, by layer"
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -173,6 +172,8 @@ def load_model(settings: Settings, distributed_config: Any = None) -> tuple[Any,
     checkpoint, model_type = settings.checkpoint, _model_type(settings.checkpoint)
     family = FAMILIES.get(model_type.removeprefix("whatwhere_"))
     encoding = (settings.position_encoding, settings.position_encoding_parameters)
+    record = Path(checkpoint) / RECORD
+    known = set(read_json(record)["new_parameters"] if record.is_file() else ())
     if family is None or encoding != (None, None):
         if distributed_config is not None:
             raise FinetuneError(
@@ -180,14 +181,12 @@ def load_model(settings: Settings, distributed_config: Any = None) -> tuple[Any,
                 "first."
             )
         model, new, _ = convert(load_source(checkpoint), *encoding, settings.rope_parameters)
-        return model, set(new)
+        return model, {*new, *known.intersection(dict(model.named_parameters()))}
     changes = {} if settings.rope_parameters is None else {"rope_parameters": settings.rope_parameters}
     if distributed_config is not None:
         changes["distributed_config"] = distributed_config
     with checked_loading(checkpoint):
         model, report = family.from_pretrained(checkpoint, output_loading_info=True, **changes)
-    record = Path(checkpoint) / RECORD
-    known = read_json(record)["new_parameters"] if record.is_file() else ()
     return model, {*report["missing_keys"], *known}
 
 
@@ -248,13 +247,16 @@ def _finetune(
                 f"distill_from={options.distill_from!r} is not valid: it has {vocabulary} tokens, the checkpoint has "
                 f"{model.config.vocab_size}."
             )
+    attention = None
+    if options.distill == "attention":
+        attention = AttentionTargets(str(options.distill_from), model.to(processes.device))
     if processes.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
         folder.write_record(options.model_dump())
         if data.note:
             print(data.note)
         if fresh:
-            print(f"newly initialised: {', '.join(sorted(fresh))}")
+            print(f"new parameters: {', '.join(sorted(fresh))}")
     if options.distill_from is not None and options.distill == "logits":
         # The source and the model are not in memory at the same time.
         del model
@@ -276,7 +278,7 @@ def _finetune(
         )
 
     with stop_signals() as received:
-        trainer = _trainer(model, options, output, data.batches, held_out, received, fresh)
+        trainer = _trainer(model, options, output, data.batches, held_out, received, fresh, attention)
         last = _newest_checkpoint(folder, options.streaming) if resume else None
         if last and options.streaming:
             states = [json.loads(file.read_text(encoding="utf-8")) for file in _stream_files(Path(last))]
@@ -320,6 +322,7 @@ def _finetune(
         bits = {"bits_per_byte": {"value": loss * len(labels) / (math.log(2) * size)}} if size else {}
         return bits | ({"perplexity": {"value": math.exp(loss)}} if loss < HOPELESS else {})
 
+    stated = card_metadata(options.checkpoint)
     local = Path(options.checkpoint) if os.path.exists(options.checkpoint) else None
     results = {
         "metrics": metrics(loss),
@@ -330,10 +333,11 @@ def _finetune(
         "length": held_out.sequence_length,
         "tokens": len(labels),
         "tokens_sha256": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
-        "base_model": _stated("base_model", local) if local else options.checkpoint,
+        "base_model": stated.get("base_model") if local else options.checkpoint,
         "base_folder": local.resolve().name if local else None,
         "base_weights_sha256": weights_fingerprint(local) if local else None,
-        "licence": _stated("license", local) if local else None,
+        "licence": stated.get("license"),
+        **{key: stated[key] for key in ("license_name", "license_link") if key in stated},
         "recipe": options.model_dump(),
         "seed": options.seed,
         "steps": trainer.state.global_step,
@@ -364,15 +368,6 @@ def _sharding(options: Settings, processes: int) -> DistributedConfig | None:
             f"processes, {processes}."
         )
     return DistributedConfig(fsdp_size=options.dp_shard, dp_replicate_size=copies)
-
-
-def _stated(key: str, folder: Path) -> str | None:
-    """Returns a value in the metadata of a checkpoint's card, or None."""
-    if not (folder / "README.md").is_file():
-        return None
-    card = ModelCard((folder / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    value = card.data.get(key)
-    return value if isinstance(value, str) else None
 
 
 def _load_data(options: Settings, config: Any, data_dir: str | None) -> TrainingData:
@@ -436,6 +431,7 @@ def _trainer(
     held_out: TextBlocks,
     received: list[int],
     fresh: set[str],
+    attention: AttentionTargets | None,
 ) -> Trainer:
     class StopOnSignal(TrainerCallback):
         """Saves and stops after the step in which a signal arrives."""
@@ -451,10 +447,9 @@ def _trainer(
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             write_json(folder / STREAM.format(args.process_index, args.world_size), batches.state_dict())
 
-    names = {name: original_name(name) for name, _ in model.named_parameters()}
-    attention = None
-    if options.distill == "attention":
-        attention = AttentionTargets(str(options.distill_from), model.to(PartialState().device), names, fresh)
+    new = {id(parameter) for name, parameter in model.named_parameters() if original_name(name) in fresh}
+    if attention is not None:
+        attention.freeze(model, new)
 
     class FinetuneTrainer(Trainer):
         """Gives new parameters their learning rate, distils, and takes the batches of a stream as they are."""
@@ -479,7 +474,6 @@ def _trainer(
         def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
             optimizer = super().create_optimizer(*args)
             if options.new_learning_rate is not None:
-                new = {id(p) for name, p in model.named_parameters() if names[name] in fresh}
                 for group in list(optimizer.param_groups):
                     moved = [p for p in group["params"] if id(p) in new]
                     group["params"] = [p for p in group["params"] if id(p) not in new]
