@@ -613,6 +613,7 @@ def test_what_resume_refuses(run, stock):
         (["--shuffle-buffer", "4"], "shuffle_buffer=4 is not valid: it has no effect without streaming"),
         (["--distill", "attention"], "distill='attention' is not valid: it has no effect without distill_from"),
         (["--distill-from", "./none"], "none' cannot be loaded"),
+        (["--distill-from", ".", "--streaming"], "distill_from='.' is not valid: it needs text that is not streamed"),
         (["--lora-rank", "4"], "lora_rank=4 is not valid: it has no effect without lora"),
         (["--lora-alpha", "4"], "lora_alpha=4.0"),
         (["--lora-dropout", "0.5"], "lora_dropout=0.5"),
@@ -698,7 +699,6 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
     [
         (["--dp-shard", "3"], r"dp_shard=3 is not valid: it must divide the number of processes, 1"),
         (["--dp-shard", "2", "--lora"], r"dp_shard.*Allowed with lora: 1"),
-        (["--dp-shard", "1", "--distill-from", ".", "--distill", "attention", "--streaming"], "distill_from='.'"),
     ],
 )
 def test_sharding_that_does_not_fit(run, stock, arguments, message):

@@ -324,7 +324,7 @@ def _finetune(
 
     stated = card_metadata(options.checkpoint)
     local = Path(options.checkpoint) if os.path.exists(options.checkpoint) else None
-    results = {
+    results: dict[str, Any] = {
         "metrics": metrics(loss),
         "metrics_before": metrics(before) if math.isfinite(before) else {},
         "data": describe_data(
