@@ -83,7 +83,7 @@ def test_report(tmp_path):
     assert {file.name for file in files} == {f"conversion_small.{end}" for end in ("json", "md", "png", "svg")}
     said = (tmp_path / "conversion_small.md").read_text()
     assert "3,443,136 parameters, trained on 9.8 million tokens in sequences of 512, seed 0" in said
-    assert "| PoPE | 10 | 50.0 | 100.0 | 101.0 | 102.0 | 103.0 | 104.0 |" in said
+    assert "| PoPE | 10 | 50.0 | 104.0 | 100.0 | 101.0 | 102.0 | 103.0 | 104.0 |" in said
 
 
 def test_nothing_to_report(tmp_path):

@@ -170,11 +170,13 @@ def write(report: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
 def markdown(report: Mapping[str, Any]) -> str:
     """Returns the table."""
     length, tokens = report["source"]["length"], report["source"]["tokens_trained"]
-    multiples = [int(window.removesuffix("x")) for window in WINDOWS.split(",")]
-    head = ["system", "tokens, % of the source's", f"WikiText-103, {length}"]
-    rows = [head + [f"PG-19, {length * multiple:,}" for multiple in multiples]]
+    multiples = [window.removesuffix("x") for window in WINDOWS.split(",")]
+    columns = [("wikitext103", "WikiText-103", k) for k in (multiples[0], multiples[-1])]
+    columns += [("pg19", "PG-19", k) for k in multiples]
+    head = ["system", "tokens, % of the source's"]
+    rows = [[*head, *(f"{title}, {length * int(k):,}" for _, title, k in columns)]]
     for row in report["rows"]:
-        cells = [row["perplexity"]["wikitext103"]["1"], *(row["perplexity"]["pg19"][str(k)] for k in multiples)]
+        cells = [row["perplexity"][text][k] for text, _, k in columns]
         rows.append([row["label"], str(row["percent"]), *("-" if cell is None else f"{cell:.1f}" for cell in cells)])
     lines = [
         f"Perplexity in windows of several lengths. The source: {report['source']['parameters']:,} parameters, trained "
