@@ -189,6 +189,8 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draws the perplexity on PG-19 at the trained length, and at 16 times it, against the tokens of training."""
+    from matplotlib.ticker import FormatStrFormatter
+
     figure = new_figure(11.0, 5.0)
     panels = figure.subplots(1, 2)
     places = [0, *PERCENT]
@@ -202,6 +204,8 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
         panel.axhline(report["rows"][0]["perplexity"]["pg19"][multiple], color="0.5", linestyle=":", label="the source")
         panel.set_xticks(range(len(places)), [f"{percent} %" for percent in places])
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        panel.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
         panel.set_xlabel("tokens after conversion, of the source's")
         panel.set_ylabel(f"perplexity, PG-19, {int(multiple) * report['source']['length']:,} tokens")
         panel.grid(alpha=0.3)
