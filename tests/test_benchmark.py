@@ -443,7 +443,6 @@ def test_figures_of_data(monkeypatch, capsys):
         lines,
         [
             ("tokenising 1 MB", "x", "at least 1.7"),
-            ("the same against two separate runs", "x", "at least 0.95"),
             ("peak memory: .* for 2 MB", "%", "at most 10"),
             ("start of a run on 2 MB", "s", "at most 10"),
             ("waiting for data in a step of wikitext103_small", "%", "at most 2"),
