@@ -454,6 +454,9 @@ class Run:
         about = about_text(
             data, split, self.evaluate(split, self.recipe.evaluation.final_blocks), local=bool(self.data_dir)
         )
+        if data.source == "local":
+            # Names of the user's own files do not say which text they are.
+            about["tokens_sha256"] = self.data.splits_sha256[split]
         if self.data.unit == "sequences":
             return {**about, "samples_trained": samples}
         return {**about, "tokens_trained": samples * data.sequence_length}
