@@ -79,6 +79,19 @@ def test_any_number_of_processes_writes_the_same(rows, tokenizer, processes, mon
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
+@pytest.mark.parametrize(("processes", "parallelism"), [(1, "false"), (None, None)])
+def test_one_process_is_one_thread(rows, tokenizer, processes, parallelism, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    heard, right = [], prepared._write_shard
+    monkeypatch.setattr(
+        prepared, "_write_shard", lambda shard: heard.append(os.environ.get("TOKENIZERS_PARALLELISM")) or right(shard)
+    )
+    monkeypatch.setattr(prepared.os, "sched_getaffinity", lambda process: {0}, raising=False)
+    prepare(rows, tokenizer, processes=processes)
+    assert set(heard) == {parallelism}
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+
+
 def test_nothing_is_done_twice(rows, tokenizer, monkeypatch):
     first = prepare(rows, tokenizer)
     monkeypatch.setattr(prepared, "tokenize_pieces", None)

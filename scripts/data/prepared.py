@@ -135,7 +135,8 @@ def prepare(
 
     Args:
         rows: with `text`, and `document` if the text is a piece (see `tokenize_pieces`).
-        processes: that tokenise; by default one for each core, or one for little text.
+        processes: that tokenise, in one thread each; by default one for each core. Little text is tokenised by this
+            process alone, in several threads unless `processes` is 1.
 
     Raises:
         ValueError: WHATWHERE_CACHE cannot be used.
@@ -169,6 +170,7 @@ def _write_all(
 ) -> None:
     missing = [shard for shard in shards if not shard.record.exists()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    single = single_threaded() if processes == 1 else contextlib.nullcontext()
     processes = min(processes or cores, len(missing))
     _work.update(rows=pickle.dumps(rows), tokenizer=tokenizer)
     begun = time.monotonic()
@@ -176,6 +178,7 @@ def _write_all(
     try:
         with (
             tqdm(total=len(shards), initial=len(shards) - len(missing), desc=name, unit="shard", disable=None) as bar,
+            single,
             _done_in(missing, processes) as results,
         ):
             for some_tokens, some_documents in results:

@@ -211,7 +211,7 @@ def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> 
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Processes that are forked inside tokenise in one thread each, without the warning of `tokenizers`."""
+    """This process, and those that are forked inside, tokenise in one thread each; `tokenizers` warns otherwise."""
     parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
