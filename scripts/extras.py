@@ -7,6 +7,7 @@ EXTRAS = {
     **dict.fromkeys(("lm_eval", "evaluate", "matplotlib", "nltk", "PIL", "wonderwords"), "eval"),
     **dict.fromkeys(("miditok", "symusic"), "music"),
     "triton": "kernels",
+    "liger_kernel": "liger",
 }
 
 

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from layout_worker import copy_unfinished
+from whatwhere.scripts.training import distributed
 from whatwhere.scripts.training import model as training_model
 from whatwhere.scripts.training.distributed import check_layout
+from whatwhere.scripts.training.errors import TrainingError
 from whatwhere.scripts.training.loop import train
 from whatwhere.scripts.training.model import build_config, build_model
 from whatwhere.scripts.training.recipe import RecipeError, parse_recipe
@@ -209,10 +211,12 @@ def test_shares_of_the_batch():
 # --- the loss in chunks
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_chunked_loss(autocast):
+@pytest.mark.parametrize(("kind", "autocast"), [(True, False), (True, True), ("liger", False)])
+def test_chunked_loss(kind, autocast):
     """The value and the gradients of the ordinary loss, without a tensor of tokens times vocabulary."""
-    recipe = parse_recipe(values("rope", chunked_loss=True))
+    if kind == "liger":
+        pytest.importorskip("liger_kernel")
+    recipe = parse_recipe(values("rope", chunked_loss=kind))
     config = build_config(recipe)
     config.vocab_size = 1024
     torch.manual_seed(0)
@@ -244,6 +248,12 @@ def test_chunked_loss(autocast):
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, msg=name, **tolerance)
     assert largest[0] >= 4 * 63 * 1024 > largest[1]
+
+
+def test_liger_needs_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "runs_on", lambda device: False)
+    with pytest.raises(TrainingError, match=r"training\.chunked_loss='liger' .* device='cpu'"):
+        train(parse_recipe(values("rope", chunked_loss="liger")), tmp_path)
 
 
 def test_layers_are_compiled_by_themselves(monkeypatch):

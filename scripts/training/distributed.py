@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from whatwhere.attention_triton import runs_on
 from whatwhere.position_base import suggest
 
 from .errors import TrainingError
@@ -107,8 +108,8 @@ def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) % tp:
             raise RecipeError(f"distributed.tp={tp!r} is not valid: it must divide {name}={getattr(config, name)!r}.")
-    for name, value in (("chunked_loss", True), ("compile", True)):
-        if getattr(recipe.training, name) == value:
+    for name, refused in (("chunked_loss", (True, "liger")), ("compile", (True,))):
+        if (value := getattr(recipe.training, name)) in refused:
             raise RecipeError(f"training.{name}={value!r} is not valid with distributed.tp={tp!r}. Allowed: False.")
 
 
@@ -132,6 +133,12 @@ def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
         cpu=not torch.accelerator.is_available(),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=training.ddp_timeout))],
     )
+    device = accelerator.device
+    if training.chunked_loss == "liger" and not runs_on(device):
+        raise TrainingError(
+            f"training.chunked_loss='liger' is not valid on device={device.type!r}: its kernel needs a GPU. Allowed: "
+            "True, False."
+        )
     kind = accelerator.distributed_type
     shards = kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
     if shards or getattr(accelerator, "parallelism_config", None) is not None:

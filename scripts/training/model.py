@@ -72,7 +72,7 @@ def build_model(recipe: Recipe, config: Any) -> Any:
         else:
             enable()
     if training.chunked_loss:
-        _use_chunked_loss(model)
+        _use_chunked_loss(model, liger=training.chunked_loss == "liger")
     if training.compile == "layers":
         for layer in decoder_layers(model):
             layer.compile()
@@ -97,22 +97,29 @@ _KEPT = [
 _CHUNK = 1024
 
 
-def _use_chunked_loss(model: Any) -> None:
+def _use_chunked_loss(model: Any, *, liger: bool) -> None:
     """Lets the model compute its loss from the hidden states in chunks; its `logits` are then hidden states."""
+    if liger:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     head = model.lm_head
     # The model calls both in its forward pass, where weights sharded by FSDP are whole.
     head.forward = lambda hidden_states: hidden_states
 
-    def chunk_loss(hidden_states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def chunk_loss(hidden_states: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         logits = torch.nn.functional.linear(hidden_states, weight).float()
         return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int, **_: Any) -> torch.Tensor:
-        chunks = zip(logits[:, :-1].flatten(0, 1).split(_CHUNK), labels[:, 1:].flatten().split(_CHUNK))
+        hidden, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if liger:
+            summed = liger_fused_linear_cross_entropy(
+                hidden, head.weight, targets, ignore_index=IGNORED, reduction="sum", accum_dtype=torch.float32
+            )
+            return summed / num_items_in_batch
         # The backward pass computes the logits of a chunk again.
         parts = [
-            checkpoint(chunk_loss, hidden_states, head.weight, targets, use_reentrant=False, preserve_rng_state=False)
-            for hidden_states, targets in chunks
+            checkpoint(chunk_loss, *chunk, head.weight, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(hidden.split(_CHUNK), targets.split(_CHUNK))
         ]
         return torch.stack(parts).sum() / num_items_in_batch
 

@@ -174,8 +174,8 @@ class TrainingRecipe(Checked):
     activation_checkpointing: bool | Literal["selective"] = False
     # "layers" compiles each layer by itself.
     compile: bool | Literal["layers"] = False
-    # Compute the loss without the logits of all tokens at once.
-    chunked_loss: bool = False
+    # Compute the loss without the logits of all tokens at once; "liger": with the Triton kernel of liger-kernel.
+    chunked_loss: bool | Literal["liger"] = False
     log_every: Count = 10
     checkpoint_every: Count | None = None
     keep_checkpoints: Count = 2
