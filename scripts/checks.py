@@ -99,8 +99,11 @@ def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) ->
         else:
             reason = "input should be a mapping" if entry["type"].startswith("model_") else entry["msg"]
             message = f"{name}={entry['input']!r} is not valid: {reason[0].lower()}{reason[1:]}."
-        # A union gives an error for each of its types; only the first is reported.
-        messages.setdefault(f"{name}: {entry['type'] == 'missing'}", message)
+        # A union gives an error for each of its types: the first is reported, with the words that are allowed.
+        key = f"{name}: {entry['type'] == 'missing'}"
+        if entry["type"] == "literal_error" and key in messages:
+            messages[key] = f"{messages[key][:-1]}, or {entry['ctx']['expected']}."
+        messages.setdefault(key, message)
     return list(messages.values())
 
 

@@ -95,7 +95,14 @@ def test_distributions_can_be_uploaded(distributions: pathlib.Path) -> None:
 
 
 # Packages that are imported under another name.
-NAMES = {"yaml": "pyyaml", "PIL": "pillow", "lm_eval": "lm-eval", "pydantic_core": "pydantic", "symusic": "miditok"}
+NAMES = {
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "lm_eval": "lm-eval",
+    "liger_kernel": "liger-kernel",
+    "pydantic_core": "pydantic",
+    "symusic": "miditok",
+}
 
 
 def test_every_import_is_declared() -> None:

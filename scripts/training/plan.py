@@ -81,11 +81,12 @@ def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
     Raises:
         RecipeError: the recipe's model or layout is not valid, or its tokenizer cannot be read.
     """
+    config = _config(recipe)
+    layout = check_layout(recipe, config, devices)
     # Compilation and kernels need values.
     changes = {"compile": False, "chunked_loss": bool(recipe.training.chunked_loss)}
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update=changes)})
-    config, training, length = _config(recipe), recipe.training, recipe.data.sequence_length
-    layout = check_layout(recipe, config, devices)
+    training, length = recipe.training, recipe.data.sequence_length
     share = training.batch_size // layout.data_share[1]
     rows = training.micro_batch_size or share
     with FakeTensorMode():
