@@ -250,7 +250,13 @@ def test_chunked_loss(kind, autocast):
     assert largest[0] >= 4 * 63 * 1024 > largest[1]
 
 
-def test_liger_needs_a_gpu(monkeypatch, tmp_path):
+def test_what_liger_needs(monkeypatch, tmp_path):
+    recipe = values("rope", chunked_loss="liger", compile=True)
+    with pytest.raises(RecipeError, match=r"training\.compile=True .*'layers'"):
+        parse_recipe(recipe)
+    monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match=r"training\.chunked_loss='liger' .*whatwhere\[liger\]"):
+        train(parse_recipe(values("rope", chunked_loss="liger")), tmp_path)
     monkeypatch.setattr(distributed, "runs_on", lambda device: False)
     with pytest.raises(TrainingError, match=r"training\.chunked_loss='liger' .* device='cpu'"):
         train(parse_recipe(values("rope", chunked_loss="liger")), tmp_path)

@@ -213,6 +213,8 @@ def test_estimate(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     large = recipe(data__sequence_length=2048, model__hidden_size=768, model__num_hidden_layers=4)
     assert estimate.estimate_seconds(large) is None or torch.accelerator.is_available()
+    monkeypatch.undo()
+    assert estimate.estimate_seconds(recipe(training__chunked_loss=True)) > 0
     assert [estimate.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
 
 
@@ -243,6 +245,19 @@ def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, monkeypat
     torch.rand(7)
     train(recipe(), output, resume=True, data_dir=data_dir)
     assert_same_run(output, finished[0])
+
+
+def test_settings_of_memory_may_change(finished, data_dir, tmp_path, monkeypatch):
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            train(recipe(), output, data_dir=data_dir)
+    changes = {"micro_batch_size": 1, "activation_checkpointing": True, "chunked_loss": True}
+    changed = recipe(**{f"training__{name}": value for name, value in changes.items()})
+    train(changed, output, resume=True, data_dir=data_dir)
+    for line, expected in zip(metrics(output), metrics(finished[0]), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
 
 
 def test_killed_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch):
@@ -905,6 +920,12 @@ def test_divergence_stops_without_saving(data_dir, tmp_path):
         train(recipe(training__learning_rate=1e30, training__clip_norm=None), output, data_dir=data_dir)
     assert not (output / "model.safetensors").exists()
     assert not (output / "checkpoints").exists()
+
+
+def test_a_finite_loss_that_grows_stops_the_run(data_dir, tmp_path):
+    changed = recipe(training__learning_rate=30.0, training__warmup_steps=0, training__log_every=1)
+    with pytest.raises(TrainingError, match=r"^loss=\d[\d.]* at step \d: training has diverged"):
+        train(changed, tmp_path / "run", data_dir=data_dir)
 
 
 def test_an_unknown_tracker_is_named(data_dir, tmp_path):

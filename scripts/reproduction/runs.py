@@ -24,6 +24,7 @@ IMMATERIAL = {
     "seed",
     "training.micro_batch_size",
     "training.activation_checkpointing",
+    "training.chunked_loss",
     "training.compile",
     "training.log_every",
     "training.checkpoint_every",

@@ -12,6 +12,7 @@ accelerate starts the processes and its own `ParallelismConfig` has the same nam
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,11 @@ def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
         raise TrainingError(
             f"training.chunked_loss='liger' is not valid on device={device.type!r}: its kernel needs a GPU. Allowed: "
             "True, False."
+        )
+    if training.chunked_loss == "liger" and not importlib.util.find_spec("liger_kernel"):
+        raise TrainingError(
+            "training.chunked_loss='liger' is not valid: liger-kernel is not installed. "
+            'pip install "whatwhere[liger]"'
         )
     kind = accelerator.distributed_type
     shards = kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)

@@ -46,7 +46,7 @@ def estimate_seconds(recipe: Recipe) -> float | None:
         for _ in range(2):
             start = time.perf_counter()
             with torch.autocast(device.type, torch.bfloat16, enabled=training.mixed_precision == "bf16"):
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=tokens.numel(), use_cache=False).loss
             loss.backward()
             loss.item()
             middle = time.perf_counter()

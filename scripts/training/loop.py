@@ -122,9 +122,12 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
         raise RecipeError(*problems)
 
 
-# Settings of a resumed run that may differ: they do not change what is computed.
+# Settings of a resumed run that may differ: they change memory, speed and rounding, and not what is computed.
 MAY_CHANGE = (
+    "training.activation_checkpointing",
+    "training.chunked_loss",
     "training.ddp_timeout",
+    "training.micro_batch_size",
     "data.workers",
     "distributed",
     *(f"distributed.{name}" for name in DistributedRecipe.model_fields),
@@ -198,7 +201,7 @@ class Run:
         """Trains from the current step to the last one.
 
         Raises:
-            TrainingError: the loss is not finite.
+            TrainingError: training has diverged (see `_check_divergence`).
             Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
         """
         training, every, unit = self.recipe.training, self.recipe.evaluation.every, self.data.unit
@@ -224,7 +227,7 @@ class Run:
                 self.step += 1
                 last = self.step == training.steps
                 if last or self.step % training.log_every == 0:
-                    values = self._finite(loss, norm)
+                    values = self._check_divergence(loss, norm)
                     speed = progress.speed(self.step, values["loss"])
                     costs = {"data_wait_seconds": waited, "peak_memory_gb": peak_memory() / 1e9, **self.costs(speed)}
                     counts = {unit: self.step * per_step, f"{unit}_per_second": speed}
@@ -237,7 +240,7 @@ class Run:
                 self.seconds = time.monotonic() - started
                 due = training.checkpoint_every and self.step % training.checkpoint_every == 0
                 if due or last or stop:
-                    self._finite(loss, norm)
+                    self._check_divergence(loss, norm)
                     self.save_checkpoint()
                 if stop and not last:
                     self.checkpoints.wait()
@@ -312,11 +315,13 @@ class Run:
         # Tensor-parallel processes have the same share.
         return self.accelerator.reduce(value.to(self.accelerator.device), reduction="sum") / self.layout.tp
 
-    def _finite(self, loss: torch.Tensor, norm: torch.Tensor) -> dict[str, float]:
-        """Returns both values; raises TrainingError if one is not finite."""
+    def _check_divergence(self, loss: torch.Tensor, norm: torch.Tensor) -> dict[str, float]:
+        """Returns both values; raises TrainingError if one is not finite, or the loss is far above that of guessing."""
         values = {"loss": loss.item(), "gradient_norm": norm.item()}
+        # A uniform guess has the logarithm of the vocabulary's size.
+        limits = {"loss": 3 * math.log(self.whole_model.config.vocab_size), "gradient_norm": math.inf}
         for name, value in values.items():
-            if not math.isfinite(value):
+            if not math.isfinite(value) or value > limits[name]:
                 self.checkpoints.wait()
                 raise TrainingError(
                     f"{name}={value!r} at step {self.step}: training has diverged. Nothing was saved after the "

@@ -100,6 +100,7 @@ _CHUNK = 1024
 def _use_chunked_loss(model: Any, *, liger: bool) -> None:
     """Lets the model compute its loss from the hidden states in chunks; its `logits` are then hidden states."""
     if liger:
+        # Optional, and slow to import.
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     head = model.lm_head
     # The model calls both in its forward pass, where weights sharded by FSDP are whole.

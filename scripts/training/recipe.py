@@ -193,6 +193,8 @@ class TrainingRecipe(Checked):
             yield "minimum_learning_rate", f"it must be at most learning_rate={self.learning_rate!r}"
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             yield "micro_batch_size", f"it must divide batch_size={self.batch_size!r}"
+        if self.chunked_loss == "liger" and self.compile is True:
+            yield "compile", "with chunked_loss='liger', only layers can be compiled. Allowed: False, 'layers'"
 
 
 class DistributedRecipe(Checked):
