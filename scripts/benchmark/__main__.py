@@ -74,7 +74,6 @@ does not repeat what it has from the same device, code and versions.
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -147,16 +146,16 @@ class Budget:
             )
         return ""
 
-    def note_failure(self, result: Result, shape: Shape) -> None:
-        """Counts a result that is a failure of ours."""
-        if result.status.split(":")[0] in ("ok", "left out") or result.provider in FOREIGN:
+    def note_failure(self, provider: str, shape: str, status: str) -> None:
+        """Counts a status that is a failure of ours."""
+        if status.split(":")[0] in ("ok", "left out") or provider in FOREIGN:
             return
         harmless = ("refused: ", "out of memory")
         # PyTorch's own providers may raise errors; if their check fails, our check is wrong.
-        if result.provider.startswith(STOCK_PREFIXES) and "check failed" not in result.status:
+        if provider.startswith(STOCK_PREFIXES) and "check failed" not in status:
             return
-        if not any(text in result.status for text in harmless):
-            self.failures.append(f"{result.provider}, {shape}: {result.status}")
+        if not any(text in status for text in harmless):
+            self.failures.append(f"{provider}, {shape}: {status}")
 
     def attempt(self, result: Result, shape: Shape, measure: Callable[[], None]) -> None:
         """Runs `measure`, and sets the status of the result if it fails."""
@@ -178,7 +177,7 @@ class Budget:
                 self.lost = f"the GPU cannot be used after the failure of {result.provider}, {shape}"
         finally:
             self.history[result.provider, shape.head_dim] = (shape, time.monotonic() - start)
-        self.note_failure(result, shape)
+        self.note_failure(result.provider, str(shape), result.status)
         if torch.cuda.is_available() and not self.lost:
             gc.collect()
             torch.cuda.empty_cache()
@@ -208,8 +207,8 @@ def measure(
                 if host:
                     runs.setdefault(result.provider, {})[direction] = function
                 else:
-                    sample = timer(function, memory=direction in ("forward", "forward+backward", "training step"))
-                    result.samples[direction] = dataclasses.replace(sample, inputs=result.inputs)
+                    memory = direction in ("forward", "forward+backward", "training step")
+                    result.samples[direction] = timer(function, memory=memory)
                 # It may own the graph of a backward.
                 del function
 
@@ -453,17 +452,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "clock": "events" if device.type == "cuda" else parsed.clock,
         **versions(device),
     }
-    report = Report(parsed.output, common)
+    report = Report(parsed.output, common, resume=parsed.resume)
     budget = Budget(parsed.minutes, parsed.provider_seconds)
-    if parsed.resume:
-        for shape, result in report.load():
-            budget.note_failure(result, shape)
+    for row in report.rows:
+        budget.note_failure(row["provider"], row["shape"], row["status"])
     with measured(parsed.tiles) if parsed.tiles else contextlib.nullcontext():
         if "attention" in parsed.parts and parsed.attention:
             benchmark_attention(parsed, report, budget)
         if "model" in parsed.parts:
             benchmark_model(parsed, report, budget)
-    for line in ["", *missing(report.rows())]:
+    for line in ["", *missing(report.rows)]:
         print(line)
     for failure in budget.failures:
         print(f"check failed: {failure}", file=sys.stderr)
