@@ -6,13 +6,12 @@ import datetime
 import hashlib
 import pathlib
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
+from torch.utils import collect_env
 
 import whatwhere
 
@@ -341,17 +340,5 @@ def versions(device: torch.device) -> dict[str, str]:
         "transformers": transformers.__version__,
         "triton": triton_version,
         "cuda": (torch.version.cuda or torch.version.hip or "") if cuda else "",
-        "driver": _driver() if cuda else "",
+        "driver": (collect_env.get_nvidia_driver_version(collect_env.run) or "") if cuda else "",
     }
-
-
-def _driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""
