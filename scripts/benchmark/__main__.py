@@ -97,7 +97,6 @@ from .attention import (
     PROVIDERS,
     STOCK_PREFIXES,
     Workload,
-    refusals,
     tiles_note,
 )
 from .data import benchmark_data
@@ -162,8 +161,7 @@ class Budget:
         start = time.monotonic()
         result.status = "ok"
         try:
-            with refusals():
-                measure()
+            measure()
             return
         except Refused as refusal:
             result.status = f"{result.stage}refused: {one_line(refusal)}"
