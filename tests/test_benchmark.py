@@ -13,7 +13,7 @@ from whatwhere.scripts.benchmark import __main__ as command
 from whatwhere.scripts.benchmark import attention, data, measure, references
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
 from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
-from whatwhere.scripts.benchmark.models import HOST_MODELS, MODELS
+from whatwhere.scripts.benchmark.models import MODELS
 from whatwhere.scripts.benchmark.report import FIELDS, SHOWN, Report, Result, Shape, missing, read_rows
 from whatwhere.scripts.benchmark.report import versions as report_versions
 
@@ -297,7 +297,7 @@ def test_device_path(timer, tmp_path):
     assert found["rope-sdpa-cudnn", ""]["status"].startswith("RuntimeError: No viable backend")
     command.benchmark_model(parsed, report, budget)
     models = [(row["provider"], row["direction"]) for row in report.rows if row["part"] == "model"]
-    assert models == list(itertools.product(["llama-stock", *HOST_MODELS], ["training step", "decoding step"]))
+    assert models == list(itertools.product(["llama-stock", *MODELS], ["training step", "decoding step"]))
     assert {row["above_mib"] for row in report.rows if row["direction"] == "training step"} == {"1.0"}
     assert not budget.failures
 

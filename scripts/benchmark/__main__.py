@@ -38,8 +38,7 @@ providers compute the gradient of the phase shifts, all CoPE providers that of t
 
 Models (`--parts model`): a training step (forward, loss, backward, AdamW) and a decoding step (one token after `length`
 cached ones), with ratios to the stock `LlamaForCausalLM`: our model with `rope`, `pope`, `cope`, `cope+rope`, `fox` and
-`none` with the same weights, with their default attention and (`llama-pope-triton`, `llama-cope-triton`,
-`llama-fox-triton`) with `attn_implementation="triton"`.
+`none` with the same weights and their default attention, on a GPU the kernels.
 
 Data (`--parts data`): `whatwhere prepare` with 1 and 2 processes on 120 MB of generated text, its memory (of the
 largest process) for 120 and 1,200 MB, the start of a run of `wikitext103_small` on prepared text, and the share of its
@@ -101,7 +100,7 @@ from .attention import (
 )
 from .data import benchmark_data
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
-from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
+from .models import MODELS, STOCK, Models, model_runs
 from .report import Report, Result, Shape, device_name, missing, old_columns, versions
 from .serving import benchmark_serving
 
@@ -409,7 +408,7 @@ def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
     if parsed.provider_seconds is None and cuda:
         parsed.provider_seconds = 12.0
     defaults = (*FIRST, *MORE, *FOREIGN) if cuda else HOST_PROVIDERS
-    parsed.attention, parsed.models = defaults, tuple(MODELS) if cuda else HOST_MODELS
+    parsed.attention, parsed.models = defaults, list(MODELS)
     if parsed.providers:
         chosen = [name for name in parsed.providers if name in PROVIDERS]
         parsed.attention = list(dict.fromkeys([name for name in defaults if name in BASELINES] + chosen))
