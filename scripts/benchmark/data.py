@@ -1,4 +1,4 @@
-"""Preparation and reading of text: speed, memory, start and waiting; see `__main__.py`."""
+"""Preparation and reading of text: speed, memory, start and waiting; see docs/kernels.md."""
 
 import dataclasses
 import itertools
