@@ -325,7 +325,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if parsed.clock == "cpu" and parsed.device != "cpu":
         parser.error("--clock='cpu' is for --device cpu; allowed here: 'wall'")
     if parsed.repeats and device.type == "cuda":
-        parser.error(f"--repeats={parsed.repeats!r} is for --device cpu: on a GPU their number follows from their time")
+        parser.error(f"--repeats={parsed.repeats!r} is for --device cpu: on a GPU their time decides")
     if old_columns(parsed.output):
         parser.error(f"--output={str(parsed.output)!r} has other columns: move it away, or name another")
     set_defaults(parsed, device)
