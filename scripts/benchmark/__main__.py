@@ -42,7 +42,7 @@ from .attention import (
     tiles_note,
 )
 from .data import benchmark_data
-from .measure import CheckFailed, HostTimer, Refused, device_is_lost, device_timer, one_line, out_of_memory
+from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
 from .models import MODELS, STOCK, Models, model_runs
 from .report import Report, Result, Shape, device_name, missing, old_columns, versions
 from .serving import benchmark_serving
@@ -285,7 +285,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: PyTorch's")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, for a shared machine")
-    parser.add_argument("--repeats", type=int, default=None, help="on a CPU; default 5; with --quick 2")
+    parser.add_argument("--repeats", type=int, default=None, help="default 5; with --quick 2; on a GPU 3 to 50")
     parser.add_argument("--minutes", type=positive, help="start no measurement after this time")
     parser.add_argument(
         "--provider-seconds", type=positive, help="leave out providers that take longer at one length; on a GPU 12"
@@ -296,7 +296,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="do not repeat what --output has from the same state")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"))
-    parser.add_argument("--quick", action="store_true", help="one short length, less time for each function")
+    parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
     parsed = parser.parse_args(arguments)
     parsed.parts = parsed.parts.split(",")
     known = {
@@ -324,8 +324,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--device={parsed.device!r} is not valid here: PyTorch finds no CUDA device; allowed: 'cpu'")
     if parsed.clock == "cpu" and parsed.device != "cpu":
         parser.error("--clock='cpu' is for --device cpu; allowed here: 'wall'")
-    if parsed.repeats and device.type == "cuda":
-        parser.error(f"--repeats={parsed.repeats!r} is for --device cpu: on a GPU their time decides")
     if old_columns(parsed.output):
         parser.error(f"--output={str(parsed.output)!r} has other columns: move it away, or name another")
     set_defaults(parsed, device)
@@ -377,7 +375,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.parts == ["serving"]:
             return 0
     if device.type == "cuda":
-        parsed.timer = device_timer(20 if parsed.quick else 60)
+        seconds = 0.02 if parsed.quick else 0.06
+        parsed.timer = DeviceTimer(device, parsed.repeats or (2 if parsed.quick else None), seconds)
     else:
         parsed.timer = HostTimer(parsed.clock, parsed.repeats or (2 if parsed.quick else 5))
     common = {

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+# Size of the buffer that is overwritten before each timed run on a GPU; larger than any L2 cache.
+FLUSH_BYTES = 256 << 20
+
 
 class CheckFailed(Exception):
     """The result of a provider differs from its reference."""
@@ -59,16 +62,24 @@ class HostTimer:
         return {slot: Sample(values) for slot, values in times.items()}
 
 
-def device_timer(milliseconds: float) -> Callable[..., Sample]:
-    """Returns what times functions on a GPU for about so long each, with the L2 cache overwritten before each run.
+class DeviceTimer:
+    """Times functions on a GPU with events, with the L2 cache overwritten before each run.
 
-    Raises:
-        ImportError: Triton is not installed.
+    Args:
+        repeats: runs of each function; None for 3 to 50 runs in about `seconds`, or fewer if one run takes longer.
+        seconds: device time for one function.
     """
-    from triton.testing import do_bench
 
-    def sample(function: Callable[[], Any], *, memory: bool) -> Sample:
-        """Times a function, after its peak memory in a first run, if `memory`."""
+    def __init__(self, device: torch.device, repeats: int | None, seconds: float) -> None:
+        self.repeats = repeats
+        self.seconds = seconds
+        self.cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def once(self, function: Callable[[], Any]) -> float:
+        return self._runs(function, 1)[0]
+
+    def __call__(self, function: Callable[[], Any], *, memory: bool) -> Sample:
+        """Times a function, and measures its peak memory in the warm-up run."""
         above = None
         if memory:
             gc.collect()
@@ -78,9 +89,21 @@ def device_timer(milliseconds: float) -> Callable[..., Sample]:
             function()
             torch.cuda.synchronize()
             above = torch.cuda.max_memory_allocated() - before
-        return Sample(do_bench(function, warmup=5, rep=milliseconds, return_mode="all"), above)
+        estimate = self.once(function) / 1e3
+        repeats = self.repeats or min(50, max(3 if estimate < self.seconds else 1, int(self.seconds / estimate)))
+        return Sample(self._runs(function, repeats), above)
 
-    return sample
+    def _runs(self, function: Callable[[], Any], repeats: int) -> list[float]:
+        events = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.cache.zero_()
+            start.record()
+            function()
+            end.record()
+            events.append((start, end))
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
 
 
 def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
