@@ -554,7 +554,7 @@ def _window_columns(
 def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]:
     """The tiles of the forward and of the backward kernels, the preferred first.
 
-    Registers are the limit (`scripts.compile_kernels` prints them). On Hopper a matrix instruction has 64 rows for 4
+    Registers are the limit (`tests/compile_kernels.py` prints them). On Hopper a matrix instruction has 64 rows for 4
     warps, and 8 warps do some work twice. Those of the backward pass have the same columns: carries depend on it.
     """
     if dtype == torch.float32:

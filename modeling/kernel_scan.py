@@ -415,7 +415,7 @@ def _scan_columns(
 def _tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]:
     """The tiles of the forward and of the backward kernels, the preferred first.
 
-    Registers are the limit (`scripts.compile_kernels` prints them). Those of the backward pass have the same rows and
+    Registers are the limit (`tests/compile_kernels.py` prints them). Those of the backward pass have the same rows and
     columns: carries depend on them.
     """
     small = [Tiles(32, 16, warps=8), Tiles(32, 16)]

@@ -5,33 +5,12 @@
     whatwhere gpu-check --case 'cope bfloat16 D=64 1x2/2x16384/16384 causal'    # one case of the check alone
     TRITON_INTERPRET=1 whatwhere gpu-check --device cpu    # tiny shapes, by Triton's interpreter
 
-The check, for every kernel in `kernel_cases.KERNELS`, with the most important first:
+The groups of cases, for every kernel, are `long` (up to 65,536 tokens), `tiles` (all tile sizes), `model` (small models
+against eager ones), `wide` (where shared memory is short) and `shapes` (lengths, masks, contents). The check gets at
+most half of --minutes, the benchmark the rest.
 
-* long: 16,384 and 65,536 tokens in bfloat16, head dims 64 and 128, and decoding;
-* tiles: all tile sizes of every kernel, for every variant of its flags, head dim and type;
-* model: small models with `attn_implementation="triton"` against eager ones, for every encoding that has a kernel;
-* wide: float32 heads of 256 channels, many heads for a key head, and TF32;
-* shapes: lengths from 1 to 1000, more keys than queries, padding on both sides, gaps in the mask, packed documents,
-  rows that see nothing, open and closed gates, tables of 2 to 300 positions.
-
-Each compares output and all gradients with full-matrix attention in float64. The maximum error is twice that of
-PyTorch's full-matrix attention in the same type, or 5e-5 in float32 and half a unit in the last place in other types (a
-unit for less than 64 rows), relative to the norm of the reference or a tenth of the norm of the incoming gradient,
-whichever is larger. Of more than 4,096 rows, 2,048 are compared; the incoming gradient of the others is 0, so that
-gradients of keys are compared completely. CoPE rows with a contextual position within 5e-5 of an integer (one in a
-hundred) get no gradient, because the derivative is discontinuous there. New memory is filled with NaN, and two runs
-must be bitwise equal.
-
-Each group of cases has a process of its own, `--jobs` at a time, so that an illegal memory access ends one group only.
-The check gets at most half of `--minutes`; the benchmark the rest, on the kernels that are compiled already. It runs
-even if a check failed, since it checks each measurement itself.
-
-In FOLDER: `checks.csv` and `benchmark.csv`, written as rows come; `tiles.json`, the fastest tiles, for WHATWHERE_TILES,
-with all times in `tiles.csv`; `cache`, the compiled kernels (elsewhere: `--cache`), which can be copied to another
-machine with the same software and kind of GPU; `summary.txt`. What the files have from the same code, versions and
-device is not repeated, but for failed cases, which come last in their group; the latest row of a case counts. What was
-out of memory runs once more at the end, alone. The exit code is 1 if a check failed or nothing was checked, and 2 if
-there is no GPU. Speeds do not affect it.
+The exit code is 1 if a check failed or nothing was checked, and 2 if there is no GPU. Speeds do not affect it.
+docs/kernels.md says how the kernels are checked, and what is in FOLDER.
 """
 
 import argparse
@@ -61,6 +40,7 @@ from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_no
 from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
 from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
+from .commands.common import command_parser
 from .kernel_cases import KERNELS, MASKS, Case, case, precision_of
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
@@ -479,11 +459,7 @@ def interpreter_problem() -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="whatwhere gpu-check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("gpu-check", "[OPTIONS]", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark (default 8)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The calls of the Triton kernels: checked on a GPU (`gpu_check`), timed (`benchmark`), compiled (`compile_kernels`).
+"""The calls of the Triton kernels: checked on a GPU (`gpu_check`), timed (`benchmark`), and compiled for GPUs (tests).
 
 A new kernel, or a new use of one, is a function here and a line in `KERNELS`: the check and the compilation use both,
 and a line in `benchmark.attention.KINDS` times it.

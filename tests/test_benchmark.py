@@ -1,6 +1,7 @@
 """The benchmark: what gets a number, what gets a reason instead, and what the tables say."""
 
 import csv
+import itertools
 import json
 import re
 
@@ -12,7 +13,7 @@ from whatwhere.scripts.benchmark import __main__ as command
 from whatwhere.scripts.benchmark import attention, data, measure, references
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
 from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
-from whatwhere.scripts.benchmark.models import HOST_MODELS, MODELS
+from whatwhere.scripts.benchmark.models import MODELS
 from whatwhere.scripts.benchmark.report import FIELDS, SHOWN, Report, Result, Shape, missing, read_rows
 from whatwhere.scripts.benchmark.report import versions as report_versions
 
@@ -44,8 +45,9 @@ def test_rows(tmp_path):
         assert row["torch"] == torch.__version__
 
 
+@pytest.mark.filterwarnings("ignore:Flash attention")
 def test_every_direction_and_backend(tmp_path):
-    """A backend that does not support the shape gives the reason; the others are checked and timed."""
+    """A backend that does not support the shape gives PyTorch's error; the others are checked and timed."""
     names = ["rope-sdpa-flash", "rope-sdpa-math", "rope-sdpa-cudnn", "cope-open"]
     names += ["pope-sdpa-padded-flash", "pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-math"]
     directions = "forward,backward,forward+backward,decoding"
@@ -53,7 +55,7 @@ def test_every_direction_and_backend(tmp_path):
     assert code == 0
     reasons = {row["provider"]: row["status"] for row in rows if not row["direction"]}
     assert set(reasons) == {"rope-sdpa-cudnn", "pope-sdpa-unpadded-flash"}
-    assert "same last dimension" in reasons["pope-sdpa-unpadded-flash"]
+    assert "RuntimeError: No available kernel" in reasons["pope-sdpa-unpadded-flash"]
     assert all(not row["milliseconds"] for row in rows if not row["direction"])
     for name in {*names, "rope-sdpa"} - set(reasons):
         assert [row["direction"] for row in rows if row["provider"] == name] == directions.split(",")
@@ -257,7 +259,7 @@ def timer(monkeypatch):
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 350)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100 + (1 << 20))
     monkeypatch.setattr(measure, "FLUSH_BYTES", 16)
     return DeviceTimer(torch.device("cpu"), None, 0.01)
 
@@ -266,7 +268,7 @@ def test_device_timer(timer):
     calls = []
     sample = timer(lambda: calls.append(1), memory=True)
     # Ten of a millisecond in ten milliseconds, one to estimate, one for the memory.
-    assert (len(sample.times), len(calls), sample.median, sample.above) == (10, 12, 1.0, 250)
+    assert (len(sample.times), len(calls), sample.median, sample.above) == (10, 12, 1.0, 1 << 20)
     assert timer(lambda: None, memory=False).above is None
     assert len(DeviceTimer(torch.device("cpu"), 4, 0.01)(lambda: None, memory=False).times) == 4
     assert len(DeviceTimer(torch.device("cpu"), None, 1e-4)(lambda: None, memory=False).times) == 1
@@ -282,21 +284,21 @@ def test_device_path(timer, tmp_path):
     report = Report(tmp_path / "rows.csv", common, str)
     command.benchmark_attention(parsed, report, budget)
     assert len(read_rows(tmp_path / "rows.csv", status="ok")) == 4 + 3 + 4
-    (results,) = (list(found.values()) for found in report.results.values())
-    rope, listing, refused, pope = results
-    assert list(rope.samples) == list(pope.samples) == ["forward", "backward", "forward+backward", "decoding"]
-    assert list(listing.samples) == ["forward", "backward", "forward+backward"]
-    # Query, key, value and gradient; the tables of cosines and sines.
-    tensor, table = 2 * 32 * 16 * 4, 32 * 16 * 4
-    assert rope.samples["forward"].inputs == 4 * tensor + 2 * table
-    assert rope.samples["forward"].total == 4 * tensor + 2 * table + 250
-    assert rope.samples["backward"].above is None
-    assert refused.status.startswith("refused")
+    found = {(row["provider"], row["direction"]): row for row in report.rows}
+    directions = ["forward", "backward", "forward+backward", "decoding"]
+    assert list(found) == [
+        *(("rope-sdpa", direction) for direction in directions),
+        *(("cope-listing", direction) for direction in directions[:3]),
+        ("rope-sdpa-cudnn", ""),
+        *(("pope-sdpa", direction) for direction in directions),
+    ]
+    assert (found["rope-sdpa", "forward"]["above_mib"], found["rope-sdpa", "forward"]["peak_mib"]) == ("1.0", "1.0")
+    assert found["rope-sdpa", "backward"]["above_mib"] == ""
+    assert found["rope-sdpa-cudnn", ""]["status"].startswith("RuntimeError: No viable backend")
     command.benchmark_model(parsed, report, budget)
-    _, found = report.results.values()
-    assert list(found) == ["llama-stock", *HOST_MODELS]
-    assert all(list(result.samples) == ["training step", "decoding step"] for result in found.values())
-    assert found["llama-cope"].samples["training step"].above == 250
+    models = [(row["provider"], row["direction"]) for row in report.rows if row["part"] == "model"]
+    assert models == list(itertools.product(["llama-stock", *MODELS], ["training step", "decoding step"]))
+    assert {row["above_mib"] for row in report.rows if row["direction"] == "training step"} == {"1.0"}
     assert not budget.failures
 
 
@@ -332,6 +334,11 @@ def long_workload(monkeypatch):
 def test_check_of_some_rows(long_workload, name):
     assert long_workload.rows.numel() < 400
     assert long_workload.check(long_workload.provider(name)).share <= 1
+
+
+def test_bytes_of_inputs(long_workload):
+    """Query, key, value and gradient; the tables of cosines and sines."""
+    assert long_workload.input_bytes("rope") == 4 * (4 * 2 * 400 * 16 + 2 * 400 * 16)
 
 
 @pytest.mark.parametrize("which", range(4), ids=["dq", "dk", "dv", "dtable"])
@@ -384,7 +391,7 @@ def test_kinds_of_failures():
 
 
 def sample(milliseconds, above=100 << 20):
-    return Sample([milliseconds, milliseconds * 2, milliseconds / 2], above=above, inputs=100 << 20)
+    return Sample([milliseconds, milliseconds * 2, milliseconds / 2], above=above)
 
 
 @pytest.fixture
@@ -396,18 +403,18 @@ def report(tmp_path):
     for length, factor in ((2048, 9.0), (4096, 1.0), (8192, 1.25)):
         shape = Shape(2, 4, length, 64)
         times = {"forward+backward": sample(4.0 * length / 4096), "backward": sample(3.0), "decoding": sample(1.0)}
-        slower = {direction: Sample([10 * sample.median], sample.above * 2, 1) for direction, sample in times.items()}
+        slower = {direction: Sample([10 * sample.median], sample.above * 2) for direction, sample in times.items()}
         kernel = {
             "forward+backward": sample(4.0 * length / 4096 * factor, above=140 << 20),
             "backward": sample(3.0 * factor),
             "decoding": sample(1.5),
         }
         results = [
-            Result("rope-sdpa-flash", times),
-            Result("rope-sdpa-math", slower),
+            Result("rope-sdpa-flash", times, inputs=100 << 20),
+            Result("rope-sdpa-math", slower, inputs=1),
             Result("rope-sdpa-cudnn", status="refused: no"),
-            Result("cope-triton-half", kernel, note="tiles"),
-            Result("pope-triton", kernel),
+            Result("cope-triton-half", kernel, note="tiles", inputs=100 << 20),
+            Result("pope-triton", kernel, inputs=100 << 20),
         ]
         if length == 8192:
             results.append(Result("pope-pytorch", {"backward": sample(15.0)}))

@@ -26,11 +26,14 @@ SHAPES = {"grouped": (1, 2, 1, 150, 150, 16, 8), "longer-keys": (2, 2, 2, 200, 3
 def test_cope(name, candidate, monkeypatch):
     # Gradients on a CPU are refused, but exist without compilation.
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    right, launched = candidates.launch, []
+    monkeypatch.setattr(candidates, "launch", lambda *given: launched.append(given[0]) or right(*given))
     B, H, G, Q, K, D, P = SHAPES[name]
     inputs = [torch.randn(B, H, Q, D), torch.randn(B, G, K, D), torch.randn(B, G, K, D), torch.randn(D, P)]
     inputs = [tensor.requires_grad_() for tensor in inputs]
     options = {"scaling": 0.25, "position_scale": 0.25}
     found, expected = candidate(*inputs, **options), cope_attention(*inputs, **options)
+    assert launched == ([candidates.window_on_chip_kernel] if candidate is candidates.cope_on_chip else [])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     grad = torch.randn_like(found)
     for one, other in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad)):

@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
+import compile_kernels
 from tiny import slow_but
 from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_pope
-from whatwhere.scripts import compile_kernels, gpu_check
+from whatwhere.scripts import gpu_check
 from whatwhere.scripts.benchmark import references, report
 from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible

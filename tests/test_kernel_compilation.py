@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from whatwhere.scripts import compile_kernels
-from whatwhere.scripts.compile_kernels import TARGETS, Compiled, occupancy
+import compile_kernels
+from compile_kernels import TARGETS, Compiled, occupancy
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,8 @@ def run(folder, *arguments, code=None):
     """Runs the command, or some code, in a process of its own: in this one kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONWARNINGS": "ignore"}
-    command = ["-m", "whatwhere.scripts.compile_kernels"]
+    environment["PYTHONPATH"] = os.path.dirname(__file__)
+    command = [compile_kernels.__file__]
     if code:
         # Triton reads the source of a kernel from its file.
         (folder / "command.py").write_text(code, encoding="utf-8")
@@ -79,11 +80,11 @@ FALLBACK = """
 import json
 import pathlib
 import sys
+import compile_kernels
 import torch
 import triton
 import triton.language as tl
 from whatwhere.kernel_launch import Tiles
-from whatwhere.scripts import compile_kernels
 
 pathlib.Path("names.json").write_text(json.dumps(list(compile_kernels.variants())))
 

@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import oracles
+from compile_kernels import recording
 from tiny import slow_but
 from whatwhere import kernel_cope
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
 from whatwhere.kernel_launch import Tiles
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
-from whatwhere.scripts.compile_kernels import recording
 
 SHIPPED_TILES = kernel_cope._window_tiles
 

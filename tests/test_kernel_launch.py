@@ -149,11 +149,11 @@ COUNT = """
 import json
 import torch
 import triton
+from compile_kernels import _Driver
 from whatwhere import kernel_cope, kernel_flash, kernel_pope, kernel_scan
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_pope import pope_attention
 from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
-from whatwhere.scripts.compile_kernels import _Driver
 
 found = {}
 
@@ -198,6 +198,7 @@ def test_lengths_do_not_compile_kernels_again(tmp_path):
     """200 decoding steps and ten lengths, with and without ranges, as a GPU's driver would see them."""
     (tmp_path / "count.py").write_text(COUNT, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.path.dirname(__file__)
     done = subprocess.run([sys.executable, "count.py"], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from compile_kernels import variants
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import ranges_of, slow_but
 from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope, kernel_relative, kernel_scan
@@ -20,7 +21,6 @@ from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
 from whatwhere.kernel_relative import relative_attention
 from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
-from whatwhere.scripts.compile_kernels import variants
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 

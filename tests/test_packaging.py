@@ -305,7 +305,7 @@ def test_base_install_is_told_the_extra(tmp_path):
 def test_help_fits_a_screen(capsys):
     from whatwhere.scripts import cli
 
-    for words in ([], ["train"], ["finetune"], ["reproduce"], ["demo"]):
+    for words in ([], ["train"], ["finetune"], ["reproduce"], ["demo"], ["benchmark"], ["gpu-check"]):
         with contextlib.suppress(SystemExit):
             cli.main([*words, "--help"])
         lines = capsys.readouterr().out.splitlines()

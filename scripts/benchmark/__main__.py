@@ -1,80 +1,20 @@
 """Speed and memory of attention and of models. Only providers that pass a check of their results are timed.
 
-On a laptop (a minute with `--quick`, about ten without):
-
-    whatwhere benchmark --quick
+    whatwhere benchmark --quick                              # on a laptop: a minute; without --quick about ten
     whatwhere benchmark --lengths 1024,4096 --threads 2
-
-On a GPU (`make gpu-check` checks the kernels first; `--minutes` limits the time):
-
-    whatwhere benchmark --device cuda --minutes 5
+    whatwhere benchmark --device cuda --minutes 5            # `whatwhere gpu-check` checks the kernels first
     whatwhere benchmark --device cuda --providers cope-triton-half,pope-triton --lengths 4096
 
-Attention (`--parts attention`), shape batch x heads x length x head dim. Ratios are relative to RoPE + SDPA in the same
-run, on a GPU with its fastest backend:
+Parts: `attention` and `model`, with ratios to RoPE + SDPA (on a GPU its fastest backend) and to the stock Llama;
+`data`, which measures `whatwhere prepare` and reading (15 minutes and 5 GB in a temporary folder, with --quick two
+minutes; the other options have no effect); `serving`, which compares `generate_batch` with `generate`.
 
-| provider | what is timed |
-|---|---|
-| rope-sdpa | Llama's rotation, then `scaled_dot_product_attention` |
-| rope-sdpa-flash, -efficient, -cudnn, -math | the same with this backend only |
-| cope-listing | Listing 1 of the CoPE paper, up to `--listing-limit`, since it needs length x length memory |
-| cope-half | blockwise CoPE, gates near 0.5 (random content); cope-open: near 1 |
-| cope-closed | blockwise CoPE, gates near 0: the slowest case, in which no key can be skipped |
-| cope-triton-half, -open, -closed | the CoPE kernel, likewise |
-| pope-sdpa | PoPE's rotation, then SDPA with values padded to the keys' width |
-| pope-sdpa-padded-flash, ... | the same with one backend; pope-sdpa-unpadded-...: without padding of values |
-| pope-triton | PoPE's magnitudes, then the PoPE kernel |
-| pope-pytorch | the fused attention of the package PoPE-pytorch, if it is installed |
-| fox, alibi | blockwise FoX and ALiBi; fox-triton, alibi-triton: the kernels |
-| relative-triton, cope+alibi-triton, cope+relative-triton, stick_breaking-triton | the kernels |
-| cope_alibi-triton | the kernel, with the gradient of slopes |
-| cope_mlp-triton | the kernel with 64 knots; without what makes their table of the network |
-| token_gated_cope-triton | everything from the gates of tokens on: counts, embeddings, the kernel |
-| pope-once, pope-flex, cope-once-half, cope-flex-half, cope-chip-half | candidates, see `candidates.py` |
-
-Directions: forward (without gradients), backward (alone, with a retained graph), forward+backward, decoding (the newest
-query and key against cached keys), decoding graph (the same as a CUDA graph, without launch overhead). All PoPE
-providers compute the gradient of the phase shifts, all CoPE providers that of the table.
-
-Models (`--parts model`): a training step (forward, loss, backward, AdamW) and a decoding step (one token after `length`
-cached ones), with ratios to the stock `LlamaForCausalLM`: our model with `rope`, `pope`, `cope`, `cope+rope`, `fox` and
-`none` with the same weights, with their default attention and (`llama-pope-triton`, `llama-cope-triton`,
-`llama-fox-triton`) with `attn_implementation="triton"`.
-
-Data (`--parts data`): `whatwhere prepare` with 1 and 2 processes on 120 MB of generated text, its memory (of the
-largest process) for 120 and 1,200 MB, the start of a run of `wikitext103_small` on prepared text, and the share of its
-steps in which it waits for data, beside what they should be on an otherwise idle machine. It takes about 15 minutes and
-5 GB in a temporary folder (`--quick`: 40 and 80 MB, two minutes). The other options have no effect.
-
-Serving (`--parts serving`): new tokens a second of `generate_batch` (continuous batching) and of `generate` with one
-prompt after the other, for the stock model and ours: 32 prompts of 32 to 256 tokens (`--quick`: 8), 32 new tokens each,
-4 layers. In float32 the tokens must be the same.
-
-Check of attention: output and all gradients of one head of the timed inputs, against full-matrix attention in float64.
-The maximum error is twice that of full-matrix attention in the timed type, or 1e-4 (2e-2 for the public package) of the
-reference's norm or a tenth of the incoming gradient's norm, whichever is larger. Above 4,096 tokens, 2,048 rows are
-compared, and the incoming gradient of all others is 0. Check of models: the logits, with and without cache, of
-at most 2,048 tokens against the stock model (rope), or against the same model with the eager reference (cope, pope). A
-failed check gives the status "check failed" instead of a time, and the exit code 1 (except for the public package).
-
-Timing on a CPU: the median of `--repeats` rounds after one warm-up, with the providers in turns and the listing last.
-`--clock cpu` measures CPU time of this process's threads instead of wall time; use it with `--threads 1` on a shared
-machine.
-
-Timing on a GPU: the median of CUDA event times after a warm-up, with the L2 cache overwritten before every run. Peak
-memory is that of one run: `above` is the memory allocated in addition to the inputs; `peak` includes the provider's
-inputs, tables and the incoming gradient. The batch is `--tokens` / length. With `--tiles` the first call of each kernel
-times its tile sizes.
-
-Providers that are not supported, run out of memory, are not installed or exceed the time limit get a row with their
-status, and a line at the end. This includes errors inside PyTorch's backends and the public package, which are not
-failures. All rows are appended to `--output` (CSV) with device, versions and date, on a GPU as they come; `--resume`
-does not repeat what it has from the same device, code and versions.
+All rows are appended to --output (CSV); a provider without a time gets its reason. The exit code is 1 if a check
+failed. docs/kernels.md lists the providers, and says how they are checked and timed.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
@@ -87,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ..commands.common import command_parser
 from ..kernel_tiles import measured
 from .attention import (
     BASELINES,
@@ -98,12 +39,11 @@ from .attention import (
     PROVIDERS,
     STOCK_PREFIXES,
     Workload,
-    refusals,
     tiles_note,
 )
 from .data import benchmark_data
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
-from .models import HOST_MODELS, MODELS, STOCK, Models, model_runs
+from .models import MODELS, STOCK, Models, model_runs
 from .report import Report, Result, Shape, device_name, missing, old_columns, versions
 from .serving import benchmark_serving
 
@@ -147,24 +87,23 @@ class Budget:
             )
         return ""
 
-    def note_failure(self, result: Result, shape: Shape) -> None:
-        """Counts a result that is a failure of ours."""
-        if result.status.split(":")[0] in ("ok", "left out") or result.provider in FOREIGN:
+    def note_failure(self, provider: str, shape: str, status: str) -> None:
+        """Counts a status that is a failure of ours."""
+        if status.split(":")[0] in ("ok", "left out") or provider in FOREIGN:
             return
         harmless = ("refused: ", "out of memory")
         # PyTorch's own providers may raise errors; if their check fails, our check is wrong.
-        if result.provider.startswith(STOCK_PREFIXES) and "check failed" not in result.status:
+        if provider.startswith(STOCK_PREFIXES) and "check failed" not in status:
             return
-        if not any(text in result.status for text in harmless):
-            self.failures.append(f"{result.provider}, {shape}: {result.status}")
+        if not any(text in status for text in harmless):
+            self.failures.append(f"{provider}, {shape}: {status}")
 
     def attempt(self, result: Result, shape: Shape, measure: Callable[[], None]) -> None:
         """Runs `measure`, and sets the status of the result if it fails."""
         start = time.monotonic()
         result.status = "ok"
         try:
-            with refusals():
-                measure()
+            measure()
             return
         except Refused as refusal:
             result.status = f"{result.stage}refused: {one_line(refusal)}"
@@ -178,7 +117,7 @@ class Budget:
                 self.lost = f"the GPU cannot be used after the failure of {result.provider}, {shape}"
         finally:
             self.history[result.provider, shape.head_dim] = (shape, time.monotonic() - start)
-        self.note_failure(result, shape)
+        self.note_failure(result.provider, str(shape), result.status)
         if torch.cuda.is_available() and not self.lost:
             gc.collect()
             torch.cuda.empty_cache()
@@ -208,8 +147,8 @@ def measure(
                 if host:
                     runs.setdefault(result.provider, {})[direction] = function
                 else:
-                    sample = timer(function, memory=direction in ("forward", "forward+backward", "training step"))
-                    result.samples[direction] = dataclasses.replace(sample, inputs=result.inputs)
+                    memory = direction in ("forward", "forward+backward", "training step")
+                    result.samples[direction] = timer(function, memory=memory)
                 # It may own the graph of a backward.
                 del function
 
@@ -328,14 +267,8 @@ def positive(text: str) -> float:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        prog="whatwhere benchmark",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--parts", default="attention,model", help="of attention, model, data and serving; comma-separated"
-    )
+    parser = command_parser("benchmark", "[OPTIONS]", __doc__)
+    parser.add_argument("--parts", default="attention,model", help="comma-separated; default attention,model")
     parser.add_argument("--providers", type=lambda text: text.split(","), help="only these (and the baseline)")
     parser.add_argument("--directions", type=lambda text: text.split(","), help="of attention; on a CPU two by default")
     parser.add_argument(
@@ -351,7 +284,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default float32; on a GPU bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: PyTorch's")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, for a shared machine")
     parser.add_argument("--repeats", type=int, default=None, help="default 5; with --quick 2; on a GPU 3 to 50")
     parser.add_argument("--minutes", type=positive, help="start no measurement after this time")
     parser.add_argument(
@@ -412,7 +345,7 @@ def set_defaults(parsed: argparse.Namespace, device: torch.device) -> None:
     if parsed.provider_seconds is None and cuda:
         parsed.provider_seconds = 12.0
     defaults = (*FIRST, *MORE, *FOREIGN) if cuda else HOST_PROVIDERS
-    parsed.attention, parsed.models = defaults, tuple(MODELS) if cuda else HOST_MODELS
+    parsed.attention, parsed.models = defaults, list(MODELS)
     if parsed.providers:
         chosen = [name for name in parsed.providers if name in PROVIDERS]
         parsed.attention = list(dict.fromkeys([name for name in defaults if name in BASELINES] + chosen))
@@ -453,17 +386,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "clock": "events" if device.type == "cuda" else parsed.clock,
         **versions(device),
     }
-    report = Report(parsed.output, common)
+    report = Report(parsed.output, common, resume=parsed.resume)
     budget = Budget(parsed.minutes, parsed.provider_seconds)
-    if parsed.resume:
-        for shape, result in report.load():
-            budget.note_failure(result, shape)
+    for row in report.rows:
+        budget.note_failure(row["provider"], row["shape"], row["status"])
     with measured(parsed.tiles) if parsed.tiles else contextlib.nullcontext():
         if "attention" in parsed.parts and parsed.attention:
             benchmark_attention(parsed, report, budget)
         if "model" in parsed.parts:
             benchmark_model(parsed, report, budget)
-    for line in ["", *missing(report.rows())]:
+    for line in ["", *missing(report.rows)]:
         print(line)
     for failure in budget.failures:
         print(f"check failed: {failure}", file=sys.stderr)

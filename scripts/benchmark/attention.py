@@ -9,8 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -473,24 +472,6 @@ class Workload:
         replay()
         self.check_decoding(provider, out)
         return replay
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Converts "no available kernel" into Refused, with the reasons from PyTorch's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        except RuntimeError as error:
-            text = str(error)
-            if "No available kernel" not in text and "No viable backend" not in text:
-                raise
-            reasons = [" ".join(str(warning.message).split("(Triggered")[0].split()) for warning in caught]
-            # Disabled kernels are not a reason.
-            reasons = [reason for reason in dict.fromkeys(reasons) if "not enabled" not in reason]
-            reasons = [reason for reason in reasons if not reason.endswith("not used because:")]
-            raise Refused("; ".join(reasons) or text) from error
 
 
 def tiles_note() -> str:

@@ -22,22 +22,20 @@ Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, P p
 
 import functools
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from whatwhere.kernel_cope import Window, _counts, _Pass, _running_counts, _triangle
+from whatwhere.kernel_cope import Window, _counts, _Pass, _running_counts, _triangle, cope_attention
 from whatwhere.kernel_flash import (
     LN_2,
     LOG2_E,
     MASKED,
     _decode_splits,
     decode_kernel,
-    flash_backward_columns,
-    flash_backward_rows,
-    flash_forward,
     row_products,
     seen_keys,
     softmax_step,
@@ -265,66 +263,31 @@ def window_on_chip_kernel(
     tl.store(window.end + member * blocks + row_block, tl.max(high))
 
 
-class _OnChip(torch.autograd.Function):
-    """CoPE's windows with z on chip in the forward pass, then the kernels of `kernel_cope`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        table: torch.Tensor,
-        scaling: float,
-        position_scale: float,
-    ) -> torch.Tensor:
-        attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
-        B, H, Q, K, P, D = attention.B, attention.H, attention.Q, attention.K, attention.P, attention.D
-        per_row, per_block = (B, H, Q), (B, H, attention.blocks)
-        window = Window(
-            out=attention.empty(*per_row, D, dtype=query.dtype),
-            lse=attention.empty(*per_row),
-            start=attention.empty(*per_block, dtype=torch.int32),
-            end=attention.empty(*per_block, dtype=torch.int32),
-            stop=attention.empty(*per_row, dtype=torch.int32),
-            total=attention.empty(*per_row, dtype=torch.int32),
-            constant=attention.empty(*per_row),
-        )
-        launch(
-            window_on_chip_kernel,
-            (attention.blocks * B * H,),
-            [Tiles(attention.rows, 32, 8, 2), Tiles(attention.rows, 16, 8, 2)],
-            attention.tune,
-            (
-                *(heads(query), heads(key), heads(value), attention.table, window, scaling, position_scale),
-                *(H, H // attention.G, Q, K, P, attention.blocks),
-            ),
-            {**attention.constants, **attention.bits, "BLOCK_P": block_width(P)},
-        )
-        out, lse = flash_forward(
-            query,
-            key,
-            value,
-            scaling=scaling,
-            bound=(window.start, attention.rows),
-            constant=window.constant,
-            initial=(window.out, window.lse),
-        )
-        ctx.settings = scaling, position_scale
-        ctx.save_for_backward(query, key, value, table, out, lse, *window[2:])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, table, out, lse, *rest = ctx.saved_tensors
-        attention = _Pass([query, key, value, table, *[None] * 10], *ctx.settings)
-        window, delta = Window(out, lse, *rest), row_products(grad, out)
-        grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, window)
-        plain = (grad, query, key, value, lse - window.constant, delta)
-        options: dict[str, Any] = {"scaling": ctx.settings[0], "bound": (window.start, attention.rows)}
-        grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
-        grad_key, grad_value, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
-        return grad_query, grad_key, grad_value, grad_table.to(table.dtype), None, None
+def _window_on_chip(self: _Pass) -> Window:
+    """`_Pass.window_forward`, causal and without options, by `window_on_chip_kernel`."""
+    B, H, Q = self.B, self.H, self.Q
+    window = Window(
+        out=self.empty(B, H, Q, self.D, dtype=self.query.dtype),
+        lse=self.empty(B, H, Q),
+        start=self.empty(B, H, self.blocks, dtype=torch.int32),
+        end=self.empty(B, H, self.blocks, dtype=torch.int32),
+        stop=self.empty(B, H, Q, dtype=torch.int32),
+        total=self.empty(B, H, Q, dtype=torch.int32),
+        constant=self.empty(B, H, Q),
+    )
+    states = (heads(self.query), heads(self.key), heads(self.value))
+    launch(
+        window_on_chip_kernel,
+        (self.blocks * B * H,),
+        [Tiles(self.rows, 32, 8, 2), Tiles(self.rows, 16, 8, 2)],
+        self.tune,
+        (
+            *(*states, self.table, window, self.scaling, self.position_scale),
+            *(H, H // self.G, Q, self.K, self.P, self.blocks),
+        ),
+        {**self.constants, **self.bits, "BLOCK_P": block_width(self.P)},
+    )
+    return window
 
 
 def _check_table(table: torch.Tensor) -> None:
@@ -341,13 +304,13 @@ def cope_on_chip(
     scaling: float,
     position_scale: float,
 ) -> torch.Tensor:
-    """Returns what `kernel_cope.cope_attention` does, causal and without options; arguments as in `cope_flex`.
+    """Returns what `kernel_cope.cope_attention` does for several rows, causal and without options.
 
-    The table has at most 64 positions: z of a row is in registers.
+    Arguments as in `cope_flex`. The table has at most 64 positions: z of a row is in registers.
     """
     _check_table(table)
-    result: torch.Tensor = _OnChip.apply(query, key, value, table, scaling, position_scale)
-    return result
+    with mock.patch.object(_Pass, "window_forward", _window_on_chip):
+        return cope_attention(query, key, value, table, scaling=scaling, position_scale=position_scale)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
-"""Preparation and reading of text: speed, memory, start and waiting; see `__main__.py`."""
+"""Preparation and reading of text: speed, memory, start and waiting; see docs/kernels.md."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -68,11 +69,8 @@ def _documents(seed: int) -> Iterator[str]:
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(20_000)]
     weights = [1 / rank for rank in range(1, len(words) + 1)]
     pages = [" ".join(draw.choices(words, weights, k=400)) for _ in range(2000)]
-    number = 0
-    while True:
-        for page in pages:
-            number += 1
-            yield f"{number} {page}"
+    for number, page in enumerate(itertools.cycle(pages), 1):
+        yield f"{number} {page}"
 
 
 def write_text(file: Path, megabytes: float, seed: int = 0) -> None:
@@ -93,14 +91,6 @@ def _train_tokenizer(folder: Path, text: Path) -> str:
         texts = [json.loads(line)["text"] for line in content]
     build_tokenizer("bpe", vocab_size=VOCABULARY, texts=texts).save_pretrained(folder)
     return str(folder)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What `whatwhere prepare` took: tokens a second, and the memory of its largest process in MB."""
-
-    speed: float
-    memory: float
 
 
 class _Workplace:
@@ -129,8 +119,8 @@ class _Workplace:
         }
         return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **streams)
 
-    def prepare(self, megabytes: int, processes: int, cache: str) -> Prepared:
-        """Runs `whatwhere prepare` on a text, with empty caches."""
+    def prepare(self, megabytes: int, processes: int, cache: str) -> tuple[float, float]:
+        """Runs `whatwhere prepare` with empty caches; returns tokens a second, and MB of its largest process."""
         shutil.rmtree(self.root / cache, ignore_errors=True)
         files = ["--train-file", str(self.text(megabytes)), "--validation-file", str(self.held_out)]
         command = ["-m", "whatwhere", "prepare", "wikitext103_small", *files, "--processes", str(processes)]
@@ -146,7 +136,7 @@ class _Workplace:
         if process.returncode or speed is None:
             raise RuntimeError(f"whatwhere prepare failed: {said[-2000:]}")
         # Linux gives KiB, macOS bytes.
-        return Prepared(float(speed[1].replace(",", "")), usage.ru_maxrss / (1e3 if sys.platform != "darwin" else 1e6))
+        return float(speed[1].replace(",", "")), usage.ru_maxrss / (1e3 if sys.platform != "darwin" else 1e6)
 
     def run(self, megabytes: int, steps: int, cache: str) -> dict[str, float]:
         """Starts a run of `wikitext103_small` on prepared text, and takes a few steps."""
@@ -167,12 +157,12 @@ def benchmark_data(quick: bool) -> Iterator[Line]:
         place = _Workplace(Path(folder))
         # In turn; the best of each, because other work on the machine only makes them slower.
         measured = [[place.prepare(small, processes, "cache") for processes in (1, 2)] for _ in range(rounds)]
-        one, two = (max(column, key=lambda prepared: prepared.speed) for column in zip(*measured))
-        name = f"tokenising {small} MB, {one.speed / 1e6:.2f} million tokens/s, with 2 processes"
-        yield Line(name, two.speed / one.speed, "x", 1.7, at_least=True)
-        more = place.prepare(large, 2, "cache")
-        name = f"peak memory: {two.memory:.0f} MB for {small} MB of text, {more.memory:.0f} MB for {large} MB"
-        yield Line(name, abs(more.memory / two.memory - 1) * 100, "%", 10)
+        (one, _), (two, memory) = (max(column) for column in zip(*measured))
+        name = f"tokenising {small} MB, {one / 1e6:.2f} million tokens/s, with 2 processes"
+        yield Line(name, two / one, "x", 1.7, at_least=True)
+        _, more = place.prepare(large, 2, "cache")
+        name = f"peak memory: {memory:.0f} MB for {small} MB of text, {more:.0f} MB for {large} MB"
+        yield Line(name, abs(more / memory - 1) * 100, "%", 10)
         took = place.run(large, steps, "cache")
         yield Line(f"start of a run on {large} MB of prepared text, after imports", took["start"], "s", 10)
         share = took["waited"] / (took["waited"] + took["worked"]) * 100

@@ -28,21 +28,14 @@ class Sample:
     Attributes:
         times: milliseconds of each run.
         above: peak bytes in addition to the memory allocated before; None if not measured.
-        inputs: bytes of the inputs, tables and incoming gradients, or None.
     """
 
     times: Sequence[float]
     above: int | None = None
-    inputs: int | None = None
 
     @property
     def median(self) -> float:
         return statistics.median(self.times)
-
-    @property
-    def total(self) -> int | None:
-        """Peak bytes including inputs."""
-        return None if self.above is None or self.inputs is None else self.above + self.inputs
 
 
 class HostTimer:

@@ -8,21 +8,17 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
-from .measure import CheckFailed, Refused
+from .measure import CheckFailed
 
-# Encoding and attention implementation (None: the default) by name.
-MODELS: dict[str, tuple[str, str | None]] = {
-    "llama-rope": ("rope", None),
-    "llama-pope": ("pope", None),
-    "llama-cope": ("cope", None),
-    "llama-cope-rope": ("cope+rope", None),
-    "llama-fox": ("fox", None),
-    "llama-none": ("none", None),
-    "llama-pope-triton": ("pope", "triton"),
-    "llama-cope-triton": ("cope", "triton"),
-    "llama-fox-triton": ("fox", "triton"),
+# Encodings by name of the model; all with their default attention, which is the kernel on a GPU, if there is one.
+MODELS = {
+    "llama-rope": "rope",
+    "llama-pope": "pope",
+    "llama-cope": "cope",
+    "llama-cope-rope": "cope+rope",
+    "llama-fox": "fox",
+    "llama-none": "none",
 }
-HOST_MODELS = ("llama-rope", "llama-pope", "llama-cope", "llama-cope-rope", "llama-fox", "llama-none")
 STOCK = "llama-stock"
 # The eager reference needs memory of length x length.
 CHECKED_TOKENS = 2048
@@ -52,16 +48,11 @@ class Models:
         return torch.randint(self.fields["vocab_size"], (batch, length), device=self.device)
 
     def model(self, name: str) -> Any:
-        """Returns a model with the stock model's weights; raises Refused if its implementation is not available."""
+        """Returns a model with the stock model's weights."""
         if name == STOCK:
             return self.stock
-        encoding, implementation = MODELS[name]
-        config = WhatWhereLlamaConfig(**self.fields, position_encoding=encoding)
-        options = {} if implementation is None else {"attn_implementation": implementation}
-        try:
-            model = WhatWhereLlamaForCausalLM._from_config(config, **options).to(self.device, self.dtype)
-        except (ValueError, ImportError) as error:
-            raise Refused(" ".join(str(error).split())) from error
+        config = WhatWhereLlamaConfig(**self.fields, position_encoding=MODELS[name])
+        model = WhatWhereLlamaForCausalLM._from_config(config).to(self.device, self.dtype)
         missing, unexpected = model.load_state_dict(self.stock.state_dict(), strict=False)
         if unexpected or any("encodings." not in key for key in missing):
             raise CheckFailed(f"weights do not match, missing {missing!r}, unexpected {unexpected!r}")

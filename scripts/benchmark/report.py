@@ -6,14 +6,12 @@ import datetime
 import hashlib
 import pathlib
 import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import transformers
+from torch.utils import collect_env
 
 import whatwhere
 
@@ -79,7 +77,7 @@ class Result:
         stage: the current stage, for the status.
         error: the largest relative error of the check.
         note: tiles or attention implementation.
-        inputs: bytes of inputs, tables and incoming gradients.
+        inputs: bytes of inputs, tables and incoming gradients, if known.
     """
 
     provider: str
@@ -92,97 +90,88 @@ class Result:
 
 
 class Report:
-    """Collects results, prints tables, appends rows to a CSV file.
+    """Collects rows of results, prints tables, appends the rows to a CSV file.
 
     Args:
         output: the CSV file.
         common: fields of all rows.
         show: prints a line.
+        resume: begin with the rows of the file that are about the same state.
+
+    Attributes:
+        rows: all rows, with all `FIELDS`; empty where there is no value.
     """
 
-    def __init__(self, output: pathlib.Path, common: dict[str, Any], show: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, output: pathlib.Path, common: dict[str, Any], show: Callable[[str], None] = print, *, resume: bool = False
+    ) -> None:
         self.output = output
         self.common = common
         self.show = show
-        self.results: dict[tuple[str, Shape], dict[str, Result]] = {}
-        self.shown: tuple[str, Shape] | None = None
-
-    def rows(self) -> list[dict[str, str]]:
-        """Returns the rows of the file that are about the same state."""
         state = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
-        return read_rows(self.output, **{name: str(self.common[name]) for name in state})
-
-    def load(self) -> list[tuple[Shape, Result]]:
-        """Takes the results that the file has from the same state; returns them."""
-        for row in self.rows():
-            shape = Shape(*(int(number) for number in re.findall(r"\d+", row["shape"])))
-            known = self.results.setdefault((row["part"], shape), {})
-            result = known.setdefault(row["provider"], Result(row["provider"]))
-            if row["direction"]:
-                total, above = (_bytes(row[name]) for name in ("peak_mib", "above_mib"))
-                inputs = None if total is None or above is None else total - above
-                result.samples[row["direction"]] = Sample([float(row["milliseconds"])], above, inputs)
-            result.status = row["status"]
-        return [(shape, result) for (_, shape), known in self.results.items() for result in known.values()]
+        self.rows = read_rows(output, **{name: str(common[name]) for name in state}) if resume else []
+        self.shown: tuple[str, Shape] | None = None
 
     def finished(self, part: str, shape: Shape, provider: str) -> bool:
         """Whether there is a result that is not to be repeated."""
-        result = self.results.get((part, shape), {}).get(provider)
-        return result is not None and not result.status.startswith("left out")
+        slot = (part, str(shape), provider)
+        found = [row for row in self.rows if (row["part"], row["shape"], row["provider"]) == slot]
+        return any(not row["status"].startswith("left out") for row in found)
 
     def add(self, part: str, shape: Shape, results: Sequence[Result]) -> None:
         """Prints results and appends their rows."""
-        if not results:
-            return
-        known = self.results.setdefault((part, shape), {})
-        known.update({result.provider: result for result in results})
         rows = [row for result in results for row in self._rows(part, shape, result)]
+        if not rows:
+            return
+        self.rows += rows
+        for row in rows:
+            best = self.baseline(row) if row["direction"] else None
+            if best is not None:
+                row["ratio"] = f"{float(row['milliseconds']) / float(best['milliseconds']):.3f}"
+                row["ratio_to"] = best["provider"]
+                if row["peak_mib"] and float(best["peak_mib"] or 0):
+                    row["memory_ratio"] = f"{float(row['peak_mib']) / float(best['peak_mib']):.3f}"
         self._print(part, shape, rows)
         for row in rows:
             append_row(self.output, FIELDS, row)
 
-    def baseline(self, part: str, shape: Shape, direction: str) -> Result | None:
-        """Returns the fastest baseline."""
-        names = BASELINES if part == "attention" else (STOCK,)
-        known = self.results.get((part, shape), {})
-        found = [known[name] for name in names if name in known and direction in known[name].samples]
-        return min(found, key=lambda result: result.samples[direction].median, default=None)
+    def baseline(self, row: dict[str, str]) -> dict[str, str] | None:
+        """Returns the row of the fastest baseline of the same part, shape and direction."""
+        names = BASELINES if row["part"] == "attention" else (STOCK,)
+        same = ("part", "shape", "direction")
+        found = [one for one in self.rows if one["provider"] in names and all(one[name] == row[name] for name in same)]
+        return min(found, key=lambda one: float(one["milliseconds"]), default=None)
 
-    def _rows(self, part: str, shape: Shape, result: Result) -> list[dict[str, Any]]:
-        row: dict[str, Any] = {
-            **self.common,
+    def _rows(self, part: str, shape: Shape, result: Result) -> list[dict[str, str]]:
+        row: dict[str, str] = {
+            **dict.fromkeys(FIELDS, ""),
+            **{name: str(value) for name, value in self.common.items()},
             "date": now(),
             "part": part,
             "provider": result.provider,
             "shape": str(shape),
-            "length": shape.length,
-            "head_dim": shape.head_dim,
+            "length": str(shape.length),
+            "head_dim": str(shape.head_dim),
             "status": result.status,
             "error": "" if result.error is None else f"{result.error:.2e}",
             "note": result.note,
         }
-        rows = [{**row, "status": "ok", **self._numbers(part, shape, *item)} for item in result.samples.items()]
+        rows = []
+        for direction, sample in result.samples.items():
+            numbers = {
+                "direction": direction,
+                "milliseconds": f"{sample.median:.4f}",
+                "fastest": f"{min(sample.times):.4f}",
+                "repeats": str(len(sample.times)),
+            }
+            if sample.above is not None:
+                numbers["above_mib"] = f"{sample.above / 2**20:.1f}"
+                if result.inputs is not None:
+                    numbers["peak_mib"] = f"{(sample.above + result.inputs) / 2**20:.1f}"
+            rows.append({**row, "status": "ok", **numbers})
         return rows if result.status == "ok" else [*rows, row]
 
-    def _numbers(self, part: str, shape: Shape, direction: str, sample: Sample) -> dict[str, Any]:
-        numbers = {
-            "direction": direction,
-            "milliseconds": f"{sample.median:.3f}",
-            "fastest": f"{min(sample.times):.3f}",
-            "repeats": len(sample.times),
-            "peak_mib": _mib(sample.total),
-            "above_mib": _mib(sample.above),
-        }
-        best = self.baseline(part, shape, direction)
-        if best is not None:
-            reference = best.samples[direction]
-            numbers["ratio"] = f"{sample.median / reference.median:.3f}"
-            numbers["ratio_to"] = best.provider
-            if sample.total and reference.total:
-                numbers["memory_ratio"] = f"{sample.total / reference.total:.3f}"
-        return numbers
-
-    def _print(self, part: str, shape: Shape, rows: Sequence[dict[str, Any]]) -> None:
+    def _print(self, part: str, shape: Shape, rows: Sequence[dict[str, str]]) -> None:
         common = self.common
         if self.shown != (part, shape):
             self.shown = part, shape
@@ -191,12 +180,12 @@ class Report:
             names = ("provider", "direction", "ms", "fastest", "ratio", "peak MiB", "above", "ratio to")
             self.show("{:28} {:18} {:>10} {:>10} {:>8} {:>9} {:>9}  {}".format(*names))
         for row in rows:
-            if "direction" not in row:
+            if not row["direction"]:
                 self.show(f"{row['provider']:28} {row['status']}")
                 continue
             self.show(
                 f"{row['provider']:28} {row['direction']:18} {row['milliseconds']:>10} {row['fastest']:>10} "
-                f"{row.get('ratio', ''):>8} {row['peak_mib']:>9} {row['above_mib']:>9}  {row.get('ratio_to', '')}"
+                f"{row['ratio']:>8} {row['peak_mib']:>9} {row['above_mib']:>9}  {row['ratio_to']}"
             )
 
 
@@ -312,14 +301,6 @@ def read_rows(file: pathlib.Path, **wanted: str) -> list[dict[str, str]]:
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
-def _bytes(mib: str) -> int | None:
-    return int(float(mib) * 2**20) if mib else None
-
-
-def _mib(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**20:.1f}"
-
-
 def old_columns(output: pathlib.Path) -> bool:
     """Whether the file has other columns than the rows, so that nothing may be appended."""
     if not output.exists():
@@ -359,17 +340,5 @@ def versions(device: torch.device) -> dict[str, str]:
         "transformers": transformers.__version__,
         "triton": triton_version,
         "cuda": (torch.version.cuda or torch.version.hip or "") if cuda else "",
-        "driver": _driver() if cuda else "",
+        "driver": (collect_env.get_nvidia_driver_version(collect_env.run) or "") if cuda else "",
     }
-
-
-def _driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""

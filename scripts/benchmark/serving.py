@@ -9,7 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from .measure import CheckFailed
-from .models import HOST_MODELS, STOCK, Models
+from .models import MODELS, STOCK, Models
 
 # Of a page, in tokens.
 PAGE = 16
@@ -80,7 +80,7 @@ def benchmark_serving(quick: bool, dtype: torch.dtype, device: torch.device) -> 
     """Yields a line for each model; raises CheckFailed, see `serve`."""
     models = Models(heads=4, head_dim=64, layers=4, max_length=2048, dtype=dtype, device=device)
     prompts = prompts_of(8 if quick else 32, 256, models.fields["vocab_size"])
-    for name in (STOCK, *HOST_MODELS):
+    for name in (STOCK, *MODELS):
         found = serve(models.model(name).eval(), prompts, 32)
         rates = f"generate {found.alone:8,.0f} tokens/s, generate_batch {found.together:8,.0f} tokens/s"
         yield f"{name:<16} {rates}, {found.together / found.alone:.2f} x, {found.agreeing} of {len(prompts)} agree"

@@ -1,8 +1,8 @@
 """Compiles every Triton kernel for several GPUs, on a machine without a GPU, and shows the resources of the code.
 
-    python -m whatwhere.scripts.compile_kernels                                  # all kernels, five targets
-    python -m whatwhere.scripts.compile_kernels --targets sm_90 --only "forward pope bfloat16 D=64"
-    python -m whatwhere.scripts.compile_kernels --targets sm_90 --all-tiles --json kernels.json
+    python tests/compile_kernels.py                                  # all kernels, five targets
+    python tests/compile_kernels.py --targets sm_90 --only "forward pope bfloat16 D=64"
+    python tests/compile_kernels.py --targets sm_90 --all-tiles --json kernels.json
 
 The interpreter accepts code that does not compile, and a compiled kernel can need more shared memory than a device has.
 So each variant (a kernel with its flags, types and head dim) is compiled with its tile sizes in order, until one fits
@@ -39,7 +39,7 @@ from unittest import mock
 
 import torch
 
-from .kernel_cases import KERNELS, Case, case, precision_of
+from whatwhere.scripts.kernel_cases import KERNELS, Case, case, precision_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +318,6 @@ def show(results: Sequence[Compiled], name: str) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m whatwhere.scripts.compile_kernels",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
