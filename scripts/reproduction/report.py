@@ -314,23 +314,12 @@ def name_of(report: Mapping[str, Any]) -> str:
     return report["table"] + ("_small" if report["small"] else "")
 
 
-def write(report: Mapping[str, Any], output: Path) -> Path:
-    """Writes `<table>[_small].md`, `.json` and the figure into a folder; returns the path of the Markdown file."""
-    name = name_of(report)
-    write_json(output / f"{name}.json", dict(report))
-    path = output / f"{name}.md"
-    path.write_text(markdown(report), encoding="utf-8")
-    draw(report, output / f"{name}.png")
+def write(report: Mapping[str, Any], text: str, path: Path, results: str) -> Path:
+    """Writes the text of a report, and beside it the JSON file `results` and the figure; returns the path."""
+    write_json(path.with_name(results), dict(report))
+    path.write_text(text, encoding="utf-8")
+    draw(report, path.with_name(f"{name_of(report)}.png"))
     return path
-
-
-def write_card(report: Mapping[str, Any], folder: Path) -> Path:
-    """Writes the folder `<table>[_small]` with README.md (the report), results.json and figure; returns its path."""
-    target = folder / name_of(report)
-    write_json(target / "results.json", dict(report))
-    (target / "README.md").write_text(card(report), encoding="utf-8")
-    draw(report, target / f"{target.name}.png")
-    return target
 
 
 def card(report: Mapping[str, Any]) -> str:
