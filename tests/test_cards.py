@@ -21,7 +21,7 @@ from whatwhere.scripts.cards import command, curves
 from whatwhere.scripts.cards.content import model_card
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
-from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data
+from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data, is_transfer
 from whatwhere.scripts.evaluation.results import read_results, write_json
 from whatwhere.scripts.reproduction import report
 
@@ -401,6 +401,9 @@ def test_data_are_described_from_the_list_of_corpora():
         assert about["kind"] == ("symbols" if name in NO_TEXT else "text")
         assert describe_data(about) == about
     assert describe_data({"source": "stdlib", "split": "test"})["described"]["test"]["licence"] == "PSF License"
+    assert is_transfer("wikipedia_en", "wikitext103_v1")
+    # The training split of MAESTRO is made of the same performances, transposed.
+    assert not is_transfer("maestro_transposed", "maestro")
 
 
 @pytest.mark.parametrize(
