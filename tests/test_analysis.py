@@ -84,14 +84,14 @@ def test_norms_equal_loops_over_tokens_and_channels(tokenizer, family, encoding,
     model = model_of(family, encoding, parameters, implementation=None, **fields)
     texts = ["To be", "or not to be"]
     found = frequencies.measure(model, tokenizer, texts)
-    assert found.layers == [0, 1]
-    assert found.tokens == len("".join(texts))
+    assert found["layers"] == [0, 1]
+    assert found["tokens"] == len("".join(texts))
     polar = encoding == "pope"
     count = rotated if polar else rotated // 2
     expected = [10000.0 ** (-c / count) for c in range(count)]
-    assert found.frequencies.tolist() == pytest.approx(expected, rel=1e-5)
+    assert found["frequencies"] == pytest.approx(expected, rel=1e-5)
     for layer in (0, 1):
-        for side, which in ((found.queries, 0), (found.keys, 1)):
+        for side, which in ((found["queries"], 0), (found["keys"], 1)):
             norms = [0.0] * count
             for text in texts:
                 states = projections(model, text_ids(tokenizer, text), layer)[which]
@@ -107,7 +107,7 @@ def test_norms_equal_loops_over_tokens_and_channels(tokenizer, family, encoding,
                             else:
                                 norm = math.log1p(math.exp(x[c]))
                             norms[c] += norm / (heads * length * len(texts))
-            assert side[layer].tolist() == pytest.approx(norms, rel=1e-4)
+            assert side[layer] == pytest.approx(norms, rel=1e-4)
     # Nothing of the measurement stays in the model.
     assert not any("rotate" in vars(part) for layer in common.attention_layers(model) for part in layer.modules())
 
@@ -119,7 +119,7 @@ def test_an_encoding_without_frequencies_is_refused(tokenizer):
 
 def test_summaries_of_norms():
     norms = torch.tensor([[4.0, 0, 0, 0, 0, 0, 0, 0], [1.0] * 8], dtype=torch.float64)
-    entry = frequencies.Usage("pope", torch.ones(8), [0, 1], norms, norms.flip(1), 5).as_dict()
+    entry = frequencies.usage("pope", torch.ones(8), [0, 1], norms, norms.flip(1), 5)
     assert entry["queries_highest_quarter"] == [1.0, 0.25]
     assert entry["keys_highest_quarter"] == [0.0, 0.25]
     assert entry["queries_used"] == [1 / 8, 1.0]
@@ -411,9 +411,9 @@ def test_figures_of_the_same_numbers_are_the_same_bytes(tmp_path):
         maps.draw(found, "gates", tmp_path / turn / "gates", name="tiny")
         one = some_maps(layers=1, heads=1, tokens=found.tokens)
         maps.draw(one, "attention", tmp_path / turn / "one", name="tiny")
-        usage = frequencies.Usage("rope", torch.logspace(0, -3, 6), [0, 3], torch.rand(2, 6), torch.rand(2, 6), 9)
+        usage = frequencies.usage("rope", torch.logspace(0, -3, 6), [0, 3], torch.rand(2, 6), torch.rand(2, 6), 9)
         if turn == "first":
-            entry = {"name": "tiny", **usage.as_dict()}
+            entry = {"name": "tiny", **usage}
         frequencies.draw([entry], tmp_path / turn / "frequencies")
     first, second = (sorted((tmp_path / turn).iterdir()) for turn in ("first", "second"))
     assert [path.name for path in first] == [
@@ -502,8 +502,8 @@ def test_a_map_of_many_tokens_is_not_drawn_ever_larger(tmp_path, figures):
 @pytest.mark.parametrize("count", slow_but([1, 32], [1, 4, 16, 32]))
 def test_frequencies_and_deltas_have_labels_and_regular_ticks(tmp_path, figures, count):
     norms = torch.rand(3, count, generator=torch.Generator().manual_seed(0))
-    usage = frequencies.Usage("pope", 10000 ** -(torch.arange(count) / count), [0, 1, 2], norms, norms, 9)
-    entry = {"name": NAME, **usage.as_dict()}
+    radians = 10000 ** -(torch.arange(count) / count)
+    entry = {"name": NAME, **frequencies.usage("pope", radians, [0, 1, 2], norms, norms, 9)}
     frequencies.draw([entry, entry], tmp_path / "frequencies")
     # One value among few, and very many at a bound.
     for heads in (1, 12):
@@ -542,7 +542,7 @@ def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
     assert content["command"].startswith("whatwhere analysis frequencies ")
     model, tokenizer = loaded(checkpoints / "pope")
     expected = frequencies.measure(model, tokenizer, ["To be,\nor not", "to be"])
-    assert content["checkpoints"][1]["keys"] == expected.keys.tolist()
+    assert content["checkpoints"][1]["keys"] == expected["keys"]
     assert {"frequencies.png", "frequencies.svg"} <= {path.name for path in tmp_path.iterdir()}
 
 

@@ -21,7 +21,7 @@ from whatwhere.scripts.cards import command, curves
 from whatwhere.scripts.cards.content import model_card
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
-from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data
+from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data, is_transfer
 from whatwhere.scripts.evaluation.results import read_results, write_json
 from whatwhere.scripts.reproduction import report
 
@@ -401,6 +401,9 @@ def test_data_are_described_from_the_list_of_corpora():
         assert about["kind"] == ("symbols" if name in NO_TEXT else "text")
         assert describe_data(about) == about
     assert describe_data({"source": "stdlib", "split": "test"})["described"]["test"]["licence"] == "PSF License"
+    assert is_transfer("wikipedia_en", "wikitext103_v1")
+    # The training split of MAESTRO is made of the same performances, transposed.
+    assert not is_transfer("maestro_transposed", "maestro")
 
 
 @pytest.mark.parametrize(
@@ -420,11 +423,11 @@ def test_curves_are_means_of_consecutive_lines(monkeypatch):
     lines = [*METRICS, {"step": 50, "loss": 7.5}]
     found = curves.thin_curves(lines)
     assert found["training"] == [
-        {"step": 20, "loss": 4.5, "lines": 2},
-        {"step": 40, "loss": 2.5, "lines": 2},
-        {"step": 50, "loss": 7.5, "lines": 1},
+        {"step": 20, "loss": 4.5},
+        {"step": 40, "loss": 2.5},
+        {"step": 50, "loss": 7.5},
     ]
-    assert found["validation"][1] == {"step": 40, "loss": 4.75, "perplexity": 115.584}
+    assert found["validation"][1] == {"step": 40, "loss": 4.75}
     assert curves.thin_curves([]) == {"training": [], "validation": []}
 
 

@@ -88,8 +88,8 @@ def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[
     entries = []
     for checkpoint in options.checkpoint:
         model = loading.model(checkpoint, loading.config(checkpoint))
-        usage = frequencies.measure(model, loading.tokenizer(checkpoint), texts)
-        entries.append({**common.describe(checkpoint, model.config), **usage.as_dict()})
+        found = frequencies.measure(model, loading.tokenizer(checkpoint), texts)
+        entries.append({**common.describe(checkpoint, model.config), **found})
     content = {"texts": {"source": options.texts.name, "count": len(texts)}, "checkpoints": entries, **origin}
     write_json(options.output / "frequencies.json", content)
     frequencies.draw(entries, options.output / "frequencies")

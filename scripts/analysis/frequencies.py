@@ -7,8 +7,8 @@ is the magnitude. Neither depends on the position. Channels without rotation are
 the tokens of a text and over heads, then over texts.
 """
 
+import collections
 import contextlib
-import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
@@ -25,65 +25,32 @@ from .common import attention_layers, encode, label_wavelengths, watched
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
 
 
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """The result of `measure`.
+def usage(
+    kind: str, frequencies: torch.Tensor, layers: list[int], queries: torch.Tensor, keys: torch.Tensor, tokens: int
+) -> dict[str, Any]:
+    """Returns the entry of `frequencies.json`: all numbers, and two summaries of each layer.
 
-    Attributes:
+    `highest_quarter` is the share of the highest quarter of frequencies in the sum of norms (0.25 for equal norms).
+    `used` is (sum n)^2 / (F sum n^2) of the norms n: 1 for equal norms, 1 / F if only one is not 0.
+
+    Args:
         kind: "rope" or "pope".
         frequencies: float64 (F,), radians per token, in the order of the channels (highest first).
         queries, keys: float64 (L, F), mean norms.
     """
-
-    kind: str
-    frequencies: torch.Tensor
-    layers: list[int]
-    queries: torch.Tensor
-    keys: torch.Tensor
-    tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the entry of `frequencies.json`: all numbers, and two summaries of each layer.
-
-        `highest_quarter` is the share of the highest quarter of frequencies in the sum of norms (0.25 for equal norms).
-        `used` is (sum n)^2 / (F sum n^2) of the norms n: 1 for equal norms, 1 / F if only one is not 0.
-        """
-        entry: dict[str, Any] = {
-            "kind": self.kind,
-            "tokens": self.tokens,
-            "layers": self.layers,
-            "frequencies": self.frequencies.tolist(),
-            "wavelengths": (2 * math.pi / self.frequencies).tolist(),
-            "queries": self.queries.tolist(),
-            "keys": self.keys.tolist(),
-        }
-        for side in ("queries", "keys"):
-            norms = getattr(self, side)
-            quarter = max(1, round(norms.shape[1] / 4))
-            entry[f"{side}_highest_quarter"] = (norms[:, :quarter].sum(1) / norms.sum(1)).tolist()
-            entry[f"{side}_used"] = (norms.sum(1) ** 2 / (norms.shape[1] * norms.square().sum(1))).tolist()
-        return entry
-
-
-class _Means:
-    """Sums mean norms (F,) by layer and side."""
-
-    def __init__(self) -> None:
-        self.sums: dict[tuple[int, str], torch.Tensor] = {}
-
-    def add(self, layer: int, side: str, norms: torch.Tensor) -> None:
-        """Adds norms (1, heads, T, F) or (1, T, heads, F)."""
-        mean = norms.double().mean((0, 1, 2)).cpu()
-        self.sums[layer, side] = self.sums[layer, side] + mean if (layer, side) in self.sums else mean
-
-    def matrix(self, side: str, texts: int) -> torch.Tensor:
-        """Returns the means over texts, (L, F)."""
-        return torch.stack([total for (_, which), total in sorted(self.sums.items()) if which == side]) / texts
+    entry: dict[str, Any] = {"kind": kind, "tokens": tokens, "layers": layers, "frequencies": frequencies.tolist()}
+    entry["wavelengths"] = (2 * math.pi / frequencies).tolist()
+    for side, norms in (("queries", queries), ("keys", keys)):
+        quarter = max(1, round(norms.shape[1] / 4))
+        entry[side] = norms.tolist()
+        entry[f"{side}_highest_quarter"] = (norms[:, :quarter].sum(1) / norms.sum(1)).tolist()
+        entry[f"{side}_used"] = (norms.sum(1) ** 2 / (norms.shape[1] * norms.square().sum(1))).tolist()
+    return entry
 
 
 @torch.inference_mode()
-def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
-    """Returns the mean norms of queries and keys on texts, by frequency and layer.
+def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
+    """Returns `usage`, the mean norms of queries and keys on texts, by frequency and layer.
 
     Args:
         model: ours, with an encoding of `ALLOWED`.
@@ -99,7 +66,8 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
         frequencies = pope_frequencies(shared["pope"].channels, shared["pope"].theta).double()
     else:
         frequencies = shared["rope"].rotary_emb.inv_freq.double().cpu()
-    means = _Means()
+    # The norms (F,) of each text, by side and layer.
+    means = collections.defaultdict(list)
     layers = attention_layers(model)
     tokens = 0
     with contextlib.ExitStack() as stack:
@@ -118,22 +86,19 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> Usage:
                     # Channels c and c + F are a plane.
                     planes = [states[..., : 2 * len(frequencies)].chunk(2, dim=-1) for states in (query, key)]
                     norms = [torch.hypot(*channels) for channels in planes]
-                means.add(index, "queries", norms[0])
-                means.add(index, "keys", norms[1])
+                for side, one in zip(("queries", "keys"), norms):
+                    means[side, index].append(one.double().mean((0, 1, 2)).cpu())
 
             stack.enter_context(watched(part, "before_cache", watch))
         for text in texts:
             ids = encode(tokenizer, text, model.device)
             tokens += ids.shape[1]
             model(input_ids=ids, use_cache=False)
-    return Usage(
-        kind=kind,
-        frequencies=frequencies,
-        layers=[layer.layer_idx for layer in layers],
-        queries=means.matrix("queries", len(texts)),
-        keys=means.matrix("keys", len(texts)),
-        tokens=tokens,
+    indices = [layer.layer_idx for layer in layers]
+    queries, keys = (
+        torch.stack([torch.stack(means[side, index]).mean(0) for index in indices]) for side in ("queries", "keys")
     )
+    return usage(kind, frequencies, indices, queries, keys, tokens)
 
 
 def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pathlib.Path]:
@@ -155,7 +120,7 @@ def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pa
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:
-    """Returns a table with a row per checkpoint and side: the summaries of `Usage.as_dict`, as means over layers."""
+    """Returns a table with a row per checkpoint and side: the summaries of `usage`, as means over layers."""
     rows = [["checkpoint", "side", "norms in the highest quarter of frequencies", "used"]]
     for entry in entries:
         for side in ("queries", "keys"):

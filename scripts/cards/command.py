@@ -217,14 +217,15 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
 
 def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Rewrites all cards in a folder, of models and of tables, and their list; returns the paths."""
-    from ..reproduction.report import write_card as write_table
+    from ..reproduction import report
 
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):
         if (folder / "card.json").is_file():
             paths.append(write_card(folder))
         else:
-            paths.append(write_table(read_json(folder / "results.json"), output) / "README.md")
+            table = read_json(folder / "results.json")
+            paths.append(report.write(table, report.card(table), folder / "README.md", "results.json"))
     return [*paths, *write_index(output)]
 
 

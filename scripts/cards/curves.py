@@ -15,32 +15,17 @@ def thin_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the contents of `curves.json`, without the fingerprint of the weights.
 
     Returns:
-        `training`: for each group of consecutive lines the last `step`, the mean `loss` (nats per token) and the number
-        of `lines`; `validation`: `step`, `loss` and other scores of every evaluation.
+        `training`: for each group of consecutive lines the last `step` and the mean `loss` (nats per token);
+        `validation`: `step` and `loss` of every evaluation.
     """
     training = [line for line in lines if "loss" in line]
     size = -(-len(training) // POINTS) or 1
     groups = [training[start : start + size] for start in range(0, len(training), size)]
-    names = ("loss", "perplexity", "bits_per_byte", "token_error", "sequence_error")
+    means = [(group[-1]["step"], sum(line["loss"] for line in group) / len(group)) for group in groups]
+    evaluated = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
     return {
-        "training": [
-            {
-                "step": group[-1]["step"],
-                "loss": float(f"{sum(line['loss'] for line in group) / len(group):.6g}"),
-                "lines": len(group),
-            }
-            for group in groups
-        ],
-        "validation": [
-            {"step": line["step"]}
-            | {
-                name: float(f"{line[f'validation_{name}']:.6g}")
-                for name in names
-                if line.get(f"validation_{name}") is not None
-            }
-            for line in lines
-            if "validation_loss" in line
-        ],
+        kind: [{"step": step, "loss": float(f"{loss:.6g}")} for step, loss in points]
+        for kind, points in (("training", means), ("validation", evaluated))
     }
 
 

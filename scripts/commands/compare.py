@@ -100,11 +100,6 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
         if (value := training.get(key)) is not None:
             title = "sequence length" if key == "length" else key.replace("_", " ")
             yield title, f"{value:,}" if isinstance(value, int) else str(value), {}
-    if seconds := training.get("seconds"):
-        machine = {key: training.get(key) for key in ("device", "processes")}
-        yield "minutes", f"{seconds / 60:,.1f}", machine
-        if tokens := training.get("tokens_trained"):
-            yield "tokens per second", f"{tokens / seconds:,.0f}", machine
     splits = data.get("splits") or {}
     text = {key: value for key, value in data.items() if key not in _NOTES and value is not None}
     text |= {key: recipe[key] for key in ("train_file", "validation_file") if recipe.get(key)}
@@ -216,9 +211,8 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             changed = differences(runs[0].recipe, run.recipe) or ["no differences"]
         print(f"\nRecipe, {runs[0].name} → {run.name}:", *changed, sep="\n- ")
-    print("\nTraining times depend on the machine and on what else ran there; `whatwhere benchmark` compares speeds.")
     for warning in (*reasons, *warnings):
-        print(f"(!) {warning}")
+        print(f"\n(!) {warning}")
     if options.output:
         paths = []
         if curves := {run.name: run.results["curves"] for run in runs if "curves" in run.results}:
@@ -227,4 +221,4 @@ def main(arguments: list[str] | None = None) -> None:
             paths += save_figure(curves_figure(curves, title=title), options.output / "curves")
         for stem, (title, entries) in by_length.items():
             paths += draw(entries, options.output / stem, title=title)
-        print(f"In {options.output}:", ", ".join(path.name for path in paths) or "no figure, for lack of curves")
+        print(f"\nIn {options.output}:", ", ".join(path.name for path in paths) or "no figure, for lack of curves")

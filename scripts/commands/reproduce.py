@@ -115,10 +115,12 @@ def main(arguments: list[str] | None = None) -> None:
             train_all(table, planned, options.data_dir, speaks)
         if speaks:
             found = report.collect(table, planned, small=options.small) | provenance("reproduce", arguments)
-            written = [report.write(found, options.output)]
+            name, text = report.name_of(found), report.markdown(found)
+            written = [report.write(found, text, options.output / f"{name}.md", f"{name}.json")]
             if options.cards:
-                written.append(report.write_card(found, options.cards))
-            print(report.markdown(found))
+                readme = options.cards / name / "README.md"
+                written.append(report.write(found, report.card(found), readme, "results.json"))
+            print(text)
             print(f"Written: {', '.join(map(str, written))}")
 
 

@@ -1,10 +1,7 @@
 """Length extrapolation: loss of checkpoints in windows of several lengths, on the same held-out text.
 
-Windows are given in tokens, or as multiples of the trained length (`1x,2x,4x`). The trained length is read from the
-checkpoint's `results.json`, else from `config.max_position_embeddings`; `--trained-length` replaces it. `windows.py`
-describes how windows are cut and scored. `--variants` adds curves with changes at test time (`variants.py`). PoPE's
-ICML version also fine-tunes for 500 steps on 64 sequences of 4,096 tokens: use `whatwhere finetune`. Lengths that an
-encoding does not support are marked in the results.
+`windows.py` describes how windows are cut and scored. PoPE's ICML version also fine-tunes for 500 steps on 64
+sequences of 4,096 tokens: use `whatwhere finetune`.
 
 `--output` defaults to the checkpoint's own folder if there is one checkpoint, else to `length/`. It gets `length.json`
 (`length_CORPUS.json` for a named corpus, `length_CORPUS_SPLIT.json` for another split than test) with every number, its

@@ -1,9 +1,5 @@
 """Answer errors of checkpoints on toy tasks.
 
-A checkpoint is a folder or a Hub id. The recipe in the folder's `results.json` gives the task, its parameters and its
-test sets; --task names the task of a checkpoint without a recipe, with the task's default parameters. `whatwhere
-reproduce` gives means, deviations and solve rates over seeds.
-
 Answers are predicted from the correct tokens before them (teacher forcing). `token_error` is the share of wrong answer
 tokens, `sequence_error` the share of sequences with at least one.
 

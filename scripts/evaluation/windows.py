@@ -104,7 +104,7 @@ def measure_windows(
 
     Args:
         model: a causal language model of Transformers; it is put into eval mode.
-        texts: token ids of each text, integers (tokens), on any device.
+        texts: token ids of each text, integers (tokens), on any device; at least one has a window (see `fillable`).
         byte_counts: int64 (vocabulary), bytes of text per token; None if unknown.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
         processes: the batches are divided among them, and all return the same.
@@ -112,11 +112,7 @@ def measure_windows(
     Returns:
         the cell; and the losses by position: `length`, `edges` (buckets + 1), `loss` (mean nats per token) and
         `tokens` of each bucket.
-
-    Raises:
-        ValueError: every text is shorter than a window.
     """
-    fillable(texts, [length])
     # The first token is never a target.
     counts = [max(0, len(ids) - 1) // length for ids in texts]
     model.eval()

@@ -1,12 +1,5 @@
 """Zero-shot evaluation of checkpoints with lm-eval: LAMBADA (OpenAI's), BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
 
-With `--data-dir` or WHATWHERE_DATA_DIR the questions are read from local files (listed in
-`lm_eval/zero_shot_files.py`), otherwise from the Hub. Both use lm-eval's task definitions, except CBT, which lm-eval
-does not have.
-
-lm-eval truncates questions to the model's configured length, `max_position_embeddings`. This command does not truncate
-them for our models whose position encoding has no limit (all except `absolute` and plain `relative`).
-
 Output: `lm_eval.json` in each checkpoint's folder with lm-eval's full report under `lm_eval/` (for Hub ids in a folder
 of `--output`), and `zero_shot.md` in `--output`, a table with the paper's Table 5. `--output` defaults to the folder of
 a single checkpoint, else to `zero_shot/`. Existing scores of the same weights are kept if they are of other tasks or of

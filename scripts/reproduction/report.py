@@ -3,8 +3,7 @@
 Tables of our own have no verdicts. Their rows are compared with the first row of their group, paired by seed.
 
 A run is exact if its recipe equals the table's recipe, with any command line; the report lists the `differences` of the
-others. A column with `departs` has no exact runs. The report also names recipes that train on one corpus and are
-measured on another.
+others. A column with `departs` has no exact runs.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from ..evaluation.data_description import describe_data, is_transfer
+from ..evaluation.data_description import describe_data
 from ..evaluation.results import write_json
 from .drawing import draw, has_figure
 from .measures import lift_off
@@ -99,7 +98,6 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
             if column.departs and column.key in {column for _, column in planned}
         },
         "left_out": left_out(table) if small else {},
-        "transfer": transfer(planned),
         "texts": texts(planned),
         "systems": systems(planned),
         "runs": [run.command() for run in unique(planned)],
@@ -151,18 +149,6 @@ def scaled_down(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, l
 def left_out(table: Table) -> dict[str, str]:
     """Returns the recipe of each column, by label, that has no small version."""
     return {column.label: column.recipe for column in table.columns if not column.small}
-
-
-def transfer(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, dict[str, str]]:
-    """Returns the splits of each recipe that trains on one corpus and is measured on another."""
-    result = {}
-    for run in unique(planned):
-        data = run.recipe.data
-        splits = dict(data.splits or {}) if data.source == "corpus" else {}
-        names = {split: choice.partition(":")[0] for split, choice in splits.items()}
-        if any(is_transfer(names["train"], name) for name in names.values()):
-            result[run.recipe.name] = splits
-    return result
 
 
 def texts(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
@@ -314,23 +300,12 @@ def name_of(report: Mapping[str, Any]) -> str:
     return report["table"] + ("_small" if report["small"] else "")
 
 
-def write(report: Mapping[str, Any], output: Path) -> Path:
-    """Writes `<table>[_small].md`, `.json` and the figure into a folder; returns the path of the Markdown file."""
-    name = name_of(report)
-    write_json(output / f"{name}.json", dict(report))
-    path = output / f"{name}.md"
-    path.write_text(markdown(report), encoding="utf-8")
-    draw(report, output / f"{name}.png")
+def write(report: Mapping[str, Any], text: str, path: Path, results: str) -> Path:
+    """Writes the text of a report, and beside it the JSON file `results` and the figure; returns the path."""
+    write_json(path.with_name(results), dict(report))
+    path.write_text(text, encoding="utf-8")
+    draw(report, path.with_name(f"{name_of(report)}.png"))
     return path
-
-
-def write_card(report: Mapping[str, Any], folder: Path) -> Path:
-    """Writes the folder `<table>[_small]` with README.md (the report), results.json and figure; returns its path."""
-    target = folder / name_of(report)
-    write_json(target / "results.json", dict(report))
-    (target / "README.md").write_text(card(report), encoding="utf-8")
-    draw(report, target / f"{target.name}.png")
-    return target
 
 
 def card(report: Mapping[str, Any]) -> str:
