@@ -375,7 +375,7 @@ def _token_gated(case: Case, device: torch.device) -> Call:
         encoding: Any = types.SimpleNamespace(
             _gates=lambda context: gates,
             table=lambda _: table,
-            position_query=lambda query, dtype: F.linear(query.to(dtype), matrix.to(dtype)),
+            position_query=lambda _: matrix,
         )
         context = PositionContext(given.positions, query=query)
         return TokenGatedCoPE.kernel(encoding, query, key, value, context, **options, dropout=given.seeded())
