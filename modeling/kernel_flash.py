@@ -1,7 +1,7 @@
 """Causal softmax attention as Triton kernels: forward, backward and decoding.
 
-These are launchers on raw tensors, without autograd; the operators are built from them (`kernel_plain`, `kernel_pope`,
-`kernel_cope`).
+These are launchers on raw tensors, without autograd and without checks; the operators are built from them
+(`kernel_plain`, `kernel_pope`, `kernel_cope`), whose functions call `check_inputs`.
 
 Supports: causal attention with rows aligned to the end, and everything that `ranges` can say; grouped heads; query
 length at most key length; values of up to 256 channels, keys as wide or up to twice as wide; float32, bfloat16, float16
@@ -651,17 +651,14 @@ def row_chunk(
 
 
 class _Call:
-    """What the launchers share: the options of `flash_forward`, checked, as arguments of a kernel."""
+    """What the launchers share: the options of `flash_forward` as arguments of a kernel."""
 
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float,
         ranges: torch.Tensor | None = None, added: Any = None, dropout: Dropout | None = None,
         bound: tuple[torch.Tensor, int] | None = None,
     ) -> None:  # fmt: skip
-        check_inputs(query, key, value, scaling, ranges)
         start, bound_rows = bound or (None, 1)
-        if start is not None and start.dtype != torch.int32:
-            raise ValueError(f"bound of type {start.dtype!r} is not valid: it must be int32.")
         (B, H, Q, D), (_, G, K, V) = query.shape, value.shape
         self.matrices = (heads(query), heads(key), heads(value))
         self.options = (_contiguous(ranges), _contiguous(start), added, dropout)
@@ -729,9 +726,6 @@ def flash_forward(
     Returns:
         out (B, H, Q, V) in the type of the query, and the log-sum-exp of each row's logits, float32 (B, H, Q); 0 and
         +1e30 in rows that see nothing.
-
-    Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
     """
     call = _Call(query, key, value, **options)
     B, H, G, Q, _, V = call.shape
@@ -756,7 +750,7 @@ def flash_backward_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The gradients of the query, and of c of the rows (see `Decay`).
 
-    Arguments and errors are those of `flash_forward` where nothing else is said.
+    Arguments are those of `flash_forward` where nothing else is said.
 
     The weights are exp(scaling * q.k - lse): if the logits have a constant, it is subtracted from lse by the caller.
 
@@ -865,14 +859,10 @@ def flash_decode(
         (B, H, 1, V) in the type of the query; 0 where nothing is seen.
     """
     call = _Call(query, key, value, **options)
-    B, H, G, Q, K, V = call.shape
-    if Q != 1:
-        raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
+    B, H, G, _, K, V = call.shape
     ranges, start, added, _ = call.options
     rows = decode_rows(H // G)
     blocks = triton.cdiv(H // G, rows)
-    if start is not None and start.shape != (B, G, blocks):
-        raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, blocks)!r}.")
     constant = _contiguous(constant)
     before = [_contiguous(one) for one in initial or (None, None)]
     tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])

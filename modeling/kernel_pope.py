@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .kernel_flash import (
+    check_inputs,
     dropout_arguments,
     dropout_seed,
     flash_backward,
@@ -302,7 +303,11 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_refuse)
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, tables: tuple[torch.Tensor, ...], shift: Any) -> None:
+def _check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor], shift: Any
+) -> None:
+    if value.shape != key.shape:
+        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
     B, H, Q, D = query.shape
     K, R = key.shape[2], tables[0].shape[-1]
     for table, length in zip(tables, (Q, Q, K, K)):
@@ -353,10 +358,11 @@ def pope_attention(
             in [0, 1].
     """
     *phases, shift = tables
-    _check(query, key, (phases[0], phases[1], phases[2], phases[3]), shift)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    check_inputs(query, key, value, scaling, ranges)
+    _check(query, key, value, phases, shift)
     shift = None if shift is None else shift.float()
     arguments = (query, key, value, *phases, shift, ranges)
     wanted = (query, key, value) if shift is None else (query, key, value, shift)

@@ -268,5 +268,9 @@ def test_wrong_arguments():
         pope_attention(query, key, value, (*phases[2:], *phases[2:], shift), scaling=1.0)
     with pytest.raises(ValueError, match="shift="):
         pope_attention(query, key, value, (*phases, shift[:, :3]), scaling=1.0)
+    with pytest.raises(ValueError, match=r"query=\(1, 2, 8, 16\), key=\(1, 1, 7, 16\).*do not fit"):
+        pope_attention(query, key[:, :, 3:], value[:, :, 3:], (*phases, shift), scaling=1.0)
+    with pytest.raises(ValueError, match=r"value=\(1, 1, 10, 8\) is not valid: it must be as the keys"):
+        pope_attention(query, key, value[..., :8], (*phases, shift), scaling=1.0)
     with pytest.raises(ValueError, match="no gradient"):
         pope_attention(query, key, value, (phases[0].requires_grad_(), *phases[1:], shift), scaling=1.0)
