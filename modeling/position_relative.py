@@ -168,14 +168,9 @@ class RelativePosition(PositionEncoding):
         value: torch.Tensor,
         context: PositionContext,
         **options: Any,
-    ) -> torch.Tensor | dict[str, Any]:
+    ) -> dict[str, Any]:
         table = context.shared[self.name]
         if self.parameters_.beyond == "none":
             # In the kernels, larger distances have the last entry.
             table = F.pad(table, (0, 0, 0, 1))
-        relative = table, context.query_positions, context.key_positions
-        if self.in_sum:
-            return {"relative": relative}
-        from .kernel_relative import relative_attention
-
-        return relative_attention(query, key, value, *relative, **options)
+        return {"relative": (table, context.query_positions, context.key_positions)}

@@ -171,7 +171,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
             "kernel_knots": any("knots" in layer for layer in kernels),
             "kernel_polar": any("kernel_pope import" in layer for layer in kernels),
-            "kernel_terms": any(re.search(r"^$|kernel_(plain|relative) import|return \{", layer) for layer in kernels),
+            "kernel_terms": any(re.search(r"^$|kernel_plain import|return \{", layer) for layer in kernels),
         }
         for path in (registry, *folder.glob("kernel_*.py")):
             text = path.read_text(encoding="utf-8").replace("COMPLETE = True", "COMPLETE = False")

@@ -317,11 +317,11 @@ def _relative(case: Case, device: torch.device) -> Call:
     options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
-        from whatwhere.kernel_relative import relative_attention
+        from whatwhere.kernel_plain import plain_attention
 
-        query, key, value, table = inputs
-        positions = given.positions_of(query)
-        return relative_attention(query, key, value, table, *positions, **options, dropout=given.seeded())
+        *states, table = inputs
+        relative = (table, *given.positions_of(states[0]))
+        return plain_attention(*states, relative=relative, **options, dropout=given.seeded())
 
     def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         query, key, value, table = inputs

@@ -211,14 +211,7 @@ NEEDED = {
     "alibi": {*SDPA, "attention_blockwise", "position_alibi", "kernel_plain", *TERMS},
     "cope": {"attention_blockwise", "learned_table", "position_cope", "kernel_cope", *KERNELS},
     "cope+relative": {
-        *(
-            "attention_blockwise",
-            "learned_table",
-            "position_cope",
-            "position_relative",
-            "kernel_cope",
-            "kernel_relative",
-        ),
+        *("attention_blockwise", "learned_table", "position_cope", "position_relative", "kernel_cope"),
         *TERMS,
     },
     "cope+alibi": {"attention_blockwise", "learned_table", "position_cope", "position_alibi", "kernel_cope", *TERMS},
@@ -233,7 +226,7 @@ NEEDED = {
         *("attention_autograd", "attention_blockwise", "head_linear", "learned_table", "position_token_gated_cope"),
         *(SDPA | TERMS | {"kernel_plain"}),
     },
-    "relative": {*SDPA, "attention_blockwise", "learned_table", "position_relative", "kernel_relative", *TERMS},
+    "relative": {*SDPA, "attention_blockwise", "learned_table", "position_relative", "kernel_plain", *TERMS},
     "pope,none": {*SDPA, "position_pope", "position_none", "kernel_pope", "kernel_polar", "kernel_plain", *TERMS},
     "rope,none": {"position_rope", "position_none", *SDPA},
     "pope,alibi": {
