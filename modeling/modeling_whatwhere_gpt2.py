@@ -285,6 +285,7 @@ class WhatWhereGPT2ForQuestionAnswering(GenericForQuestionAnswering, WhatWhereGP
     """The decoder with a head for the start and the end of an answer."""
 
     base_model_prefix = "transformer"
+    transformer: WhatWhereGPT2Model
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.wte
