@@ -8,7 +8,7 @@ separate kernels, each with its own tiles:
 2. `_window_forward` walks key blocks right to left with a running sum of gates per row, until every row of its block
    has reached P - 1 or has no keys left. It leaves the output and log-sum-exp over the window, the first key of the
    window of each row block (`start`), and per row: where it stopped counting (`stop`), its count there (`total`), and
-   z[P - 1] (`constant`), which the log-sum-exp does not include.
+   z[P - 1] (`constant`).
 3. `kernel_flash` attends to the keys before `start`, beginning from what the window left.
 
 Backward, with dL_ij the gradient of logit ij:
@@ -102,7 +102,7 @@ class Window(NamedTuple):
     """What the forward pass over the windows leaves; see the text of this file.
 
     Attributes:
-        out, lse: (B, H, Q, D), and float32 (B, H, Q), less the constant; in the backward pass those of all keys.
+        out, lse: (B, H, Q, D), and float32 (B, H, Q); in the backward pass those of all keys.
         start, end: int32 (B, H, blocks).
         stop, total: int32 (B, H, Q).
         constant: float32 (B, H, Q).
@@ -313,11 +313,11 @@ def _window_forward(
     weight = tl.where(some, weight, 1.0)
     flat = member * row_count + rows
     store(window.out + member * row_count * D, D, first, row_count, acc / weight[:, None], D, BLOCK_M, BLOCK_D)
+    tl.store(window.lse + flat, tl.where(some, (top + tl.log2(weight)) * LN_2, NOTHING), mask=inside)
     tl.store(window.total + flat, count, mask=inside)
     tl.store(window.stop + flat, stopped, mask=inside)
     at_last, _ = _unpack(tl.load(z + P - 1, mask=inside, other=0))
     tl.store(window.constant + flat, at_last, mask=inside)
-    tl.store(window.lse + flat, tl.where(some, (top + tl.log2(weight)) * LN_2 - at_last, NOTHING), mask=inside)
     this = member * blocks + first_row // BLOCK_M + row_block
     tl.store(window.start + this, (block + 1) * BLOCK_N)
     tl.store(window.end + this, tl.max(high))
@@ -370,7 +370,6 @@ def _load_rows(
     q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     lse = tl.load(window.lse + member * Q + rows, mask=inside, other=NOTHING)
-    lse += tl.load(window.constant + member * Q + rows, mask=inside, other=0.0)
     row_delta = tl.load(delta + member * Q + rows, mask=inside, other=0.0)
     stop = tl.load(window.stop + member * Q + rows, mask=inside, other=0)
     return rows, inside, low, tl.where(inside, high, 0), q, do, lse, row_delta, stop
@@ -802,7 +801,11 @@ def _forward(
     parts = []
     for rows, keys, options in attention.plain_parts(window, grad=False):
         states = (attention.query[:, :, rows], attention.key[:, :, keys], attention.value[:, :, keys])
-        parts.append(flash_forward(*states, **options, initial=(window.out[:, :, rows], window.lse[:, :, rows])))
+        options |= {
+            "constant": window.constant[:, :, rows],
+            "initial": (window.out[:, :, rows], window.lse[:, :, rows]),
+        }
+        parts.append(flash_forward(*states, **options))
     out, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=2) for part in zip(*parts))
     return [out, lse, *window[2:]]
 
@@ -826,9 +829,11 @@ def _backward(
     attention = _Pass(given_tensors(tensors, places, TENSORS), scaling, position_scale, num_positions, dropout)
     query, key, value, relative = attention.query, attention.key, attention.value, attention.relative
     window = Window(*saved)
-    lse, delta = window.lse, row_products(grad, window.out)
+    delta = row_products(grad, window.out)
     grad_query, grad_table, grad_key, grad_value, *others = attention.window_backward(grad, delta, window)
     grad_gate_key, grad_position_query, grad_relative = others
+    # A constant added to the logits of a row shifts their log-sum-exp.
+    lse = window.lse - window.constant
     for rows, keys, options in attention.plain_parts(window, grad=True):
         part_query = query[:, :, rows]
         plain = (grad[:, :, rows], part_query, key[:, :, keys], value[:, :, keys], lse[:, :, rows], delta[:, :, rows])
@@ -870,6 +875,7 @@ def _decode(
         ranges=attention.ranges,
         added=attention.added(slice(None)),
         bound=(window.start, 0),
+        constant=window.constant.view(B, H, 1),
         initial=(window.out.view(B, H, 1, D), window.lse.view(B, H, 1)),
     )
 

@@ -213,7 +213,7 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def forward_kernel(
-    query, key, value, out, lse, ranges, bound, added, dropout, initial_out, initial_lse, scaling, H,
+    query, key, value, out, lse, ranges, bound, added, dropout, constant, initial_out, initial_lse, scaling, H,
     groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -238,10 +238,14 @@ def forward_kernel(
     if added is not None:
         of_rows = added_rows(added, b, h, member, rows, inside, Q, K, 1)
 
+    # The constant of a row only shifts its log-sum-exp.
+    offset = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if constant is not None:
+        offset = tl.load(constant + member * Q + rows, mask=inside, other=0.0)
     if initial_out is not None:
         before = tl.load(initial_lse + member * Q + rows, mask=inside, other=-MASKED)
         empty = before > -0.5 * MASKED
-        top = tl.where(empty, MASKED, before * LOG2_E)
+        top = tl.where(empty, MASKED, (before - offset) * LOG2_E)
         total = tl.where(empty, 0.0, 1.0)
         acc = load(initial_out + member * Q * V, V, start_m, Q, 0.0, V, BLOCK_M, BLOCK_V, False).to(tl.float32)
         acc = tl.where(empty[:, None], 0.0, acc)
@@ -267,7 +271,7 @@ def forward_kernel(
 
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
-    row_lse = tl.where(nothing, -MASKED, (top + tl.log2(total)) * LN_2)
+    row_lse = tl.where(nothing, -MASKED, (top + tl.log2(total)) * LN_2 + offset)
     store(out + member * Q * V, V, start_m, Q, acc / total[:, None], V, BLOCK_M, BLOCK_V)
     tl.store(lse + member * Q + rows, row_lse, mask=inside)
 
@@ -500,7 +504,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["groups", "splits"])
 def combine_kernel(
-    parts, top_lse, out, initial_out, initial_lse, groups, splits, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    parts, top_lse, out, constant, initial_out, initial_lse, groups, splits, V: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: one query head, all its splits in steps of BLOCK_N. BLOCK_M is not used."""
@@ -510,10 +514,13 @@ def combine_kernel(
     top = tl.full([1], MASKED, dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
     acc = tl.zeros([BLOCK_V], dtype=tl.float32)
+    offset = 0.0
+    if constant is not None:
+        offset = tl.load(constant + member)
     if initial_out is not None:
         before = tl.load(initial_lse + member + tl.zeros([1], dtype=tl.int32))
         empty = before > -0.5 * MASKED
-        top = tl.where(empty, MASKED, before * LOG2_E)
+        top = tl.where(empty, MASKED, (before - offset) * LOG2_E)
         total = tl.where(empty, 0.0, 1.0)
         acc = tl.load(initial_out + member * V + channels, mask=channels < V, other=0.0).to(tl.float32) * total
     for start in range(0, splits, BLOCK_N):
@@ -747,7 +754,7 @@ def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, constant: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Softmax attention.
@@ -756,6 +763,7 @@ def flash_forward(
         query: (B, H, Q, D), float32, bfloat16 or float16.
         key: (B, G, K, D), the same type.
         value: (B, G, K, V), the same type, V <= D <= 2 V.
+        constant: float32 (B, H, Q), added to all logits of a row.
         initial: (out, lse), (B, H, Q, V) and float32 (B, H, Q): an attention over other keys, to be continued; lse is
             +1e30 in rows that saw nothing.
         options: of all launchers; all but scaling are optional.
@@ -772,6 +780,7 @@ def flash_forward(
     """
     call = _Call(query, key, value, **options)
     B, H, G, Q, _, V = call.shape
+    constant = _contiguous(constant)
     before = [_contiguous(one) for one in initial or (None, None)]
     out = torch.empty(B, H, Q, V, dtype=query.dtype, device=query.device)
     lse = torch.empty(B, H, Q, dtype=torch.float32, device=query.device)
@@ -779,8 +788,8 @@ def flash_forward(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_FORWARD, call),
-        call.key(before[0]),
-        (*call.matrices, out, lse, *call.options, *before, call.scaling, H, H // G, *call.lengths),
+        call.key(constant, before[0]),
+        (*call.matrices, out, lse, *call.options, constant, *before, call.scaling, H, H // G, *call.lengths),
         call.constants,
     )
     return out, lse
@@ -793,6 +802,8 @@ def flash_backward_rows(
     """The gradients of the query, and of c of the rows (see `Decay`).
 
     Arguments are those of `flash_forward` where nothing else is said.
+
+    The weights are exp(scaling * q.k - lse): if the logits have a constant, it is subtracted from lse by the caller.
 
     Args:
         grad: (B, H, Q, V), of the output, the type of the query.
@@ -884,7 +895,7 @@ def _decode_splits(query: torch.Tensor, key_heads: int, K: int) -> int:
 
 def flash_decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, polar: tuple[Any, ...] | None = None,
-    initial: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any,
+    constant: torch.Tensor | None = None, initial: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of one query row, forward only: the keys are shared out over programs. Arguments as in `flash_forward`.
 
@@ -903,6 +914,7 @@ def flash_decode(
     ranges, start, added, _ = call.options
     rows = decode_rows(H // G)
     blocks = triton.cdiv(H // G, rows)
+    constant = _contiguous(constant)
     before = [_contiguous(one) for one in initial or (None, None)]
     tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     splits = _decode_splits(query, B * G, K)
@@ -922,7 +934,7 @@ def flash_decode(
         lambda tiles: (B * H,),
         _COMBINE,
         (V, query.dtype),
-        (parts, top_lse, out, *before, H // G, splits),
+        (parts, top_lse, out, constant, *before, H // G, splits),
         {"V": V, "BLOCK_V": block_width(V)},
     )
     return out

@@ -100,7 +100,7 @@ def turned(features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, shift: 
     return torch.cat((polar * phase.cos(), polar * phase.sin(), features[..., R:]), dim=-1)
 
 
-def reference(query, key, value, visible, scaling, polar=None, others=None):
+def reference(query, key, value, visible, scaling, polar=None, constant=None, others=None):
     """Output and log-sum-exp in float64; `others` are logits (B, H, Q, X) and values (B, H, X, D) of further keys."""
     if polar is not None:
         cos_q, sin_q, cos_k, sin_k, shift = polar
@@ -108,6 +108,8 @@ def reference(query, key, value, visible, scaling, polar=None, others=None):
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     logits = query @ key.mT * scaling
+    if constant is not None:
+        logits = logits + constant[..., None]
     logits = logits.masked_fill(~visible, -math.inf)
     if others is not None:
         logits = torch.cat((others[0], logits), dim=-1)
@@ -223,7 +225,7 @@ def test_nothing_is_seen() -> None:
     slow_but([("causal", "square-63"), ("any", "one-row")], itertools.product(("causal", "any"), FEW)),
 )
 def test_continues_an_attention(mask: str, shape: str) -> None:
-    """An attention over other keys comes first: as in CoPE's window."""
+    """An attention over other keys comes first, and the logits have a constant: as in CoPE's window."""
     sizes, tiles = SHAPES[shape]
     B, H, _, Q, K, D = sizes
     scaling = 0.3
@@ -232,6 +234,7 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
     visible = visible_by(ranges, Q, K)
     bound = (torch.randint(0, K, (B, H, -(-Q // 16)), dtype=torch.int32), 16)
     visible = visible & (torch.arange(K) < bound[0][:, :, torch.arange(Q) // 16, None])
+    constant = 3 * torch.randn(B, H, Q)
     logits, other_value = 2 * torch.randn(B, H, Q, 5), torch.randn(B, H, 5, D)
     # The first attention saw nothing in some rows.
     logits[:, :, ::3] = -math.inf
@@ -240,14 +243,18 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
     initial = torch.where(seen, logits, 0.0).softmax(-1) @ other_value * seen
 
     wanted = leaves(tensors[:3])
-    out, lse = reference(*wanted, visible, scaling, others=(logits.double(), other_value.double()))
+    out, lse = reference(
+        *wanted, visible, scaling, constant=constant.double(), others=(logits.double(), other_value.double())
+    )
     expected = torch.autograd.grad(out, wanted, grad.double())
     settings = {"scaling": scaling, "ranges": ranges, "bound": bound}
     first = torch.randn(B, H, Q, D)
     firsts = torch.randn_like(key.contiguous()), torch.randn_like(value.contiguous())
     with with_tiles(tiles):
-        actual, actual_lse = kernel_flash.flash_forward(query, key, value, initial=(initial, initial_lse), **settings)
-        backward = (grad, query, key, value, actual_lse, kernel_flash.row_products(grad, actual))
+        actual, actual_lse = kernel_flash.flash_forward(
+            query, key, value, constant=constant, initial=(initial, initial_lse), **settings
+        )
+        backward = (grad, query, key, value, actual_lse - constant, kernel_flash.row_products(grad, actual))
         grad_query, _ = kernel_flash.flash_backward_rows(*backward, initial=first, **settings)
         grad_key, grad_value, _ = kernel_flash.flash_backward_columns(*backward, initial=firsts, **settings)
     close(actual, out)
@@ -360,6 +367,7 @@ def test_decode_continues_an_attention(splits: int) -> None:
     query, key, value, _ = tensors = inputs((B, H, G, 1, K, D))
     start = torch.tensor([[[50], [0]], [[17], [70]]], dtype=torch.int32)
     visible = torch.arange(K) < start.repeat_interleave(H // G, 1)[..., None]
+    constant = torch.randn(B, H, 1)
     logits, other_value = torch.randn(B, H, 1, 5), torch.randn(B, H, 5, D)
     # One head saw nothing before, another neither before nor now.
     logits[:, 2] = -math.inf
@@ -367,11 +375,12 @@ def test_decode_continues_an_attention(splits: int) -> None:
     seen = logits[..., :1] > -math.inf
     initial_lse = torch.where(seen[..., 0], logits.logsumexp(-1), 1e30)
     initial = torch.where(seen, logits, 0.0).softmax(-1) @ other_value * seen
-    others = logits.double(), other_value.double()
-    expected, _ = reference(*leaves(tensors[:3]), visible, 0.2, others=others)
+    expected, _ = reference(
+        *leaves(tensors[:3]), visible, 0.2, constant=constant.double(), others=(logits.double(), other_value.double())
+    )
     with decoding_with(splits):
         out = kernel_flash.flash_decode(
-            query, key, value, scaling=0.2, bound=(start, 1), initial=(initial, initial_lse)
+            query, key, value, scaling=0.2, bound=(start, 1), constant=constant, initial=(initial, initial_lse)
         )
     close(out, expected)
 

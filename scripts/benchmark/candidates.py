@@ -125,7 +125,7 @@ class _CoPEFlex(torch.autograd.Function):
             )
         plain_lse = aux.lse
         nothing = window.start.repeat_interleave(attention.rows, -1)[..., : query.shape[2]] == 0
-        shifted = plain_lse.detach().masked_fill(nothing, -torch.inf)
+        shifted = (plain_lse.detach() + window.constant).masked_fill(nothing, -torch.inf)
         lse = torch.logaddexp(shifted, window.lse)
         share = (shifted - lse).exp()[..., None]
         out = plain.detach().nan_to_num() * share + window.out * (1 - share)
@@ -257,11 +257,10 @@ def window_on_chip_kernel(
     weight = tl.where(weight == 0, 1.0, weight)
     flat = member * Q + rows
     store(window.out + member * Q * D, D, first, Q, acc / weight[:, None], D, BLOCK_M, BLOCK_D)
-    at_last = tl.sum(tl.where(positions == P - 1, z, 0.0), 1)
-    tl.store(window.lse + flat, (top + tl.log2(weight)) * LN_2 - at_last, mask=inside)
+    tl.store(window.lse + flat, (top + tl.log2(weight)) * LN_2, mask=inside)
     tl.store(window.total + flat, count, mask=inside)
     tl.store(window.stop + flat, stopped, mask=inside)
-    tl.store(window.constant + flat, at_last, mask=inside)
+    tl.store(window.constant + flat, tl.sum(tl.where(positions == P - 1, z, 0.0), 1), mask=inside)
     tl.store(window.start + member * blocks + row_block, (block + 1) * BLOCK_N)
     tl.store(window.end + member * blocks + row_block, tl.max(high))
 
@@ -308,6 +307,7 @@ class _OnChip(torch.autograd.Function):
             value,
             scaling=scaling,
             bound=(window.start, attention.rows),
+            constant=window.constant,
             initial=(window.out, window.lse),
         )
         ctx.settings = scaling, position_scale
@@ -320,7 +320,7 @@ class _OnChip(torch.autograd.Function):
         attention = _Pass([query, key, value, table, *[None] * 10], *ctx.settings)
         window, delta = Window(out, lse, *rest), row_products(grad, out)
         grad_query, grad_table, grad_key, grad_value, *_ = attention.window_backward(grad, delta, window)
-        plain = (grad, query, key, value, lse, delta)
+        plain = (grad, query, key, value, lse - window.constant, delta)
         options: dict[str, Any] = {"scaling": ctx.settings[0], "bound": (window.start, attention.rows)}
         grad_query, _ = flash_backward_rows(*plain, **options, initial=grad_query)
         grad_key, grad_value, _ = flash_backward_columns(*plain, **options, initial=(grad_key, grad_value))
