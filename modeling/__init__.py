@@ -3,14 +3,7 @@
 if __name__ != "whatwhere":
     raise ImportError(f"import this package as `whatwhere` (after `pip install -e .`), not as `{__name__}`")
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoConfig
 
 from whatwhere.configuration import WhatWhereGPT2Config, WhatWhereLlamaConfig
 
@@ -32,31 +25,8 @@ from .modeling_whatwhere_llama import (
 )
 from .position_registry import list_position_encodings
 
-for _config, _classes in (
-    (
-        WhatWhereGPT2Config,
-        {
-            AutoModel: WhatWhereGPT2Model,
-            AutoModelForCausalLM: WhatWhereGPT2ForCausalLM,
-            AutoModelForQuestionAnswering: WhatWhereGPT2ForQuestionAnswering,
-            AutoModelForSequenceClassification: WhatWhereGPT2ForSequenceClassification,
-            AutoModelForTokenClassification: WhatWhereGPT2ForTokenClassification,
-        },
-    ),
-    (
-        WhatWhereLlamaConfig,
-        {
-            AutoModel: WhatWhereLlamaModel,
-            AutoModelForCausalLM: WhatWhereLlamaForCausalLM,
-            AutoModelForQuestionAnswering: WhatWhereLlamaForQuestionAnswering,
-            AutoModelForSequenceClassification: WhatWhereLlamaForSequenceClassification,
-            AutoModelForTokenClassification: WhatWhereLlamaForTokenClassification,
-        },
-    ),
-):
+for _config in (WhatWhereGPT2Config, WhatWhereLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    for _auto, _class in _classes.items():
-        _auto.register(_config, _class, exist_ok=True)
 
 __version__ = "0.1.0"
 

@@ -46,13 +46,16 @@ import torch
 from .kernel_flash import (
     apply_dropout,
     check_inputs,
+    chunk_rows,
     decode_rows,
+    differentiable,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
     flash_backward_rows,
     flash_decode,
     flash_forward,
+    given_tensors,
     row_chunk,
     row_limits,
     row_products,
@@ -66,8 +69,7 @@ from .kernel_terms import (
     added_bias,
     added_gradient,
     added_rows,
-    check_decay,
-    check_relative,
+    check_added,
     decay_argument,
     relative_argument,
     relative_gradients,
@@ -92,8 +94,6 @@ WINDOW_ROWS = 64
 SCAN = tl.constexpr(32)
 # Columns of a window program, at most.
 MOST_COLUMNS = 64
-# Scratch memory of the backward pass, as a multiple of the query's, and at least so many bytes.
-SCRATCH_FACTOR, SCRATCH_BYTES = 4, 32 << 20
 
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
@@ -567,16 +567,6 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
     return wide + narrow[:1], wide if head_dim <= 64 else narrow
 
 
-def _chunk_rows(query: torch.Tensor, key_length: int, num_positions: int, tiles: Tiles, distances: int) -> int:
-    """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
-    B, H, Q, D = query.shape
-    per_row = 4 * D + (16 + query.element_size()) * num_positions + 8 * triton.cdiv(key_length, tiles.columns)
-    per_row = max(1, B) * H * (per_row + 8 * distances)
-    budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
-    fitting, all_blocks = max(1, budget // (per_row * tiles.rows)), triton.cdiv(Q, tiles.rows)
-    return tiles.rows * min(all_blocks, fitting)
-
-
 class _Pass:
     """What the forward and the backward pass share: shapes, constants, chunks, positions."""
 
@@ -605,8 +595,10 @@ class _Pass:
         self.blocks = triton.cdiv(self.Q, self.rows)
         distances = 0 if self.relative is None else self.relative[0].shape[0]
         # With knots `grad_values` needs more.
-        entries = self.P if knots is None else 3 * self.P
-        self.chunk = _chunk_rows(query, self.K, entries, self.backward_tiles[0], distances)
+        entries = (16 + query.element_size()) * (self.P if knots is None else 3 * self.P)
+        tiles = self.backward_tiles[0]
+        row_bytes = 4 * self.D + entries + 8 * triton.cdiv(self.K, tiles.columns) + 8 * distances
+        self.chunk = chunk_rows(query, row_bytes, tiles.rows)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
         self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
@@ -614,9 +606,8 @@ class _Pass:
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         num_positions = num_positions or self.P
         bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
-        self.bits, self.knots = {"BITS": bits}, None
-        if knots is not None:
-            self.knots = knots_argument(knots, num_positions, bits)
+        self.bits = {"BITS": bits}
+        self.knots = None if knots is None else knots_argument(knots, num_positions, bits)
         optional = (ranges, gate_key, self.decay, self.relative, seed, knots)
         self.tune = (self.D, query.dtype, *(one is not None for one in optional))
 
@@ -795,14 +786,8 @@ class _Pass:
 
 
 # The tensors of the operators are those of `cope_attention`: query, key, value, table, gate_key, position_query,
-# relative (3), decay (2), ranges, knots, and the seed of dropout. The first 7 may get a gradient. PyTorch finds no
-# gradients in lists with None: an operator takes the tensors that there are, and their places among these.
+# relative (3), decay (2), ranges, knots, and the seed of dropout. The first 7 may get a gradient.
 TENSORS, DIFFERENTIABLE = 14, 7
-
-
-def _all(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor | None]:
-    found = dict(zip(places, tensors))
-    return [found.get(place) for place in range(TENSORS)]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::cope_forward", mutates_args=())
@@ -810,7 +795,7 @@ def _forward(
     tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int,
     dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(_all(tensors, places), scaling, position_scale, num_positions, dropout)
+    attention = _Pass(given_tensors(tensors, places, TENSORS), scaling, position_scale, num_positions, dropout)
     window = attention.window_forward()
     parts = []
     for rows, keys, options in attention.plain_parts(window, grad=False):
@@ -840,7 +825,7 @@ def _backward(
     grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
     scaling: float, position_scale: float, num_positions: int, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(_all(tensors, places), scaling, position_scale, num_positions, dropout)
+    attention = _Pass(given_tensors(tensors, places, TENSORS), scaling, position_scale, num_positions, dropout)
     query, key, value, relative = attention.query, attention.key, attention.value, attention.relative
     window = Window(*saved)
     delta = row_products(grad, window.out)
@@ -876,7 +861,7 @@ def _decode(
     tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int
 ) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
-    given: list[Any] = _all(tensors, places)
+    given = given_tensors(tensors, places, TENSORS)
     query, (B, H, _, D), G = given[0], given[0].shape, given[1].shape[1]
     # Of the query, and of the query of the table.
     for index in (0, 5):
@@ -899,27 +884,7 @@ def _(tensors, *numbers):
     return tensors[0].new_empty(tensors[0].shape)
 
 
-def _save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
-    tensors, *ctx.settings = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
-    # Read once: activation checkpointing allows no second time.
-    saved, count = list(ctx.saved_tensors), len(ctx.settings[0])
-    results = [] if grads[0] is None else _backward(grads[0], saved[:count], saved[count:], *ctx.settings)
-    return ([*results, *[None] * (count - len(results))], *(None,) * len(ctx.settings))
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "the CoPE kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+differentiable(_forward, _backward)
 
 
 def cope_attention(
@@ -990,14 +955,10 @@ def cope_attention(
                 f"{name}={tuple(one.shape)!r} of type {one.dtype!r} is not valid: it must be as the {other}, "
                 f"{tuple(like.shape)!r} of type {like.dtype!r}."
             )
-    if decay is not None:
-        check_decay(decay, query, key)
+    if decay is not None or relative is not None:
+        check_added(decay, relative, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
-    if relative is not None:
-        check_relative(*relative, query, key)
-        if decay is not None:
-            raise ValueError("relative positions with a decay are not valid: give one of them.")
     tensors = [query, key, value, table, gate_key, position_query, *(relative or (None, None, None))]
     wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
     tensors += [*(decay or (None, None)), ranges, knots, dropout_seed(query, dropout)]

@@ -1,7 +1,7 @@
 """Causal softmax attention as Triton kernels: forward, backward and decoding.
 
-These are launchers on raw tensors, without autograd; the operators are built from them (`kernel_plain`, `kernel_pope`,
-`kernel_cope`).
+These are launchers on raw tensors, without autograd and without checks; the operators are built from them
+(`kernel_plain`, `kernel_pope`, `kernel_cope`), whose functions call `check_inputs`.
 
 Supports: causal attention with rows aligned to the end, and everything that `ranges` can say; grouped heads; query
 length at most key length; values of up to 256 channels, keys as wide or up to twice as wide; float32, bfloat16, float16
@@ -16,6 +16,7 @@ it sees only keys j < start[b, h, i // rows]. A row that sees no key has output 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -588,6 +589,9 @@ SPLIT_KEYS = 256
 # Tiles are chosen separately from so many rows on: short inputs do not fill a GPU.
 LONG = 1024
 
+# Scratch memory of rows that are computed at once, as a multiple of the query's, and at least so many bytes.
+SCRATCH_FACTOR, SCRATCH_BYTES = 4, 32 << 20
+
 
 def check_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None
@@ -641,27 +645,71 @@ def dropout_seed(query: torch.Tensor, probability: float) -> torch.Tensor | None
     return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=query.device)
 
 
+def chunk_rows(query: torch.Tensor, row_bytes: int, multiple: int) -> int:
+    """Returns how many query rows are computed at once: a multiple, of `row_bytes` a row and head within the budget."""
+    B, H, Q, _ = query.shape
+    budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
+    fitting = budget // (max(1, B) * H * row_bytes * multiple)
+    return multiple * min(triton.cdiv(Q, multiple), max(1, fitting))
+
+
 def row_chunk(
     rows: slice, query_length: int, key_length: int, ranges: torch.Tensor | None
 ) -> tuple[slice, torch.Tensor | None]:
     """Returns the keys that some rows may see, such that they are the last ones, and the ranges of these rows."""
     if ranges is None:
         return slice(0, key_length - query_length + rows.stop), None
+    if rows == slice(0, query_length):
+        return slice(0, key_length), ranges
     return slice(0, key_length), torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), dim=2)
 
 
+def given_tensors(tensors: Sequence[torch.Tensor], places: Sequence[int], count: int) -> list[Any]:
+    """Returns `count` tensors of an operator, None where there is none.
+
+    PyTorch finds no gradients in lists with None: an operator takes the tensors that there are, and their places.
+    """
+    found = dict(zip(places, tensors))
+    return [found.get(place) for place in range(count)]
+
+
+def refuse(ctx: Any, *grads: Any) -> None:
+    """The derivative of an operator that has none."""
+    raise NotImplementedError(
+        "the attention kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
+    )
+
+
+def differentiable(forward: Any, backward: Any) -> None:
+    """Makes the first result of an operator (tensors, places, *numbers) differentiable in the first of its tensors.
+
+    `backward`: an operator (gradient, tensors, results, places, *numbers), which returns their gradients.
+    """
+
+    def save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
+        tensors, *ctx.settings = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+
+    def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
+        # Read once: activation checkpointing allows no second time.
+        saved, count = list(ctx.saved_tensors), len(ctx.settings[0])
+        results = [] if grads[0] is None else backward(grads[0], saved[:count], saved[count:], *ctx.settings)
+        return ([*results, *[None] * (count - len(results))], *(None,) * len(ctx.settings))
+
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(refuse)
+
+
 class _Call:
-    """What the launchers share: the options of `flash_forward`, checked, as arguments of a kernel."""
+    """What the launchers share: the options of `flash_forward` as arguments of a kernel."""
 
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float,
         ranges: torch.Tensor | None = None, added: Any = None, dropout: Dropout | None = None,
         bound: tuple[torch.Tensor, int] | None = None,
     ) -> None:  # fmt: skip
-        check_inputs(query, key, value, scaling, ranges)
         start, bound_rows = bound or (None, 1)
-        if start is not None and start.dtype != torch.int32:
-            raise ValueError(f"bound of type {start.dtype!r} is not valid: it must be int32.")
         (B, H, Q, D), (_, G, K, V) = query.shape, value.shape
         self.matrices = (heads(query), heads(key), heads(value))
         self.options = (_contiguous(ranges), _contiguous(start), added, dropout)
@@ -729,9 +777,6 @@ def flash_forward(
     Returns:
         out (B, H, Q, V) in the type of the query, and the log-sum-exp of each row's logits, float32 (B, H, Q); 0 and
         +1e30 in rows that see nothing.
-
-    Raises:
-        ValueError: shapes or types do not fit, or scaling is not positive.
     """
     call = _Call(query, key, value, **options)
     B, H, G, Q, _, V = call.shape
@@ -756,7 +801,7 @@ def flash_backward_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The gradients of the query, and of c of the rows (see `Decay`).
 
-    Arguments and errors are those of `flash_forward` where nothing else is said.
+    Arguments are those of `flash_forward` where nothing else is said.
 
     The weights are exp(scaling * q.k - lse): if the logits have a constant, it is subtracted from lse by the caller.
 
@@ -865,14 +910,10 @@ def flash_decode(
         (B, H, 1, V) in the type of the query; 0 where nothing is seen.
     """
     call = _Call(query, key, value, **options)
-    B, H, G, Q, K, V = call.shape
-    if Q != 1:
-        raise ValueError(f"query={tuple(query.shape)!r} is not valid: decoding takes one row, (B, H, 1, D).")
+    B, H, G, _, K, V = call.shape
     ranges, start, added, _ = call.options
     rows = decode_rows(H // G)
     blocks = triton.cdiv(H // G, rows)
-    if start is not None and start.shape != (B, G, blocks):
-        raise ValueError(f"bound={tuple(start.shape)!r} is not valid: it must be {(B, G, blocks)!r}.")
     constant = _contiguous(constant)
     before = [_contiguous(one) for one in initial or (None, None)]
     tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])

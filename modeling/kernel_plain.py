@@ -1,119 +1,133 @@
-"""Plain causal attention in Triton, and attention with a decay: FoX, ALiBi.
+"""Causal attention in Triton: plain, with a decay (FoX, ALiBi), or with relative positions (Shaw et al., 1803.02155).
 
-The kernels are those of `kernel_flash`; these are their operators.
+The kernels are those of `kernel_flash`; these are their operators. With relative positions the kernels read z[i, n] =
+scaling * q_i.e[n] for every distance n. PyTorch computes z, and from its gradient those of query and table, for a chunk
+of rows at a time: z of all rows would be quadratic. The gradient of z is added by atomics: it is deterministic if the
+positions of the keys that a row sees are distinct.
 
 For what is supported see `kernel_flash`; gradients of gradients are not supported.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D channels of queries and keys, V channels of
-values.
+values, P entries of the table of relative positions.
 """
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .kernel_flash import check_inputs, dropout_arguments, dropout_seed, flash_backward, flash_decode, flash_forward
-from .kernel_terms import check_decay, decay_argument
+from .kernel_flash import (
+    check_inputs,
+    chunk_rows,
+    differentiable,
+    dropout_arguments,
+    dropout_seed,
+    flash_backward,
+    flash_decode,
+    flash_forward,
+    given_tensors,
+    row_chunk,
+)
+from .kernel_terms import check_added, decay_argument, relative_argument, relative_gradients
 
 # Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
+# With relative positions a chunk is a multiple of so many rows.
+CHUNK_ROWS = 128
+
+# The tensors of the operators: query, key, value, a decay with a gradient (2), the table of relative positions; a decay
+# without one (2), the positions of rows and keys, ranges, and the seed of dropout. The first 6 may get a gradient.
+TENSORS, DIFFERENTIABLE = 12, 6
+
+
+def _parts(
+    tensors: Sequence[Any], scaling: float, dropout: float = 0.0, *, grad: bool = False
+) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+    """Yields rows, keys and options of `kernel_flash`: one part, or with relative positions one for each chunk."""
+    query, key, _, *decay, table, row_decay, key_decay, row_positions, key_positions, ranges, seed = tensors
+    Q, K = query.shape[2], key.shape[2]
+    size = Q if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
+    for first in range(0, Q, size):
+        rows = slice(first, min(first + size, Q))
+        keys, visible = row_chunk(rows, Q, K, ranges)
+        if table is None:
+            added = decay_argument(*(decay if row_decay is None else (row_decay, key_decay)))
+        else:
+            positions = row_positions[:, rows], key_positions[:, keys]
+            added = relative_argument(query[:, :, rows], table, *positions, scaling, grad=grad)
+        # Each part counts its rows from 0.
+        own_seed = seed + first if seed is not None and first else seed
+        options = {"scaling": scaling, "ranges": visible, "added": added}
+        yield rows, keys, {**options, "dropout": dropout_arguments(own_seed, dropout)}
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    row_decay: torch.Tensor | None,
-    key_decay: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    options: dict[str, Any] = {"ranges": ranges, "added": decay_argument(row_decay, key_decay)}
-    return flash_forward(query, key, value, scaling=scaling, **options, dropout=dropout_arguments(seed, dropout))
+    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, dropout: float
+) -> list[torch.Tensor]:
+    given = given_tensors(tensors, places, TENSORS)
+    query, key, value, *_ = given
+    parts = [
+        flash_forward(query[:, :, rows], key[:, :, keys], value[:, :, keys], **options)
+        for rows, keys, options in _parts(given, scaling, dropout)
+    ]
+    return [*parts[0]] if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts)]
 
 
 @_forward.register_fake
-def _(query, key, value, row_decay, key_decay, ranges, seed, scaling, dropout):
-    return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(tensors, *others):
+    query, _, value, *_ = tensors
+    return [query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    row_decay: torch.Tensor | None,
-    key_decay: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scaling: float,
-    dropout: float,
-    decay_gradient: bool,
-) -> list[torch.Tensor]:
-    options: dict[str, Any] = {"ranges": ranges, "added": decay_argument(row_decay, key_decay)}
-    options["dropout"] = dropout_arguments(seed, dropout)
-    options["decay_gradient"] = decay_gradient
-    *results, of_decay = flash_backward(grad, query, key, value, out, lse, scaling=scaling, **options)
-    return [*results, *(of_decay or ())]
+    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
+    scaling: float, dropout: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    given = given_tensors(tensors, places, TENSORS)
+    (query, key, value, *decay, table), (out, lse) = given[:DIFFERENTIABLE], saved
+    parts = _parts(given, scaling, dropout, grad=True)
+    if table is None:
+        ((_, _, options),) = parts
+        options["decay_gradient"] = decay[0] is not None
+        *results, of_decay = flash_backward(grad, query, key, value, out, lse, **options)
+        return [*results, *(one.to(numbers.dtype) for one, numbers in zip(of_decay or (), decay))]
+    grad_query = query.new_empty(query.shape)
+    grad_key, grad_value, grad_table = (one.new_zeros(one.shape, dtype=torch.float32) for one in (key, value, table))
+    for rows, keys, options in parts:
+        part = query[:, :, rows]
+        part_query, part_key, part_value, _ = flash_backward(
+            *(grad[:, :, rows], part, key[:, :, keys], value[:, :, keys], out[:, :, rows], lse[:, :, rows]), **options
+        )
+        from_relative = relative_gradients(options["added"], part, table, scaling)
+        grad_query[:, :, rows] = part_query + from_relative[0]
+        grad_table += from_relative[1]
+        grad_key[:, :, keys] += part_key
+        grad_value[:, :, keys] += part_value
+    return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_table.to(table.dtype)]
 
 
 @_backward.register_fake
-def _(grad, query, key, value, row_decay, key_decay, ranges, seed, out, lse, scaling, dropout, decay_gradient):
-    results = [one.new_empty(one.shape) for one in (query, key, value)]
-    both = (row_decay, key_decay) if decay_gradient else ()
-    return [*results, *(query.new_empty(query.shape[:2] + one.shape[2:], dtype=torch.float32) for one in both)]
+def _(grad, tensors, saved, places, *numbers):
+    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::plain_decode", mutates_args=())
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    row_decay: torch.Tensor | None,
-    key_decay: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, added=decay_argument(row_decay, key_decay))
+def _decode(tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float) -> torch.Tensor:
+    given = given_tensors(tensors, places, TENSORS)
+    ((_, _, options),) = _parts(given, scaling)
+    return flash_decode(*given[:3], **options)
 
 
 @_decode.register_fake
-def _(query, key, value, row_decay, key_decay, ranges, scaling):
+def _(tensors, *others):
+    query, _, value, *_ = tensors
     return query.new_empty(*query.shape[:3], value.shape[3])
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scaling, ctx.dropout = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 9
-    tensors = ctx.saved_tensors
-    wanted = any(ctx.needs_input_grad[3:5])
-    results = _backward(grad, *tensors, ctx.scaling, ctx.dropout, wanted)
-    of_decay = [one.to(numbers.dtype) for one, numbers in zip(results[3:], tensors[3:5])] or (None, None)
-    return (*results[:3], *of_decay, *(None,) * 4)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "the attention kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+differentiable(_forward, _backward)
 
 
 def plain_attention(
@@ -122,11 +136,12 @@ def plain_attention(
     value: torch.Tensor,
     *,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
+    relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal softmax attention, differentiable in query, key, value and the decay.
+    """Causal softmax attention, differentiable in query, key, value, the decay and the table of relative positions.
 
     Args:
         query: (B, H, Q, D), float32, bfloat16 or float16.
@@ -134,9 +149,12 @@ def plain_attention(
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32; c_i - c_j, or 0
             if that is positive, is added to the logit of row i and key j. Numbers that require a gradient have the
             batch size B.
+        relative: relative positions: a table e (P, D) of the distances of positions, in any of the query's types, and
+            the positions of rows and keys, integers (1 or B, Q) and (1 or B, K), below 2^29; scaling * q_i.e[distance]
+            is added to the logits. Negative distances have the first entry, larger ones the last. Not with a decay.
         ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
             end of the keys.
-        scaling: the factor on q.k, positive.
+        scaling: the factor on q.k and q.e, positive.
         dropout: the probability that a weight is dropped.
 
     Returns:
@@ -146,9 +164,14 @@ def plain_attention(
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
-    check_decay(decay, query, key)
-    inputs = (query, key, value, *(decay or (None, None)))
-    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    check_added(decay, relative, query, key)
+    both, (table, *positions) = decay or (None, None), relative or (None, None, None)
+    learned = any(one is not None and one.requires_grad for one in both)
+    tensors = [query, key, value, *(both if learned else (None, None)), table]
+    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    tensors += [*((None, None) if learned else both), *positions, ranges, dropout_seed(query, dropout)]
+    places = [place for place, one in enumerate(tensors) if one is not None]
+    present = [tensors[place] for place in places]
     if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(*inputs, ranges, scaling)
-    return _forward(*inputs, ranges, dropout_seed(query, dropout), scaling, dropout)[0]
+        return _decode(present, places, scaling)
+    return _forward(present, places, scaling, dropout)[0]

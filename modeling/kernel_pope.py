@@ -10,7 +10,6 @@ Axes: B batch, H query heads, G key heads, Q query length, K key length, D head 
 D), W = D + R: R cosine parts, R sine parts, D - R plain channels.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,11 +17,14 @@ from typing import Any
 import torch
 
 from .kernel_flash import (
+    check_inputs,
+    differentiable,
     dropout_arguments,
     dropout_seed,
     flash_backward,
     flash_decode,
     flash_forward,
+    given_tensors,
 )
 from .kernel_launch import Tiles, block_width, heads, launch, load, pointer
 from .kernel_polar import subtract_phase
@@ -121,34 +123,18 @@ def _turn_backward(
     return grad_features, None if parts is None else parts.sum((0, 2))
 
 
-@dataclasses.dataclass
-class _Part:
-    """What is computed at once: some batch entries, or some key heads of one entry with their query heads.
+# The tensors of the operators: query, key, value, shift, cosine and sine of queries and of keys (4), ranges, and the
+# seed of dropout. The first 4 may get a gradient.
+TENSORS, DIFFERENTIABLE = 10, 4
 
-    Attributes:
-        queries, keys: slices of batch and heads.
-        query, key: the arguments of `_turn`.
+
+def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
+    """Yields what is computed at once: some batch entries, or some key heads of one entry with their query heads.
+
+    Each takes at most the scratch memory (or is one key head): slices of batch and heads of queries, and of keys; the
+    arguments of `_turn` for both; values; and options of `kernel_flash`.
     """
-
-    queries: tuple[slice, slice]
-    keys: tuple[slice, slice]
-    query: tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None]
-    key: tuple[torch.Tensor, tuple[torch.Tensor, ...], None]
-    value: torch.Tensor
-    ranges: torch.Tensor | None
-    seed: torch.Tensor | None
-
-
-def _parts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    phases: Sequence[torch.Tensor],
-    shift: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-) -> Iterator[_Part]:
-    """Yields the parts, each of which takes at most the scratch memory (or is one key head)."""
+    query, key, value, shift, *phases, ranges, seed = tensors
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     n = H // G
     budget = max(SCRATCH_BYTES, query.numel() * query.element_size())
@@ -160,15 +146,16 @@ def _parts(
         cos_q, sin_q, cos_k, sin_k = (table[batch] for table in tables)
         for group in range(0, G, groups):
             keys, queries = slice(group, group + groups), slice(group * n, (group + groups) * n)
-            yield _Part(
+            # Each part counts its heads from 0.
+            own_seed = None if seed is None else seed + (first * G + group)
+            visible = None if ranges is None else ranges[batch]
+            yield (
                 (batch, queries),
                 (batch, keys),
                 (query[batch, queries], (cos_q, sin_q), None if shift is None else shift[queries].contiguous()),
                 (key[batch, keys], (cos_k, sin_k), None),
                 value[batch, keys],
-                None if ranges is None else ranges[batch],
-                # Each part counts its heads from 0.
-                None if seed is None else seed + (first * G + group),
+                {"ranges": visible, "dropout": dropout_arguments(own_seed, dropout)},
             )
 
 
@@ -184,125 +171,72 @@ def _join(parts: list[tuple[tuple[slice, slice], torch.Tensor]], shape: Sequence
 
 @torch.library.custom_op(f"{_NAMESPACE}::pope_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos_q: torch.Tensor,
-    sin_q: torch.Tensor,
-    cos_k: torch.Tensor,
-    sin_k: torch.Tensor,
-    shift: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, dropout: float
+) -> list[torch.Tensor]:
+    given = given_tensors(tensors, places, TENSORS)
     out, lse = [], []
-    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges, seed):
-        turned = _turn(*part.query), _turn(*part.key)
-        options: dict[str, Any] = {"ranges": part.ranges, "dropout": dropout_arguments(part.seed, dropout)}
-        part_out, part_lse = flash_forward(*turned, part.value, scaling=scaling, **options)
-        out.append((part.queries, part_out))
-        lse.append((part.queries, part_lse))
-    return _join(out, query.shape), _join(lse, query.shape[:3])
+    for at, _, of_query, of_key, values, options in _parts(given, dropout):
+        part_out, part_lse = flash_forward(_turn(*of_query), _turn(*of_key), values, scaling=scaling, **options)
+        out.append((at, part_out))
+        lse.append((at, part_lse))
+    shape = given[0].shape
+    return [_join(out, shape), _join(lse, shape[:3])]
 
 
 @_forward.register_fake
-def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, seed, scaling, dropout):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(tensors, *others):
+    query = tensors[0]
+    return [query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::pope_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos_q: torch.Tensor,
-    sin_q: torch.Tensor,
-    cos_k: torch.Tensor,
-    sin_k: torch.Tensor,
-    shift: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scaling: float,
-    dropout: float,
-) -> list[torch.Tensor]:
+    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
+    scaling: float, dropout: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    given = given_tensors(tensors, places, TENSORS)
+    (query, key, value, shift), (out, lse) = given[:DIFFERENTIABLE], saved
     queries, keys, values = [], [], []
     grad_shift = None if shift is None else shift.new_zeros(shift.shape)
-    for part in _parts(query, key, value, (cos_q, sin_q, cos_k, sin_k), shift, ranges, seed):
-        at = part.queries
-        turned = _turn(*part.query), _turn(*part.key)
-        options: dict[str, Any] = {"ranges": part.ranges, "dropout": dropout_arguments(part.seed, dropout)}
+    for at, at_keys, of_query, of_key, part_value, options in _parts(given, dropout):
+        turned = _turn(*of_query), _turn(*of_key)
         grad_query, grad_key, grad_value, _ = flash_backward(
-            grad[at], *turned, part.value, out[at], lse[at], scaling=scaling, **options
+            grad[at], *turned, part_value, out[at], lse[at], scaling=scaling, **options
         )
-        grad_query, part_shift = _turn_backward(grad_query, *part.query)
+        grad_query, part_shift = _turn_backward(grad_query, *of_query)
         if grad_shift is not None and part_shift is not None:
             grad_shift[at[1]] += part_shift
         queries.append((at, grad_query))
-        keys.append((part.keys, _turn_backward(grad_key, *part.key)[0]))
-        values.append((part.keys, grad_value))
+        keys.append((at_keys, _turn_backward(grad_key, *of_key)[0]))
+        values.append((at_keys, grad_value))
     results = [_join(queries, query.shape), _join(keys, key.shape), _join(values, value.shape)]
     return results if grad_shift is None else [*results, grad_shift]
 
 
 @_backward.register_fake
-def _(grad, query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, seed, out, lse, scaling, dropout):
-    wanted = (query, key, value) if shift is None else (query, key, value, shift)
-    return [tensor.new_empty(tensor.shape) for tensor in wanted]
+def _(grad, tensors, saved, places, *numbers):
+    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::pope_decode", mutates_args=())
-def _decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos_q: torch.Tensor,
-    sin_q: torch.Tensor,
-    cos_k: torch.Tensor,
-    sin_k: torch.Tensor,
-    shift: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
-    polar = (cos_q, sin_q, cos_k, sin_k, shift)
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, polar=polar)
+def _decode(tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float) -> torch.Tensor:
+    query, key, value, shift, *phases, ranges, _ = given_tensors(tensors, places, TENSORS)
+    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, polar=(*phases, shift))
 
 
 @_decode.register_fake
-def _(query, key, value, cos_q, sin_q, cos_k, sin_k, shift, ranges, scaling):
-    return query.new_empty(query.shape)
+def _(tensors, *others):
+    return tensors[0].new_empty(tensors[0].shape)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scaling, ctx.dropout = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+differentiable(_forward, _backward)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 12
-    results = _backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.dropout)
-    grad_shift = results[3] if len(results) > 3 else None
-    return (*results[:3], *(None,) * 4, grad_shift, *(None,) * 4)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "the PoPE kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
-
-
-def _check(query: torch.Tensor, key: torch.Tensor, tables: tuple[torch.Tensor, ...], shift: Any) -> None:
+def _check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor], shift: Any
+) -> None:
+    if value.shape != key.shape:
+        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
     B, H, Q, D = query.shape
     K, R = key.shape[2], tables[0].shape[-1]
     for table, length in zip(tables, (Q, Q, K, K)):
@@ -353,14 +287,17 @@ def pope_attention(
             in [0, 1].
     """
     *phases, shift = tables
-    _check(query, key, (phases[0], phases[1], phases[2], phases[3]), shift)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    check_inputs(query, key, value, scaling, ranges)
+    _check(query, key, value, phases, shift)
     shift = None if shift is None else shift.float()
-    arguments = (query, key, value, *phases, shift, ranges)
-    wanted = (query, key, value) if shift is None else (query, key, value, shift)
-    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
-    if query.shape[2] == 1 and not differentiable and not dropout:
-        return _decode(*arguments, scaling)
-    return _forward(*arguments, dropout_seed(query, dropout), scaling, dropout)[0]
+    tensors = [query, key, value, shift]
+    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    tensors += [*phases, ranges, dropout_seed(query, dropout)]
+    places = [place for place, one in enumerate(tensors) if one is not None]
+    present = [tensors[place] for place in places]
+    if query.shape[2] == 1 and not wanted and not dropout:
+        return _decode(present, places, scaling)
+    return _forward(present, places, scaling, dropout)[0]

@@ -40,9 +40,11 @@ from .kernel_flash import (
     _decode_splits,
     apply_dropout,
     check_inputs,
+    chunk_rows,
     decode_rows,
     dropout_arguments,
     dropout_seed,
+    refuse,
     row_limits,
     running_sums,
     seen_keys,
@@ -66,8 +68,6 @@ SPENT = tl.constexpr(58.0)
 SEVERAL = tl.constexpr(2)
 # Row blocks that a program examines in one step to find those that have visited its keys.
 SCAN = tl.constexpr(32)
-# Memory of the carries, as a multiple of the query's, and at least so many bytes.
-SCRATCH_FACTOR, SCRATCH_BYTES = 4, 32 << 20
 
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
@@ -491,14 +491,6 @@ def _(query, key, value, slopes, ranges, seed, scaling, own, dropout):
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _chunk_rows(query: torch.Tensor, key_length: int, tiles: Tiles) -> int:
-    """Returns how many query rows a pass over a chunk takes: whole row blocks, within the budget."""
-    B, H, Q, _ = query.shape
-    budget = max(SCRATCH_BYTES, SCRATCH_FACTOR * query.numel() * query.element_size())
-    fitting = budget // (max(1, B) * H * 8 * triton.cdiv(key_length, tiles.columns) * tiles.rows)
-    return tiles.rows * min(triton.cdiv(Q, tiles.rows), max(1, fitting))
-
-
 @torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
 def _backward(
     grad: torch.Tensor,
@@ -518,7 +510,7 @@ def _backward(
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     _, tiles = _tiles(D, query.dtype)
     rows, columns = tiles[0].rows, tiles[0].columns
-    chunk, blocks = _chunk_rows(query, K, tiles[0]), triton.cdiv(Q, rows)
+    chunk, blocks = chunk_rows(query, 8 * triton.cdiv(K, columns), rows), triton.cdiv(Q, rows)
     grad_left = None if grad_rest is None else rest * grad_rest
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -584,14 +576,8 @@ def _differentiate(ctx: Any, grad: torch.Tensor | None, grad_rest: torch.Tensor 
     return (*results, *([None] if saved[3] is None else []), *[None] * 5)
 
 
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "the attention kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
-    )
-
-
 _forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+_backward.register_autograd(refuse)
 
 
 def _check(

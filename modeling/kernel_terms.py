@@ -121,12 +121,23 @@ def store_last(added, of_rows, grad):
         tl.store(added.grad + first + added.last, grad[:, None], mask=inside)
 
 
-def check_decay(decay: tuple[torch.Tensor, torch.Tensor] | None, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Raises ValueError if the numbers of rows (1 or B, H, Q) or of keys (1 or B, H, K) have another shape."""
-    B, H = query.shape[:2]
-    for numbers, length in zip(decay or (), (query.shape[2], key.shape[2])):
+def check_added(decay: Any, relative: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raises ValueError if both are given, or shapes do not fit. For `decay` and `relative` see `plain_attention`."""
+    B, H, Q, D = query.shape
+    lengths = (Q, key.shape[2])
+    for numbers, length in zip(decay or (), lengths):
         if numbers.shape[0] not in (1, B) or numbers.shape[1:] != (H, length):
             raise ValueError(f"decay={tuple(numbers.shape)!r} is not valid: it must be (1 or {B}, {H}, {length}).")
+    if relative is None:
+        return
+    if decay is not None:
+        raise ValueError("relative positions with a decay are not valid: give one of them.")
+    table, *both = relative
+    if table.dim() != 2 or table.shape[1] != D or table.shape[0] < 1:
+        raise ValueError(f"table={tuple(table.shape)!r} is not valid: it must be (P, {D}).")
+    for positions, length in zip(both, lengths):
+        if positions.shape not in ((1, length), (B, length)):
+            raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
 
 
 def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None) -> Added | None:
@@ -160,21 +171,6 @@ def relative_argument(
     row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
     grad_z = torch.zeros_like(z) if grad else None
     return Added(positions[0], positions[1], row_stride, key_stride, z, grad_z, table.shape[0] - 1)
-
-
-def check_relative(
-    table: torch.Tensor,
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-) -> None:
-    """Raises ValueError if the shapes of the table (P, D) or of the positions (1 or B, Q or K) do not fit."""
-    if table.dim() != 2 or table.shape[1] != query.shape[3] or table.shape[0] < 1:
-        raise ValueError(f"table={tuple(table.shape)!r} is not valid: it must be (P, {query.shape[3]}).")
-    for positions, length in ((query_positions, query.shape[2]), (key_positions, key.shape[2])):
-        if positions.shape not in ((1, length), (query.shape[0], length)):
-            raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
 
 
 def relative_gradients(

@@ -32,7 +32,7 @@ from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
 from .position_base import PositionContext
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, prepare_forward
+from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, prepare_forward, register
 
 
 def _norm(config: WhatWhereGPT2Config) -> nn.Module:
@@ -261,14 +261,6 @@ class WhatWhereGPT2ForSequenceClassification(GenericForSequenceClassification, W
 
     base_model_prefix = "transformer"
 
-    def __init__(self, config: WhatWhereGPT2Config) -> None:
-        # The generic constructor uses AutoModel, which has no entry for classes loaded from a checkpoint.
-        WhatWhereGPT2PreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
-        self.transformer = WhatWhereGPT2Model(config)
-        self.score = nn.Linear(config.n_embd, self.num_labels, bias=False)
-        self.post_init()
-
 
 class WhatWhereGPT2ForTokenClassification(GenericForTokenClassification, WhatWhereGPT2PreTrainedModel):
     """The decoder with a classification head on every token; attention is causal."""
@@ -293,12 +285,7 @@ class WhatWhereGPT2ForQuestionAnswering(GenericForQuestionAnswering, WhatWhereGP
     """The decoder with a head for the start and the end of an answer."""
 
     base_model_prefix = "transformer"
-
-    def __init__(self, config: WhatWhereGPT2Config) -> None:
-        WhatWhereGPT2PreTrainedModel.__init__(self, config)
-        self.transformer = WhatWhereGPT2Model(config)
-        self.qa_outputs = nn.Linear(config.n_embd, 2)
-        self.post_init()
+    transformer: WhatWhereGPT2Model
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.wte
@@ -307,9 +294,11 @@ class WhatWhereGPT2ForQuestionAnswering(GenericForQuestionAnswering, WhatWhereGP
         self.transformer.wte = value
 
 
-WhatWhereGPT2Config.register_for_auto_class()
-WhatWhereGPT2Model.register_for_auto_class("AutoModel")
-WhatWhereGPT2ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-WhatWhereGPT2ForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
-WhatWhereGPT2ForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
-WhatWhereGPT2ForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+register(
+    WhatWhereGPT2Config,
+    WhatWhereGPT2Model,
+    WhatWhereGPT2ForCausalLM,
+    WhatWhereGPT2ForSequenceClassification,
+    WhatWhereGPT2ForTokenClassification,
+    WhatWhereGPT2ForQuestionAnswering,
+)

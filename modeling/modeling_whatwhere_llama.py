@@ -33,6 +33,7 @@ from .pretrained_model import (
     causal_lm_output,
     first_own_layer,
     prepare_forward,
+    register,
 )
 
 
@@ -226,35 +227,13 @@ class WhatWhereLlamaForCausalLM(WhatWhereLlamaPreTrainedModel, GenerationMixin):
 class WhatWhereLlamaForSequenceClassification(GenericForSequenceClassification, WhatWhereLlamaPreTrainedModel):
     """The decoder with a classification head on the last token that is not padding."""
 
-    def __init__(self, config: WhatWhereLlamaConfig) -> None:
-        # The generic constructor asks AutoModel, which does not know classes loaded from a checkpoint.
-        WhatWhereLlamaPreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
-        self.model = WhatWhereLlamaModel(config)
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
-
 
 class WhatWhereLlamaForTokenClassification(GenericForTokenClassification, WhatWhereLlamaPreTrainedModel):
     """The decoder with a classification head on every token; attention is causal."""
 
-    def __init__(self, config: WhatWhereLlamaConfig) -> None:
-        WhatWhereLlamaPreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
-        self.model = WhatWhereLlamaModel(config)
-        self.dropout = nn.Dropout(0.1)
-        self.score = nn.Linear(config.hidden_size, self.num_labels)
-        self.post_init()
-
 
 class WhatWhereLlamaForQuestionAnswering(GenericForQuestionAnswering, WhatWhereLlamaPreTrainedModel):
     """The decoder with a head that marks where an answer starts and ends."""
-
-    def __init__(self, config: WhatWhereLlamaConfig) -> None:
-        WhatWhereLlamaPreTrainedModel.__init__(self, config)
-        self.model = WhatWhereLlamaModel(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -263,9 +242,11 @@ class WhatWhereLlamaForQuestionAnswering(GenericForQuestionAnswering, WhatWhereL
         return super().from_pretrained(*args, **kwargs)
 
 
-WhatWhereLlamaConfig.register_for_auto_class()
-WhatWhereLlamaModel.register_for_auto_class("AutoModel")
-WhatWhereLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-WhatWhereLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
-WhatWhereLlamaForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
-WhatWhereLlamaForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+register(
+    WhatWhereLlamaConfig,
+    WhatWhereLlamaModel,
+    WhatWhereLlamaForCausalLM,
+    WhatWhereLlamaForSequenceClassification,
+    WhatWhereLlamaForTokenClassification,
+    WhatWhereLlamaForQuestionAnswering,
+)

@@ -220,7 +220,6 @@ class PositionEncoding(nn.Module):
         self.config = config
         self.parameters_ = parameters
         self.layer_idx = layer_idx
-        self.in_sum = False  # True if the layer has other encodings too.
         self.head_dim = head_dim(config)
 
     @classmethod

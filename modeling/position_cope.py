@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from transformers import initialization as init
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from .attention_blockwise import MASKED, TERMS, Block, Term
+from .learned_table import LearnedTable, SharedTable
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 
 
@@ -58,20 +58,6 @@ class CoPEParameters(Parameters):
 
     def in_layer(self, layer_idx: int) -> bool:
         return layer_idx % self.every_n_layers == 0
-
-
-class CoPETable(nn.Module):
-    """The position embeddings e, (D, P), shared by heads. A module of its own, called with an argument, for PEFT."""
-
-    def __init__(self, head_dim: int, num_positions: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(head_dim, num_positions))
-
-    def reset(self) -> None:
-        init.zeros_(self.weight)
-
-    def forward(self, _: Any = None) -> torch.Tensor:
-        return self.weight
 
 
 class GateKey(nn.Linear):
@@ -244,17 +230,6 @@ def interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, 
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 
-class SharedCoPE(nn.Module):
-    """The table of all layers, if they share it."""
-
-    def __init__(self, head_dim: int, num_positions: int) -> None:
-        super().__init__()
-        self.table = CoPETable(head_dim, num_positions)
-
-    def forward(self, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
-        return self.table(None)
-
-
 class CoPE(PositionEncoding):
     """CoPE, Contextual Position Encoding. (Not "Clipped RoPE", which has the same short name.)
 
@@ -283,7 +258,8 @@ class CoPE(PositionEncoding):
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
         self.rotated = "rope" in config.layer_encodings(layer_idx)
-        self.table = None if parameters.share_across_layers else CoPETable(self.head_dim, parameters.num_positions)
+        # The position embeddings e, (D, P), shared by heads.
+        self.table = None if parameters.share_across_layers else LearnedTable(self.head_dim, parameters.num_positions)
         self.gate_key = None
         if parameters.gates == "separate_key":
             self.gate_key = GateKey(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
@@ -291,8 +267,8 @@ class CoPE(PositionEncoding):
             self.term = TERMS["cope_gates"]
 
     @classmethod
-    def shared(cls, config: Any, parameters: CoPEParameters) -> SharedCoPE | None:
-        return SharedCoPE(head_dim(config), parameters.num_positions) if parameters.share_across_layers else None
+    def shared(cls, config: Any, parameters: CoPEParameters) -> SharedTable | None:
+        return SharedTable(head_dim(config), parameters.num_positions) if parameters.share_across_layers else None
 
     def uses(self, hook: str) -> bool:
         return self.gate_key is not None if hook == "cached_state" else super().uses(hook)

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
-from transformers import initialization as init
 
 from .attention_blockwise import Block, Term
+from .learned_table import LearnedTable
 from .position_alibi import alibi_slopes
 from .position_base import Parameters, PositionContext, PositionEncoding
 
@@ -86,20 +85,6 @@ class CoPEALiBiTerm(Term):
         return [grad]
 
 
-class Slopes(nn.Module):
-    """The learned slopes, (H,). A module of its own, so that PEFT can target it."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads))
-
-    def reset(self) -> None:
-        init.zeros_(self.weight)
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
-
-
 class CoPEALiBi(PositionEncoding):
     """CoPE_ALiBi: the cumulative sum of CoPE's gates as a bias, with one slope for each head.
 
@@ -120,13 +105,13 @@ class CoPEALiBi(PositionEncoding):
 
     def __init__(self, config: Any, parameters: CoPEALiBiParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
-        self.slopes = Slopes(config.num_attention_heads) if parameters.slopes == "learned" else None
+        self.slopes = LearnedTable(config.num_attention_heads) if parameters.slopes == "learned" else None
 
     def _slopes(self, context: PositionContext) -> torch.Tensor:
         """Returns the slopes of the local heads and of those after them."""
         first = context.head_offset
         if self.slopes is not None:
-            return self.slopes()[first:]
+            return self.slopes(None)[first:]
         # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
         heads, device = self.config.num_attention_heads, context.query_positions.device
         if self.parameters_.slopes == "alibi":

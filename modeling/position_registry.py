@@ -229,8 +229,6 @@ class PositionEncodings(nn.ModuleDict):
     def __init__(self, config: Any, layer_idx: int) -> None:
         parts = layer_plan(config)[layer_idx]
         super().__init__({cls.name: cls(config, parameters, layer_idx) for cls, parameters in parts})
-        for part in self.values():
-            part.in_sum = len(parts) > 1  # type: ignore[assignment]
         self.kernel_name = layer_kernel(parts)
         self.default = layer_default(parts)
         # Default hooks are not called, to keep decoding steps fast.

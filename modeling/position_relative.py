@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import initialization as init
 
 from .attention_blockwise import Block, Term, compute_dtype
+from .learned_table import SharedTable
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 
 
@@ -138,32 +137,6 @@ class RelativeTerm(Term):
         return [self.grad_table]
 
 
-class RelativeTable(nn.Module):
-    """The embeddings of the distances, (P, D). A module of its own, so that PEFT can target it."""
-
-    def __init__(self, num_positions: int, head_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_positions, head_dim))
-        self.reset()
-
-    def reset(self) -> None:
-        init.normal_(self.weight, mean=0.0, std=self.weight.shape[1] ** -0.5)
-
-    def forward(self, _: Any = None) -> torch.Tensor:
-        return self.weight
-
-
-class SharedRelative(nn.Module):
-    """One table for all heads and layers."""
-
-    def __init__(self, num_positions: int, head_dim: int) -> None:
-        super().__init__()
-        self.table = RelativeTable(num_positions, head_dim)
-
-    def forward(self, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
-        return self.table(None)
-
-
 class RelativePosition(PositionEncoding):
     """Relative position embeddings on the keys: logit = q_i . (k_j + e[i - j]) / sqrt(d).
 
@@ -179,9 +152,10 @@ class RelativePosition(PositionEncoding):
     term = RelativeTerm
 
     @classmethod
-    def shared(cls, config: Any, parameters: RelativeParameters) -> SharedRelative:
+    def shared(cls, config: Any, parameters: RelativeParameters) -> SharedTable:
         assert parameters.num_positions is not None, "resolve fills it in"
-        return SharedRelative(parameters.num_positions, head_dim(config))
+        width = head_dim(config)
+        return SharedTable(parameters.num_positions, width, std=width**-0.5)
 
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         tensors = context.shared[self.name], context.query_positions, context.key_positions
@@ -194,14 +168,9 @@ class RelativePosition(PositionEncoding):
         value: torch.Tensor,
         context: PositionContext,
         **options: Any,
-    ) -> torch.Tensor | dict[str, Any]:
+    ) -> dict[str, Any]:
         table = context.shared[self.name]
         if self.parameters_.beyond == "none":
             # In the kernels, larger distances have the last entry.
             table = F.pad(table, (0, 0, 0, 1))
-        relative = table, context.query_positions, context.key_positions
-        if self.in_sum:
-            return {"relative": relative}
-        from .kernel_relative import relative_attention
-
-        return relative_attention(query, key, value, *relative, **options)
+        return {"relative": (table, context.query_positions, context.key_positions)}

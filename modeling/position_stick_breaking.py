@@ -30,6 +30,7 @@ from .attention_blockwise import (
     compute_dtype,
 )
 from .attention_mask import causal_mask, dense_mask, is_ranges
+from .learned_table import LearnedTable
 from .position_base import Parameters, PositionContext, PositionEncoding
 
 # Above it softplus(x) is taken as x (the paper's stabilised softplus).
@@ -348,21 +349,6 @@ def stick_breaking_attention(
     return *_forward(query, key, value, mask, seed, not inclusive, scaling, dropout, rows), None
 
 
-class HeadBias(nn.Module):
-    """What the remainder is multiplied with: weight (H, D), 0 at the start."""
-
-    def __init__(self, heads: int, channels: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads, channels))
-
-    def reset(self) -> None:
-        init.zeros_(self.weight)
-
-    def forward(self, first: int, heads: int) -> torch.Tensor:
-        """Returns the vectors of some heads: (heads, 1, D)."""
-        return self.weight[first : first + heads, None]
-
-
 class HeadNorm(nn.Module):
     """GroupNorm with one group for each head: weight and bias (H, D)."""
 
@@ -405,7 +391,7 @@ class StickBreaking(PositionEncoding):
         super().__init__(config, parameters, layer_idx)
         learned = parameters.remainder == "head_bias"
         heads = config.num_attention_heads
-        self.head_bias = HeadBias(heads, self.head_dim) if learned else None
+        self.head_bias = LearnedTable(heads, self.head_dim) if learned else None
         self.norm = HeadNorm(heads, self.head_dim) if learned else None
 
     def attend(
@@ -453,7 +439,8 @@ class StickBreaking(PositionEncoding):
         output = output.to(remainder.dtype)
         if self.head_bias is not None and self.norm is not None:
             first = context.head_offset
-            output = self.norm(output + remainder[..., None] * self.head_bias(first, heads), first)
+            bias = self.head_bias(None)[first : first + heads, None]
+            output = self.norm(output + remainder[..., None] * bias, first)
         else:
             own = context.new_value
             output = output + remainder[..., None] * own.repeat_interleave(heads // own.shape[1], dim=1)

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import initialization as init
 
 from .attention_blockwise import compute_dtype, join_digits, split_digits
 from .attention_mask import is_ranges
-from .position_base import Parameters, PositionContext, PositionEncoding
-
-# Below every content logit, above those that a mask hides: -1e4, the lowest number of any type, -inf.
-HIDDEN = -5e3
+from .head_linear import HeadLinear
+from .learned_table import LearnedTable
+from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding
 
 # The standard deviation of all weights at the start.
 STD = 0.02
@@ -43,48 +40,6 @@ class TokenGatedCoPEParameters(Parameters):
         if self.num_positions is not None:
             return self
         return dataclasses.replace(self, num_positions=max(2, min(2048, config.max_position_embeddings)))
-
-
-class TokenGate(nn.Linear):
-    """What opens the gates of tokens (..., E): numbers (..., H); under tensor parallelism, of the local heads.
-
-    The sigmoid is not part of it: adapters add to what a linear layer returns.
-    """
-
-    tensor_parallel_style = "colwise"
-
-    def reset(self) -> None:
-        init.normal_(self.weight, mean=0.0, std=STD)
-        init.zeros_(self.bias)
-
-
-class TokenGatedTable(nn.Module):
-    """The position embeddings e, (P, D), shared by the heads of a layer."""
-
-    def __init__(self, num_positions: int, head_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_positions, head_dim))
-
-    def reset(self) -> None:
-        init.normal_(self.weight, mean=0.0, std=STD)
-
-    def forward(self, _: Any = None) -> torch.Tensor:
-        return self.weight
-
-
-class PositionQuery(nn.Module):
-    """The matrix W_p, (D, D), that makes the queries of positions, shared by the heads of a layer."""
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(head_dim, head_dim))
-
-    def reset(self) -> None:
-        init.normal_(self.weight, mean=0.0, std=STD)
-
-    def forward(self, query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns W_p q of queries (..., D), in `dtype`."""
-        return F.linear(query.to(dtype), self.weight.to(dtype))
 
 
 class TokenGatedCoPE(PositionEncoding):
@@ -115,9 +70,11 @@ class TokenGatedCoPE(PositionEncoding):
         super().__init__(config, parameters, layer_idx)
         num_positions = parameters.num_positions
         assert num_positions is not None, "resolve fills it in"
-        self.gate = TokenGate(config.hidden_size, config.num_attention_heads)
-        self.table = TokenGatedTable(num_positions, self.head_dim)
-        self.position_query = PositionQuery(self.head_dim)
+        # Without the sigmoid: adapters add to what a linear layer returns.
+        self.gate = HeadLinear(config.hidden_size, config.num_attention_heads, STD, bias=0.0)
+        self.table = LearnedTable(num_positions, self.head_dim, std=STD)
+        # The matrix W_p.
+        self.position_query = LearnedTable(self.head_dim, self.head_dim, std=STD)
 
     def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the gates of the new tokens, (B, G, Q, 2 n): n = H // G heads, two numbers each."""
@@ -137,7 +94,7 @@ class TokenGatedCoPE(PositionEncoding):
         P = table.shape[0]
         positions = (gates * (logits > HIDDEN)).cumsum(-1).clamp(0, P - 1.001)
         # The gradient of a position flows through the fraction only; where it is clamped, there is none.
-        z = self.position_query(context.query, dtype) @ table.T * scaling
+        z = F.linear(context.query.to(dtype), self.position_query(None).to(dtype)) @ table.T * scaling
         step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
         # NaN is no index; it stays in the fraction.
         floor = positions.detach().long().clamp_(0, P - 1)
@@ -183,7 +140,7 @@ class TokenGatedCoPE(PositionEncoding):
         embeddings = torch.lerp(below, above, (positions - floor)[..., None])
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        own = self.position_query(context.query, torch.float32)
+        own = F.linear(context.query.float(), self.position_query(None).float())
         query, key = torch.cat((query, own.to(query.dtype)), -1), torch.cat((key, embeddings.to(key.dtype)), -1)
         return plain_attention(query, key, value, ranges=ranges, scaling=scaling, **options)
 

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -170,7 +171,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
             "kernel_knots": any("knots" in layer for layer in kernels),
             "kernel_polar": any("kernel_pope import" in layer for layer in kernels),
-            "kernel_terms": any(re.search(r"^$|kernel_(plain|relative) import|return \{", layer) for layer in kernels),
+            "kernel_terms": any(re.search(r"^$|kernel_plain import|return \{", layer) for layer in kernels),
         }
         for path in (registry, *folder.glob("kernel_*.py")):
             text = path.read_text(encoding="utf-8").replace("COMPLETE = True", "COMPLETE = False")
@@ -211,6 +212,16 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 "folder has: install the package whatwhere, or use generate()."
             ) from error
         return module.init_continuous_batching(self, *args, **kwargs)
+
+
+def register(config_class: Any, *classes: Any) -> None:
+    """Registers a family's classes with the Auto classes: in this process, and in what is saved."""
+    config_class.register_for_auto_class()
+    prefix = config_class.__name__.removesuffix("Config")
+    for cls in classes:
+        name = "AutoModel" + cls.__name__.removeprefix(prefix).removeprefix("Model")
+        cls.register_for_auto_class(name)
+        getattr(transformers, name).register(config_class, cls, exist_ok=True)
 
 
 def refusal(message: str) -> ValueError:

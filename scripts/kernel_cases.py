@@ -317,11 +317,11 @@ def _relative(case: Case, device: torch.device) -> Call:
     options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
 
     def kernel(*inputs: torch.Tensor) -> torch.Tensor:
-        from whatwhere.kernel_relative import relative_attention
+        from whatwhere.kernel_plain import plain_attention
 
-        query, key, value, table = inputs
-        positions = given.positions_of(query)
-        return relative_attention(query, key, value, table, *positions, **options, dropout=given.seeded())
+        *states, table = inputs
+        relative = (table, *given.positions_of(states[0]))
+        return plain_attention(*states, relative=relative, **options, dropout=given.seeded())
 
     def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         query, key, value, table = inputs
@@ -375,7 +375,7 @@ def _token_gated(case: Case, device: torch.device) -> Call:
         encoding: Any = types.SimpleNamespace(
             _gates=lambda context: gates,
             table=lambda _: table,
-            position_query=lambda query, dtype: F.linear(query.to(dtype), matrix.to(dtype)),
+            position_query=lambda _: matrix,
         )
         context = PositionContext(given.positions, query=query)
         return TokenGatedCoPE.kernel(encoding, query, key, value, context, **options, dropout=given.seeded())

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import oracles
 from compile_kernels import recording
-from tiny import slow_but
-from whatwhere import kernel_cope
+from tiny import check_operator, slow_but
+from whatwhere import kernel_cope, kernel_flash
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
 from whatwhere.kernel_launch import Tiles
@@ -282,8 +282,8 @@ def test_decay(rows, keys, openness, separate, dtype):
 def test_relative_positions(rows, keys, openness, separate, dtype, chunks, monkeypatch):
     """Added to the logits, not to the gates; in the windows and left of them; in chunks of rows; decoding."""
     if chunks:
-        monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
-        monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
+        monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+        monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     tensors = inputs(3, 4, 2, rows, keys, 16, openness=openness, separate=separate, dtype=dtype)
     embeddings = torch.randn(20, 16).to(dtype).requires_grad_()
     low = torch.arange(keys - rows, keys) // 30 * 30
@@ -315,8 +315,8 @@ def test_scale_of_positions_is_its_own():
 )
 def test_chunks_of_rows(monkeypatch, openness, heads, rows, keys):
     """A small budget for scratch memory changes nothing but the number of passes."""
-    monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     tensors = inputs(1, heads, 1, rows, keys, 16, openness=openness)
     assert kernel_cope._Pass([*tensors[:4], *[None] * 10], 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
     compare(tensors)
@@ -430,8 +430,8 @@ def test_pieces_between_knots(units, rows, keys, openness, positions, dtype):
 )
 def test_pieces_with_padding_and_documents(units, chunks, monkeypatch):
     if chunks:
-        monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
-        monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
+        monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+        monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     ranges = padded_and_packed(30, 110)
     tensors = inputs(3, 2, 1, 30, 110, 16)[:3]
     compare_network(tensors, network_of(units, 12), dense_mask(ranges, 30, 110)[:, 0], ranges)
@@ -597,15 +597,6 @@ def test_same_result_twice():
 
 
 # Fake implementations, gradients, mutation: what torch.compile, export and FSDP rely on.
-OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-
-
-def check_operator(operator, tensors, *settings):
-    places = [place for place, one in enumerate(tensors) if one is not None]
-    arguments = ([tensors[place] for place in places], places, *settings)
-    torch.library.opcheck(operator, arguments, test_utils=OPERATOR_TESTS)
-
-
 @pytest.mark.parametrize(
     ("separate", "rotated"), slow_but([(True, True)], [(True, False), (False, False), (False, True), (True, True)])
 )
@@ -623,14 +614,6 @@ def test_operator(separate, rotated):
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
     check_operator(kernel_cope._decode, [query[:, :, :1], *others], 0.25, 0.25, 16)
-
-
-def test_second_derivative_is_refused():
-    query, key, value, table, _ = inputs(1, 1, 1, 20, 20, 16)
-    out = cope_attention(query, key, value, table, scaling=0.25, position_scale=0.25)
-    (grad,) = torch.autograd.grad(out.sin().sum(), query, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(grad.sum(), query)
 
 
 @pytest.mark.parametrize(

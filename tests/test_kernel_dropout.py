@@ -9,11 +9,10 @@ import torch
 pytest.importorskip("triton")
 
 from tiny import slow_but
-from whatwhere import kernel_cope, kernel_launch, kernel_pope, kernel_relative
+from whatwhere import kernel_flash, kernel_launch, kernel_plain, kernel_pope
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
-from whatwhere.kernel_relative import relative_attention
 from whatwhere.scripts.benchmark.references import cope_reference, plain_reference, pope_reference, undecided_rows
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
@@ -86,7 +85,7 @@ def with_distances(query, key, embeddings):
 
 def relative():
     def kernel(query, key, value, embeddings, **options):
-        return relative_attention(query, key, value, embeddings, ROWS[None], ROWS[None], **options)
+        return plain_attention(query, key, value, relative=(embeddings, ROWS[None], ROWS[None]), **options)
 
     def reference(query, key, value, embeddings, *, rows, scaling):
         return plain_reference(*with_distances(query, key, embeddings), value, rows=rows, scaling=scaling)
@@ -112,11 +111,10 @@ KINDS = {kind.__name__: kind for kind in (plain, decayed, pope, cope, cope_separ
 @pytest.mark.parametrize("name", slow_but(["decayed", "pope", "cope"], KINDS))
 def test_gradients_are_those_of_the_dropped_weights(name, monkeypatch):
     """Forward and backward pass, windows and plain part, and all parts of PoPE drop the same weights."""
-    for module in (kernel_pope, kernel_cope, kernel_relative):
+    for module in (kernel_pope, kernel_flash):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
-    for module in (kernel_cope, kernel_relative):
-        monkeypatch.setattr(module, "SCRATCH_FACTOR", 0)
-    monkeypatch.setattr(kernel_relative, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
     torch.manual_seed(3)
     kernel, formula, own, fixed = KINDS[name]()
     query, key, value = random(B, H, T, T), random(B, G, T, T), random(B, G, T, T)

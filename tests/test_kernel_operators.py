@@ -123,6 +123,15 @@ def test_empty_batches(name, variant, queries):
         assert not one.grad.any()
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_second_derivatives_are_refused(name):
+    call = KERNELS[name].call(case(name, "float32", 16, 5, 5), CPU)
+    inputs = [one.detach().requires_grad_() for one in call.inputs]
+    (grad,) = torch.autograd.grad(call.kernel(*inputs).sin().sum(), inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative: use attn_implementation='eager'"):
+        grad.sum().backward()
+
+
 @pytest.mark.parametrize("mask", slow_but(["packed"], ["causal", "packed"]))
 @pytest.mark.parametrize(
     ("name", "variant"),

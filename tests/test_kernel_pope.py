@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tiny import slow_but
+from tiny import check_operator, slow_but
 from whatwhere import kernel_launch, kernel_pope
 from whatwhere.kernel_pope import pope_attention
 
@@ -152,8 +152,8 @@ def test_in_parts(key_heads, monkeypatch):
     gradients = torch.autograd.grad(whole, wanted(*arguments), grad)
     monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
     query, key, value, (*phases, shift) = arguments
-    parts = list(kernel_pope._parts(query, key, value, phases, shift, ranges, None))
-    assert [part.value.shape[:2] for part in parts] == [(1, key_heads)] * 6
+    parts = kernel_pope._parts([query, key, value, shift, *phases, ranges, None], 0.0)
+    assert [part_value.shape[:2] for *_, part_value, _ in parts] == [(1, key_heads)] * 6
     again = pope_attention(*arguments, ranges=ranges, scaling=0.4)
     close(again, whole)
     for one, other in zip(torch.autograd.grad(again, wanted(*arguments), grad), gradients):
@@ -209,12 +209,12 @@ def test_rows_that_see_nothing():
 def test_operators(shifted, limited):
     query, key, value, (*phases, shift) = inputs((2, 2, 1, 12, 20, 16, 8), shifted=shifted)
     ranges = padding_limits(2, 12, 20) if limited else None
-    torch.library.opcheck(kernel_pope._forward, (query, key, value, *phases, shift, ranges, None, 0.3, 0.0))
+    check_operator(kernel_pope._forward, [query, key, value, shift, *phases, ranges], 0.3, 0.0)
     one = [tensor.detach() for tensor in (query[:, :, :1], key, value)]
     first = [phases[0][:, :1], phases[1][:, :1], *phases[2:]]
     step = padding_limits(2, 1, 20) if limited else None
     constant = None if shift is None else shift.detach()
-    torch.library.opcheck(kernel_pope._decode, (*one, *first, constant, step, 0.3))
+    check_operator(kernel_pope._decode, [*one, constant, *first, step], 0.3)
 
 
 @pytest.mark.parametrize("shifted", slow_but([True], [True, False]))
@@ -254,19 +254,15 @@ def test_autocast():
     close(out, reference(*doubled(*arguments), None, 0.3), 3e-2)
 
 
-def test_second_derivative_is_refused():
-    query, key, value, tables = inputs((1, 1, 1, 8, 8, 16, 16))
-    out = pope_attention(query, key, value, tables, scaling=1.0)
-    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        grad.sum().backward()
-
-
 def test_wrong_arguments():
     query, key, value, (*phases, shift) = inputs((1, 2, 1, 8, 10, 16, 16))
     with pytest.raises(ValueError, match="tables="):
         pope_attention(query, key, value, (*phases[2:], *phases[2:], shift), scaling=1.0)
     with pytest.raises(ValueError, match="shift="):
         pope_attention(query, key, value, (*phases, shift[:, :3]), scaling=1.0)
+    with pytest.raises(ValueError, match=r"query=\(1, 2, 8, 16\), key=\(1, 1, 7, 16\).*do not fit"):
+        pope_attention(query, key[:, :, 3:], value[:, :, 3:], (*phases, shift), scaling=1.0)
+    with pytest.raises(ValueError, match=r"value=\(1, 1, 10, 8\) is not valid: it must be as the keys"):
+        pope_attention(query, key, value[..., :8], (*phases, shift), scaling=1.0)
     with pytest.raises(ValueError, match="no gradient"):
         pope_attention(query, key, value, (phases[0].requires_grad_(), *phases[1:], shift), scaling=1.0)

@@ -14,12 +14,11 @@ import triton.language as tl
 from compile_kernels import variants
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import ranges_of, slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_pope, kernel_relative, kernel_scan
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_pope, kernel_scan
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
-from whatwhere.kernel_relative import relative_attention
 from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
@@ -143,13 +142,16 @@ def test_plain_attention_with_other_tiles(tiles, mask, monkeypatch):
 def test_relative_positions(shape, mask, monkeypatch):
     """Positions that are distinct; tiles near and far; chunks of rows."""
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
-    for name, value in {"SCRATCH_BYTES": 1, "SCRATCH_FACTOR": 0, "CHUNK_ROWS": 32}.items():
-        monkeypatch.setattr(kernel_relative, name, value)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
     _, _, _, Q, K, D = shape = SHAPES[shape]
     ranges, positions = mask_of(mask, shape), torch.arange(K)[None]
 
     def attend(*tensors):
-        return relative_attention(*tensors, positions[:, K - Q :], positions, ranges=ranges, scaling=0.3)
+        *states, table = tensors
+        relative = table, positions[:, K - Q :], positions
+        return plain_attention(*states, relative=relative, ranges=ranges, scaling=0.3)
 
     search(attend, (*inputs(shape), torch.randn(20, D)), DECODING if Q == 1 else FLASH)
 
@@ -236,8 +238,8 @@ def narrow(monkeypatch):
 @pytest.fixture
 def little_scratch(monkeypatch):
     """A chunk for each block of rows."""
-    monkeypatch.setattr(kernel_cope, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_cope, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
 
 
 @pytest.mark.parametrize(
@@ -296,8 +298,8 @@ def test_cope_with_its_own_tiles(dtype, mask, little_scratch):
 )
 def test_scan(shape, mask, softmax, monkeypatch):
     """With a softmax or by stick-breaking; several blocks of rows and keys, and a chunk for each block of rows."""
-    monkeypatch.setattr(kernel_scan, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_scan, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     monkeypatch.setattr(kernel_scan, "_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
     ranges = mask_of(mask, SHAPES[shape])
 

@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import oracles
-from tiny import ranges_of, slow_but
-from whatwhere import kernel_flash, kernel_launch, kernel_relative
+from tiny import check_operator, ranges_of, slow_but
+from whatwhere import kernel_flash, kernel_launch, kernel_plain
 from whatwhere.kernel_launch import Tiles
-from whatwhere.kernel_relative import relative_attention
+from whatwhere.kernel_plain import plain_attention
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 
@@ -67,7 +67,8 @@ def compare(states, kind, Q, K, tolerance=2e-5, repeats=1):
     truth = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     runs = []
     for _ in range(repeats):
-        out = relative_attention(*states, positions[:, K - Q :], positions, ranges=ranges, scaling=0.25)
+        relative = states[3], positions[:, K - Q :], positions
+        out = plain_attention(*states[:3], relative=relative, ranges=ranges, scaling=0.25)
         runs.append([out, *torch.autograd.grad(out, states, grad)])
     for name, found, other, right in zip(("out", "dq", "dk", "dv", "dtable"), runs[0], runs[-1], truth):
         assert torch.equal(found, other)
@@ -75,9 +76,8 @@ def compare(states, kind, Q, K, tolerance=2e-5, repeats=1):
         assert error <= tolerance, f"{name}: {error:.2g}"
     with torch.no_grad():
         last = None if ranges is None else ranges[:, :, Q - 1 :]
-        row = relative_attention(
-            states[0][:, :, -1:], *states[1:], positions[:, -1:], positions, ranges=last, scaling=0.25
-        )
+        relative = states[3], positions[:, -1:], positions
+        row = plain_attention(states[0][:, :, -1:], *states[1:3], relative=relative, ranges=last, scaling=0.25)
     assert (row - expected[:, :, -1:]).norm() <= tolerance * max(expected[:, :, -1:].norm(), 0.1)
 
 
@@ -108,36 +108,32 @@ def test_low_precision(dtype):
 @pytest.mark.parametrize("kind", slow_but(["packed"], ["causal", "packed", "padded"]))
 def test_chunks_of_rows(kind, monkeypatch):
     """A small budget for scratch memory changes nothing but the number of passes."""
-    monkeypatch.setattr(kernel_relative, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_relative, "SCRATCH_FACTOR", 0)
-    monkeypatch.setattr(kernel_relative, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
+    monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 8)
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
     compare(inputs(10, 14, 4), kind, 10, 14)
 
 
 @pytest.mark.parametrize("rows", [7, 1])
 def test_operator(rows):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    states = inputs(rows, 9, 4)
+    *states, table = inputs(rows, 9, 4)
     positions = torch.arange(9 - rows, 9)[None], torch.arange(9)[None]
-    torch.library.opcheck(kernel_relative._forward, (*states, *positions, None, None, 0.25, 0.0), test_utils=tests)
+    tensors = [*states, None, None, table, None, None, *positions]
+    check_operator(kernel_plain._forward, tensors, 0.25, 0.0)
     if rows == 1:
-        states = [one.detach() for one in states]
-        torch.library.opcheck(kernel_relative._decode, (*states, *positions, None, 0.25), test_utils=tests)
-
-
-def test_second_derivative_is_refused():
-    states = inputs(5, 5, 4)
-    out = relative_attention(*states, torch.arange(5)[None], torch.arange(5)[None], scaling=0.25)
-    (grad,) = torch.autograd.grad(out.sin().sum(), states[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(grad.sum(), states[0])
+        tensors = [one if one is None else one.detach() for one in tensors]
+        check_operator(kernel_plain._decode, tensors, 0.25)
 
 
 def test_bad_inputs():
     query, key, value, table = inputs(5, 9, 4)
-    positions = torch.arange(4, 9)[None], torch.arange(9)[None]
-    with pytest.raises(ValueError, match=r"table=\(4, 8\) is not valid: it must be \(P, 16\)"):
-        relative_attention(query, key, value, table[:, :8], *positions, scaling=0.25)
-    with pytest.raises(ValueError, match=r"positions=\(1, 9\) is not valid: it must be \(1 or batch, 5\)"):
-        relative_attention(query, key, value, table, positions[1], positions[1], scaling=0.25)
+    rows, keys = torch.arange(4, 9)[None], torch.arange(9)[None]
+    decay = torch.zeros(B, H, 5), torch.zeros(B, H, 9)
+    for given, message in (
+        ({"relative": (table[:, :8], rows, keys)}, r"table=\(4, 8\) is not valid: it must be \(P, 16\)"),
+        ({"relative": (table, keys, keys)}, r"positions=\(1, 9\) is not valid: it must be \(1 or batch, 5\)"),
+        ({"relative": (table, rows, keys), "decay": decay}, "give one of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plain_attention(query, key, value, **given, scaling=0.25)

@@ -11,8 +11,9 @@ import oracles
 import whatwhere.attention_blockwise as attention_blockwise
 from tiny import bias_of, position_context, ranges_of, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention
+from whatwhere.learned_table import SharedTable
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
-from whatwhere.position_cope import CoPE, CoPEParameters, SharedCoPE
+from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_cope_gates import GatedCoPETerm
 from whatwhere.position_registry import PositionEncodings, supported_implementations
 
@@ -395,7 +396,7 @@ def test_tables():
     assert not layer.table.weight.any()
     parameters = CoPEParameters(num_positions=5, share_across_layers=True)
     layer, shared = CoPE(CONFIG, parameters, 0), CoPE.shared(CONFIG, parameters)
-    assert isinstance(shared, SharedCoPE)
+    assert isinstance(shared, SharedTable)
     assert [(name, tuple(p.shape)) for name, p in shared.named_parameters()] == [("table.weight", (4, 5))]
     assert not list(layer.parameters())
     context = context_of(shared={"cope": shared(torch.zeros(1), context_of())})

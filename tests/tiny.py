@@ -92,6 +92,14 @@ def bias_of(encoding, context, scaling):
     return Bias(encoding.term, *encoding.term_inputs(context, scaling))
 
 
+def check_operator(operator, tensors, *settings):
+    """PyTorch's checks of an operator that takes the tensors that there are, and their places."""
+    places = [place for place, one in enumerate(tensors) if one is not None]
+    arguments = ([tensors[place] for place in places], places, *settings)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(operator, arguments, test_utils=tests)
+
+
 def slow_but(quick, cases):
     """Cases for `pytest.mark.parametrize`: all but the quick ones are marked slow."""
     quick, cases = list(quick), list(cases)

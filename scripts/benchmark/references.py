@@ -110,7 +110,7 @@ def plain_reference(
     Args:
         decay: numbers c, float64 (1 or B, H, Q) and (1 or B, H, K); c_i - c_j, or 0 if that is positive, is added to
             the logit of row i and key j: FoX, ALiBi.
-        relative: the table (P, D), and positions (1 or B, Q) and (1 or B, K): `kernel_relative.relative_attention`.
+        relative: the table (P, D), and positions (1 or B, Q) and (1 or B, K): `kernel_plain.plain_attention`.
     """
     logits = _logits(query[:, :, rows], key, scaling) + _bias(query[:, :, rows], rows, scaling, decay, relative)
     return _attend(logits, value, visible(query.shape[2], key.shape[2], rows, ranges=ranges), kept)

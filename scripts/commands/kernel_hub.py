@@ -69,7 +69,7 @@ Causal attention in Triton: forward, backward and decoding, in memory linear in 
 - `cope_attention`: contextual positions (CoPE, [2405.18719](https://arxiv.org/abs/2405.18719))
 - `cope_alibi_attention`: CoPE's count as a bias (CoPE_ALiBi, the same paper)
 - `pope_attention`: polar coordinate positions (PoPE, [2509.10534](https://arxiv.org/abs/2509.10534))
-- `plain_attention`: softmax attention, optionally with a decay (ALiBi, FoX)
+- `plain_attention`: softmax attention, optionally with a decay (ALiBi, FoX) or relative positions
 - `stick_attention`: stick-breaking attention ([2410.17980](https://arxiv.org/abs/2410.17980))
 
 ```python
