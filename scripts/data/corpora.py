@@ -13,7 +13,7 @@ Some corpora are available in one place only.
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import yaml
 
 from whatwhere.position_base import suggest
 
-from .files import find_all, read_found, read_text
+from .files import find_all, read_found
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
 from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, on_disk, read_hub
@@ -76,25 +76,17 @@ def wikitext_articles(file: Path, split: str) -> Iterator[str]:
     article: list[str] | None = None
     # A file may begin with its first title.
     before = ""
-    for line in _lines(read_text(str(file))):
-        if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
+    with file.open(encoding="utf-8-sig") as lines:
+        for line in lines:
+            if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
+                if article is not None:
+                    yield "".join(article)
+                article = []
             if article is not None:
-                yield "".join(article)
-            article = []
-        if article is not None:
-            article.append(line)
-        before = line
+                article.append(line)
+            before = line
     if article is not None:
         yield "".join(article)
-
-
-def _lines(pieces: Iterable[str]) -> Iterator[str]:
-    rest = ""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        yield from (line + "\n" for line in lines)
-    if rest:
-        yield rest
 
 
 # Readers of files with other formats than one document per row: functions of the file and the split.
