@@ -1,13 +1,7 @@
 """Named corpora of the papers and of our own runs, from local files if a data folder is given, else from the Hub.
 
-    load_corpus("pg19", "test", data_dir="data")     # local files, in the layout of `corpora.yaml`
-    load_corpus("pg19", "test")                      # from the Hub, unless WHATWHERE_DATA_DIR is set
-
-In a recipe, `data.source: corpus` with `splits: {train: "wikipedia_en:train[:1000]", ...}` selects a split of a corpus
-and optionally a slice of its documents. All corpora have rows with a document in `text`; music and genomes are written
-as words for their tokenizers.
-
-Some corpora are available in one place only.
+All corpora have rows with a document in `text`; music and genomes are written as words for their tokenizers. Some are
+available in one place only.
 """
 
 import dataclasses
