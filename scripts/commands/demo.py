@@ -64,6 +64,19 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     print(f"=== {name}: {seconds[name]:.1f} s", flush=True)
 
 
+def is_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) -> bool:
+    """Returns whether the folder contains a finished training run of the recipe.
+
+    Raises:
+        ValueError: the recipe is not valid.
+        TrainingError: the folder contains a finished run of another recipe.
+    """
+    from ..training.recipe import load_recipe
+    from ..training.run_folder import RunFolder
+
+    return RunFolder(folder).results(load_recipe(f"demo_{encoding}", overrides).resolved()) is not None
+
+
 def processes() -> int:
     """Returns how many models are trained in parallel; on CPUs, two processes are faster than two threads."""
     import torch
@@ -72,7 +85,7 @@ def processes() -> int:
 
 
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
-    """Trains or continues each unfinished encoding in its own process, `processes()` at a time.
+    """Trains each encoding in its own process, `processes()` at a time; continues interrupted runs.
 
     Raises:
         TrainingError: training failed; its messages were printed.
@@ -81,9 +94,10 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
     def run(encoding: str) -> int:
-        command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}"]
-        command += ["--output", str(folders[encoding]), "--resume", "auto"]
+        folder = folders[encoding]
+        command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folder)]
         command += [argument for override in overrides for argument in ("--set", override)]
+        command += ["--resume"] if (folder / "recipe.yaml").exists() else []
         # A pipe, so that each writes lines and not a progress bar.
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, env=environment, **streams) as job:
@@ -187,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         importlib.import_module("lm_eval")
         with stage("train", seconds):
-            train(folders, overrides)
+            train({name: path for name, path in folders.items() if not is_finished(name, path, overrides)}, overrides)
         with stage("length extrapolation", seconds):
             measure_lengths(list(folders.values()), options.output, options.tokens)
         with stage(f"lm-eval {CHOSEN}", seconds):

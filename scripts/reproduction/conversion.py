@@ -78,8 +78,11 @@ SYSTEMS = {
 def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     """Trains, converts and measures what is missing; interrupted runs are continued."""
     place = [] if data_dir is None else ["--data-dir", data_dir]
+    recipe = load_recipe(RECIPE)
     source = output / RECIPE / "source"
-    loop.train(load_recipe(RECIPE), source, resume="auto", data_dir=data_dir)
+    folder = RunFolder(source)
+    if folder.results(recipe.resolved()) is None:
+        loop.train(recipe, source, resume=folder.is_begun, data_dir=data_dir)
     _measure(source, place)
     for name in systems:
         system = SYSTEMS[name]

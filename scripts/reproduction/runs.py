@@ -177,6 +177,7 @@ def train(run: Run, data_dir: str | os.PathLike[str] | None = None, *, end: bool
     """Starts or continues a run; `end` is True for the last run of these processes."""
     from ..training import loop
 
+    resume = RunFolder(run.folder).is_begun
     data = ["--data-dir", str(data_dir)] if data_dir else []
-    arguments = [*run.arguments(), *data, "--resume", "auto"]
-    loop.train(run.recipe, run.folder, resume="auto", data_dir=data_dir, arguments=arguments, end=end)
+    arguments = [*run.arguments(), *data, *(["--resume"] if resume else [])]
+    loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments, end=end)
