@@ -69,10 +69,10 @@ def list_position_encodings() -> list[str]:
     return [*POSITION_ENCODINGS, *sums]
 
 
-def _check_name(name: Any) -> None:
+def check_name(name: Any) -> None:
+    """Raises ValueError for a name that is not in `list_position_encodings`."""
     if not isinstance(name, str) or name not in list_position_encodings():
-        parts = sorted(str(name).split("+"))
-        meant = next((one for one in list_position_encodings() if sorted(one.split("+")) == parts), name)
+        meant = next((one for one in list_position_encodings() if {*one.split("+")} == {*str(name).split("+")}), name)
         hint = "" if COMPLETE else f"This checkpoint has only the code of its own encodings; {HINT} "
         raise ValueError(f"position_encoding={name!r} is not valid. {hint}{suggest(meant, list_position_encodings())}")
 
@@ -85,7 +85,7 @@ def _check_pattern(pattern: list, config: Any) -> None:
             f"position_encoding={pattern!r} is not valid: its length must be at least 1 and divide {field}={layers}."
         )
     for name in pattern:
-        _check_name(name)
+        check_name(name)
         for part in name.split("+"):
             if POSITION_ENCODINGS[part].overrides("embedding"):
                 raise ValueError(
@@ -104,7 +104,7 @@ def parse(config: Any) -> dict[str, Part]:
     if isinstance(pattern, list):
         _check_pattern(pattern, config)
     else:
-        _check_name(pattern)
+        check_name(pattern)
     names = list(dict.fromkeys(part for name in config.layer_pattern for part in name.split("+")))
     fields = {name: f"{field}[{name!r}]" for name in names}
     if not is_nested(pattern):

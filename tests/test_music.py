@@ -80,13 +80,7 @@ def test_word_tokenizer_loads_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("chorales", "message"),
-    [
-        ([], "not a JSON object .* for 'train'"),
-        ({"test": []}, "not a JSON object .* for 'train'.*KeyError"),
-        ({"train": [[[60, 60, 60]]]}, "chorale 0 of 'train' has \\[60, 60, 60\\] at step 0: it must be 4 pitches"),
-        ({"train": [[[60] * 4, [60, 20, 60, 60]]]}, "\\[60, 20, 60, 60\\] at step 1: .*from 21 to 108, or -1"),
-        ({"train": [[[60, 60, 60, None]]]}, "None"),
-    ],
+    [([], "not a JSON object .* for 'train'"), ({"test": []}, "not a JSON object .* for 'train'.*KeyError")],
 )
 def test_bad_chorales(tmp_path, chorales, message):
     file = tmp_path / "chorales.json"

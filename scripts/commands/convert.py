@@ -8,8 +8,7 @@ import re
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
-from ...position_base import suggest
-from ...position_registry import POSITION_ENCODINGS
+from ...position_registry import check_name
 from ..conversion import RECORD, card_metadata, convert, load_source
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import check_writable, write_json
@@ -50,9 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Before a large source is loaded.
     names = options.position_encoding
     for name in names if isinstance(names, list) else [names]:
-        for part in str(name).split("+"):
-            if part not in POSITION_ENCODINGS:
-                raise ValueError(f"position_encoding={names!r} is not valid. {suggest(part, POSITION_ENCODINGS)}")
+        check_name(name)
     source = load_source(options.source)
     with checked_loading(options.source):
         tokenizer = AutoTokenizer.from_pretrained(options.source)

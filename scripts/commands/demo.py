@@ -1,17 +1,8 @@
 """`whatwhere demo`: trains, evaluates and loads models on a laptop (at most 8 minutes on 2 CPU cores, no downloads).
 
-1. Trains a small Llama-style model with `rope`, `pope` and `cope`, with the same recipe and seed, on the source code of
-   the running Python's standard library. On a CPU, the three runs are trained in parallel if there are enough cores.
-2. Measures bits per byte of held-out code at 1, 2, 4, 8 and 10 times the trained length, on the same tokens.
-3. Evaluates one checkpoint with lm-eval, on held-out documents.
-4. Writes the model cards.
-5. Loads one checkpoint in a process without this package, with `trust_remote_code`, and continues a prompt.
-
-`--output` (default `demo/`) gets a checkpoint folder per encoding, `length.json`, `length.png`, `length.svg`,
-`lm_eval.log`, and `demo.json` with the duration of every stage in seconds. Running the command again continues after an
-interruption, and reuses finished training runs of the same recipe. Larger runs, on a GPU:
-
-    whatwhere demo --steps 5000 --output demo_long
+The output folder gets a checkpoint folder for each encoding, `length.json`, `length.png`, `length.svg`, `lm_eval.log`,
+and `demo.json` with the duration of every stage in seconds. Running the command again continues after an interruption,
+and reuses finished training runs of the same recipe.
 """
 
 import concurrent.futures

@@ -1,19 +1,13 @@
 """Named corpora of the papers and of our own runs, from local files if a data folder is given, else from the Hub.
 
-    load_corpus("pg19", "test", data_dir="data")     # local files, in the layout of `corpora.yaml`
-    load_corpus("pg19", "test")                      # from the Hub, unless WHATWHERE_DATA_DIR is set
-
-In a recipe, `data.source: corpus` with `splits: {train: "wikipedia_en:train[:1000]", ...}` selects a split of a corpus
-and optionally a slice of its documents. All corpora have rows with a document in `text`; music and genomes are written
-as words for their tokenizers.
-
-Some corpora are available in one place only.
+All corpora have rows with a document in `text`; music and genomes are written as words for their tokenizers. Some are
+available in one place only.
 """
 
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +16,7 @@ import yaml
 
 from whatwhere.position_base import suggest
 
-from .files import find_all, read_found, read_text
+from .files import find_all, read_found
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
 from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, on_disk, read_hub
@@ -76,25 +70,17 @@ def wikitext_articles(file: Path, split: str) -> Iterator[str]:
     article: list[str] | None = None
     # A file may begin with its first title.
     before = ""
-    for line in _lines(read_text(str(file))):
-        if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
+    with file.open(encoding="utf-8-sig") as lines:
+        for line in lines:
+            if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
+                if article is not None:
+                    yield "".join(article)
+                article = []
             if article is not None:
-                yield "".join(article)
-            article = []
-        if article is not None:
-            article.append(line)
-        before = line
+                article.append(line)
+            before = line
     if article is not None:
         yield "".join(article)
-
-
-def _lines(pieces: Iterable[str]) -> Iterator[str]:
-    rest = ""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        yield from (line + "\n" for line in lines)
-    if rest:
-        yield rest
 
 
 # Readers of files with other formats than one document per row: functions of the file and the split.

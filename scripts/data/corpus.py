@@ -1,14 +1,8 @@
 """Text from the Hub, from local files, or from the running Python's standard library (without download).
 
-Every source gives a dictionary of splits, with rows that have a document in `text`:
-
-* `stdlib` (default): the source code of the standard library of the running Python, one file a document, split by a
-  hash of the file's path inside the library, 90 % train, 5 % validation, 5 % test. A file's split does not depend on
-  other files, but the text differs between Python versions, and so results of two versions are not comparable.
-* `hub`: any dataset of the Hugging Face Hub, downloaded or streamed.
-* `local`: `.txt`, `.jsonl` and `.parquet` files (the first two also with `.gz`), chosen for each split by glob patterns
-  inside a data folder, or named one by one (`train_file`, `validation_file`).
-* `corpus`: named corpora (`corpora.py`), from a data folder, else from the Hub.
+The source `stdlib` is the source code of the standard library of the running Python, one file a document, split by a
+hash of the file's path inside the library, 90 % train, 5 % validation, 5 % test. A file's split does not depend on
+other files, but the text differs between Python versions, and so results of two versions are not comparable.
 """
 
 import hashlib

@@ -26,7 +26,6 @@ from typing import Any
 
 # MIDI pitches of the lowest and highest piano key.
 _LOWEST, _HIGHEST = 21, 108
-_VOICES = 4
 
 SILENCE = -1
 TRANSPOSITIONS = range(-3, 4)
@@ -43,7 +42,7 @@ def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
         split: `train`, `valid` or `test`, as in the file.
 
     Raises:
-        ValueError: the file has another form, or a pitch is not a piano key.
+        ValueError: the file has another form.
     """
     try:
         chorales = json.loads(Path(file).read_text(encoding="utf-8"))[split]
@@ -51,15 +50,7 @@ def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
         raise ValueError(
             f"file {Path(file).name!r} is not a JSON object with a list of chorales for {split!r}: {error!r}"
         ) from error
-    for number, chorale in enumerate(chorales):
-        for step, pitches in enumerate(chorale):
-            if len(pitches) != _VOICES or not all(
-                pitch == SILENCE or pitch in range(_LOWEST, _HIGHEST + 1) for pitch in pitches
-            ):
-                raise ValueError(
-                    f"chorale {number} of {split!r} has {pitches!r} at step {step}: it must be {_VOICES} pitches from "
-                    f"{_LOWEST} to {_HIGHEST}, or {SILENCE} for silence."
-                )
+    for chorale in chorales:
         yield " ".join(str(int(pitch)) for pitches in chorale for pitch in pitches)
 
 

@@ -19,7 +19,7 @@ class TextSource(Checked):
     """A source of text.
 
     Attributes:
-        source: `stdlib`, `hub`, `local` or `corpus`, see `corpus.py`.
+        source: `stdlib` (see `corpus.py`), `hub`, `local` or `corpus` (see `corpora.yaml`).
         dataset: the id of a Hub dataset (`hub` only).
         dataset_config: the configuration of that dataset (`hub` only).
         splits: for each of our splits, with `hub` the dataset's split with an optional slice of documents:

@@ -14,26 +14,9 @@ from typing import Any
 from whatwhere.position_base import suggest
 
 from ..checks import differences
-from ..training.recipe import Recipe, load_recipe
+from ..training.recipe import IMMATERIAL, Recipe, load_recipe
 from ..training.run_folder import RunFolder
 from .tables import Column, Row, Table, resolve
-
-# Keys in which an exact run may differ from the recipe, because they do not change its result.
-IMMATERIAL = {
-    "name",
-    "seed",
-    "training.micro_batch_size",
-    "training.activation_checkpointing",
-    "training.chunked_loss",
-    "training.compile",
-    "training.log_every",
-    "training.checkpoint_every",
-    "training.keep_checkpoints",
-    "training.trackers",
-    "training.ddp_timeout",
-    # Only if the last model is kept.
-    "evaluation.every",
-}
 
 
 class ReproduceError(ValueError):
@@ -46,7 +29,7 @@ class Run:
 
     Attributes:
         row, column: the first cell that uses the run; others may share it.
-        changes: `differences` between the exact run and this one, without `IMMATERIAL` keys; empty for an exact run.
+        changes: `differences` between the exact run and this one that change the result; empty for an exact run.
         overrides: all overrides (user, row, column and seed), as for `train --set`.
     """
 
@@ -119,7 +102,7 @@ def build_run(
     recipe = load_recipe(name, overrides)
     exact = load_recipe(column.recipe, resolve_overrides(load_recipe(column.recipe), row, column, seed)[1])
     changes = differences(exact.resolved(), recipe.resolved())
-    immaterial = set(IMMATERIAL)
+    immaterial = IMMATERIAL | {"name", "seed", "evaluation.every"}
     if recipe.evaluation.keep == "best":
         # It determines the models from which the best is chosen.
         immaterial.remove("evaluation.every")

@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -25,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -415,12 +413,8 @@ def load_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Returns the states of this process's random number generators (Python, NumPy, torch, device), as JSON."""
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    """Returns the states of this process's global random number generators that training uses, as JSON."""
     return {
-        "python": [version, list(words), gauss],
-        "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _to_hex(torch.get_rng_state()),
         "device": None if device.type == "cpu" else _to_hex(torch.get_device_module(device.type).get_rng_state()),
         "device_type": device.type,
@@ -429,10 +423,6 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Restores a result of `random_state`, on a device of the same type."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_from_hex(state["torch"]))
     if state["device"] is not None:
         torch.get_device_module(device.type).set_rng_state(_from_hex(state["device"]))

@@ -56,7 +56,7 @@ from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate
 from .model import FAMILIES, build_config, build_model, build_optimizer
 from .progress import Progress, peak_memory, stop_signals
-from .recipe import DistributedRecipe, Recipe, RecipeError
+from .recipe import Recipe, RecipeError
 from .run_folder import RunFolder
 
 
@@ -86,7 +86,7 @@ def train(
     """
     folder = RunFolder(Path(output))
     with folder.lock():
-        resume, results = folder.begin(resume or resume_from is not None, recipe.resolved(), MAY_CHANGE)
+        resume, results = folder.begin(resume or resume_from is not None, recipe.resolved())
         if results is not None:
             return results
         check_text_and_model(recipe, data_dir)
@@ -120,18 +120,6 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
             problems.append(f"data.{error}")
     if problems:
         raise RecipeError(*problems)
-
-
-# Settings of a resumed run that may differ: they change memory, speed and rounding, and not what is computed.
-MAY_CHANGE = (
-    "training.activation_checkpointing",
-    "training.chunked_loss",
-    "training.ddp_timeout",
-    "training.micro_batch_size",
-    "data.workers",
-    "distributed",
-    *(f"distributed.{name}" for name in DistributedRecipe.model_fields),
-)
 
 
 class Run:

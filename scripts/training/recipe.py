@@ -244,30 +244,31 @@ class Recipe(Checked):
             yield "evaluation.final_blocks", "with data.source='task', use data.test_samples instead"
 
     def resolved(self) -> dict[str, Any]:
-        """Returns all keys with their values, for `parse_recipe`.
-
-        Keys of toy tasks are left out for text, and some newer keys if they have their default, so that results of
-        older recipes stay equal.
-        """
+        """Returns all keys with their values, for `parse_recipe`; keys of toy tasks are left out for text."""
         values = self.model_dump()
-        for section, keys in _LEFT_OUT.items():
-            fields = type(getattr(self, section)).model_fields
-            for key in keys:
-                if getattr(getattr(self, section), key) == fields[key].default:
-                    del values[section][key]
-        if self.distributed == DistributedRecipe():
-            del values["distributed"]
+        if self.evaluation.keep == "last":
+            # Results of older recipes do not have it.
+            del values["evaluation"]["keep"]
         if self.data.source != "task":
             for key in _TASK_KEYS:
                 del values["data"][key]
         return values
 
 
-# Keys that are newer than results of older recipes; they are left out of a record if they have their defaults.
-_LEFT_OUT = {
-    "evaluation": ("keep",),
-    "training": ("ddp_timeout", "chunked_loss"),
-    "data": ("workers", "train_file", "validation_file", "mixture"),
+# Keys that change memory, speed, rounding and logs, and not what is computed: a resumed run may have other values.
+IMMATERIAL = {
+    "data.workers",
+    "distributed",
+    *(f"distributed.{name}" for name in DistributedRecipe.model_fields),
+    "training.activation_checkpointing",
+    "training.checkpoint_every",
+    "training.chunked_loss",
+    "training.compile",
+    "training.ddp_timeout",
+    "training.keep_checkpoints",
+    "training.log_every",
+    "training.micro_batch_size",
+    "training.trackers",
 }
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 

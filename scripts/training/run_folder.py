@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from ..checks import differences
 from ..evaluation.results import check_writable, write_json, write_text
 from .errors import TrainingError
+from .recipe import IMMATERIAL
 
 LOCK, OWNER, DRAFT = ".lock", ".lock.json", ".final"
 
@@ -61,11 +62,11 @@ class RunFolder:
         checkpoints = self.checkpoints()
         return f"interrupted after step {step_of(checkpoints[-1])}" if checkpoints else "started"
 
-    def results(self, settings: Mapping[str, Any] | None = None, ignore: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    def results(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Returns the results of the finished run, or None.
 
         Args:
-            settings: the expected settings; None for any.
+            settings: the expected settings, except those in `IMMATERIAL`; None for any.
 
         Raises:
             TrainingError: the results cannot be read, or the run has other settings.
@@ -75,17 +76,15 @@ class RunFolder:
         except FileNotFoundError:
             return None
         if settings is not None:
-            self._compare(results.get("recipe", {}), settings, ignore)
+            self._compare(results.get("recipe", {}), settings)
         return results
 
-    def begin(
-        self, resume: bool | str, settings: Mapping[str, Any], ignore: tuple[str, ...] = ()
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def begin(self, resume: bool | str, settings: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
         """Checks that the run can be started or resumed in this folder.
 
         Args:
             resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
-            ignore: settings that may have changed.
+            settings: those in `IMMATERIAL` may have changed.
 
         Returns:
             whether to resume, and the results if there is nothing left to do.
@@ -94,7 +93,7 @@ class RunFolder:
             TrainingError: the folder is not empty; or with `resume`, it has no unfinished run with these settings.
         """
         if resume == "auto":
-            if (results := self.results(settings, ignore)) is not None:
+            if (results := self.results(settings)) is not None:
                 return True, results
             resume = self.is_begun
         # `runs/..` must be the current folder even if `runs` does not exist.
@@ -108,13 +107,13 @@ class RunFolder:
             raise TrainingError(f"output={str(self.path)!r} has no run to resume: it has no {self.record}.")
         if "results.json" in names:
             raise TrainingError(f"output={str(self.path)!r} has a finished run: there is nothing to resume.")
-        self._compare(self._read(self.record), settings, ignore)
+        self._compare(self._read(self.record), settings)
         return True, None
 
-    def _compare(self, old: Mapping[str, Any], settings: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> None:
+    def _compare(self, old: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         # Tuples are read back as lists.
         changed = differences(old, json.loads(json.dumps(settings)))
-        if changed := [line for line in changed if line.partition(": ")[0] not in ignore]:
+        if changed := [line for line in changed if line.partition(": ")[0] not in IMMATERIAL]:
             raise TrainingError(
                 f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}. "
                 "Choose another folder, or move this one away."
