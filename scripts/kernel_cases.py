@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from whatwhere.attention_mask import ranges_mask
 from whatwhere.position_alibi import alibi_slopes
 from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
@@ -110,24 +111,17 @@ def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.devi
     if mask == "causal":
         return None
     slots = torch.arange(keys, device=device)
-    valid = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    low = torch.zeros(batch, queries, dtype=torch.long, device=device)
-    own = slots[keys - queries :]
-    if mask == "padding":
-        # To the left in the first entry, to the right in the last.
-        valid[0] &= slots >= keys // 3
-        valid[-1] &= slots < keys - keys // 4
-    elif mask == "holes":
-        valid &= slots % 7 != 3
-    elif mask == "packed":
-        for start in (keys // 5, keys // 2, keys // 2 + 1):
-            low = torch.where(own >= start, start, low)
+    if mask == "packed":
+        documents = sum((slots >= start).long() for start in (keys // 5, keys // 2, keys // 2 + 1))
+        options: dict[str, Any] = {"mask_function": lambda batch, head, query, key: documents[query] == documents[key]}
     else:
-        raise ValueError(f"mask={mask!r} is not valid; allowed: 'causal', {', '.join(map(repr, MASKS))}")
-    # Padding rows are fully masked.
-    high = torch.where(valid[:, keys - queries :], own + 1, low)
-    tail = torch.stack([valid.long(), torch.zeros_like(valid, dtype=torch.long)], -1)
-    return torch.cat([torch.stack([low, high], -1), tail], 1)[:, None].int().contiguous()
+        valid = (slots % 7 != 3 if mask == "holes" else slots >= 0).repeat(batch, 1)
+        if mask == "padding":
+            # To the left in the first entry, to the right in the last.
+            valid[0] &= slots >= keys // 3
+            valid[-1] &= slots < keys - keys // 4
+        options = {"attention_mask": valid}
+    return ranges_mask(batch, queries, keys, keys - queries, device=device, **options)
 
 
 def _hash(bits: torch.Tensor) -> torch.Tensor:

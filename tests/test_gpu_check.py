@@ -17,7 +17,7 @@ from whatwhere.scripts.benchmark import references, report
 from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible
 from whatwhere.scripts.gpu_check import Group, check_all, check_case, groups_on_cpu, groups_on_gpu
-from whatwhere.scripts.kernel_cases import KERNELS, MASKS, case, ranges_of
+from whatwhere.scripts.kernel_cases import KERNELS, MASKS, case
 
 CPU = torch.device("cpu")
 
@@ -464,32 +464,6 @@ def test_no_gpu(capsys, monkeypatch):
 
 def test_only_names_something(capsys):
     assert gpu_check.main(["--device", "cpu", "--only", "nothing"]) == 2
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("queries", "keys"), [(12, 12), (5, 12), (1, 12)])
-def test_masks(mask, queries, keys):
-    """Limits, against what they say in words; some rows of padding see nothing."""
-    ranges = ranges_of(mask, 2, queries, keys, torch.device("cpu"))
-    seen = visible(queries, keys, torch.arange(queries), ranges=ranges)
-    for entry in range(2):
-        for row in range(queries):
-            slot = keys - queries + row
-            for key in range(keys):
-                padded = {
-                    "padding": (lambda j, entry=entry: j < keys // 3 if entry == 0 else j >= keys - keys // 4),
-                    "holes": (lambda j: j % 7 == 3),
-                    "packed": (lambda j: False),
-                }[mask]
-                starts = [start for start in (0, keys // 5, keys // 2, keys // 2 + 1) if mask == "packed" or not start]
-                same = max(s for s in starts if s <= slot) == max(s for s in starts if s <= key)
-                expected = key <= slot and same and not padded(key) and not padded(slot)
-                assert bool(seen[entry, 0, row, key]) == expected, (entry, row, key)
-
-
-def test_limits_of_an_unknown_mask():
-    with pytest.raises(ValueError, match="'stripes'"):
-        ranges_of("stripes", 1, 4, 4, torch.device("cpu"))
 
 
 def test_groups():

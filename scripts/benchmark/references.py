@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from whatwhere.attention_blockwise import MASKED, compute_dtype
+from whatwhere.attention_mask import dense_mask
 
 
 def visible(
@@ -28,12 +29,9 @@ def visible(
         ranges: None for causal (row i sees keys j <= K - Q + i); or int32 (B, 1, Q + K, 2): row i sees the keys with
             low_i <= j < high_i whose entry Q + j is not 0.
     """
-    keys = torch.arange(key_length, device=rows.device)
     if ranges is None:
-        return (keys[None] <= rows[:, None] + (key_length - query_length))[None, None]
-    chosen = ranges[:, :, rows]
-    valid = ranges[:, :, None, query_length:, 0] != 0
-    return (keys >= chosen[..., :1]) & (keys < chosen[..., 1:]) & valid
+        return torch.arange(key_length, device=rows.device) <= rows[None, None, :, None] + (key_length - query_length)
+    return dense_mask(torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), 2), len(rows))
 
 
 def _heads(states: torch.Tensor, heads: int) -> torch.Tensor:
