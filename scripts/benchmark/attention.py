@@ -29,7 +29,7 @@ from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_freq
 
 from ..kernel_cases import KERNELS, Call, case
 from .measure import CheckFailed, Refused, captured
-from .references import checked_gradient, chosen_rows, in_parts, results_of, rope_reference
+from .references import checked_gradient, chosen_rows, in_parts, results_of
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -216,8 +216,13 @@ class Workload:
         one = case(name, str(self.dtype).removeprefix("torch."), head_dim, length, **shape, **options)
         call = KERNELS[name].call(one, self.device)
         if kind == "rope":
-            reference = functools.partial(rope_reference, tables=self.rotary, scaling=self.scaling)
-            call = call._replace(reference=reference)
+            plain = call.reference
+
+            def rotated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, rows: torch.Tensor) -> Any:
+                tables = (table.to(query.dtype) for table in self.rotary)
+                return plain(*apply_rotary_pos_emb(query, key, *tables), value, rows=rows)
+
+            call = call._replace(reference=rotated)
         if kind == "pope":
             # The timed functions begin before the magnitudes.
             magnitudes = call.reference

@@ -51,26 +51,6 @@ def _logits(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Ten
     return (query @ _heads(key, query.shape[1]).transpose(2, 3)).to(compute_dtype(query.dtype)) * scaling
 
 
-def rope_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    tables: tuple[torch.Tensor, torch.Tensor],
-    rows: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
-    """Causal attention with Llama's rotation; tables are cos and sin, (1, Q, D)."""
-    cos, sin = (table.to(query.dtype)[:, None] for table in tables)
-
-    def turn(states: torch.Tensor) -> torch.Tensor:
-        low, high = states.chunk(2, dim=-1)
-        return states * cos + torch.cat((-high, low), dim=-1) * sin
-
-    seen = visible(query.shape[2], key.shape[2], rows)
-    return _attend(_logits(turn(query)[:, :, rows], turn(key), scaling), value, seen)
-
-
 def _bias(
     query: torch.Tensor,
     rows: torch.Tensor,
