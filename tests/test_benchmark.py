@@ -334,7 +334,7 @@ def test_check_of_some_rows(long_workload, name):
     assert long_workload.check(long_workload.provider(name)).share <= 1
 
 
-@pytest.mark.parametrize("which", range(4), ids=["dq", "dk", "dv", "dtable"])
+@pytest.mark.parametrize("which", range(4), ids=["dq", "dk", "dv", "table"])
 def test_a_wrong_gradient_is_found(long_workload, which):
     """Keys and values far from the checked rows included: their gradients come from these rows alone."""
 
@@ -354,7 +354,7 @@ def test_a_wrong_gradient_is_found(long_workload, which):
         return right(*(Wrong.apply(tensor) if index == which else tensor for index, tensor in enumerate(inputs)))
 
     provider.function = function
-    with pytest.raises(CheckFailed, match=("dq", "dk", "dv", "dtable")[which]):
+    with pytest.raises(CheckFailed, match=("dq", "dk", "dv", "cope.table")[which]):
         long_workload.check(provider)
 
 

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in t
 
 B, H, G, T = 2, 2, 1, 80
 ROWS = torch.arange(T)
-FEW = {"positions": 8}
+FEW = {"num_positions": 8}
 KINDS = {
     **{name: (name, FEW if name == "cope" else {}) for name in KERNELS},
-    "cope separate": ("cope", {**FEW, "gate": "separate"}),
-    "cope+relative": ("cope", {**FEW, "add": "relative"}),
+    "cope separate": ("cope", {**FEW, "gates": "separate_key"}),
+    "cope+relative": ("cope", {**FEW, "encoding": "cope+relative"}),
 }
 
 
