@@ -289,7 +289,7 @@ def groups_on_cpu() -> Iterator[Group]:
     """
     for name, kernel in KERNELS.items():
         small: dict[str, Any] = {"batch": 1, "heads": 2, "groups": 2}
-        few: dict[str, Any] = {"positions": 8} if name == "cope" else {}
+        few: dict[str, Any] = {"num_positions": 8} if name == "cope" else {}
         decoded = case(name, "float16", 16, 1, 40, **{**small, **few, **kernel.variants[1]})
         yield Group(f"tiles {name}", (case(name, "float32", 16, 33, 40, **small, **few), decoded), all_tiles=True)
         variants = [case(name, "float32", 16, 20, 24, **{**small, **few, **one}) for one in kernel.variants[3:]]

@@ -1,38 +1,38 @@
 """The calls of the Triton kernels: checked on a GPU (`gpu_check`), timed (`benchmark`), and compiled for GPUs (tests).
 
-A new kernel, or a new use of one, is a function here and a line in `KERNELS`: the check and the compilation use both,
-and a line in `benchmark.attention.KINDS` times it.
+Kernels are called as models call them, by the encodings of a layer. A new kernel, or a new use of one, is a line in
+`KERNELS`, for the check and the compilation; a line in `benchmark.attention.KINDS` times it.
 
-Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, R rotated channels, P positions in CoPE's
-table, N chosen rows.
+Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, N chosen rows.
 """
 
 import contextlib
 import dataclasses
-import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from whatwhere import WhatWhereLlamaConfig
+from whatwhere.attention_blockwise import split_digits
+from whatwhere.attention_mask import ranges_mask
 from whatwhere.position_alibi import alibi_slopes
 from whatwhere.position_base import PositionContext
-from whatwhere.position_pope import pope_frequencies
-from whatwhere.position_token_gated_cope import TokenGatedCoPE
+from whatwhere.position_cope_mlp import _activity
+from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
-from .benchmark.references import (
-    cope_reference,
-    plain_reference,
-    pope_reference,
-    scan_reference,
-    token_gated_reference,
-    undecided_rows,
-)
+from .benchmark.references import attention, undecided_rows
 
-# Entries of the table of relative positions.
-DISTANCES = 200
+# Parameters of encodings, if a case does not set them.
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "cope": {"scale_positions": True},
+    "cope_alibi": {"slopes": "learned"},
+    "relative": {"num_positions": 200, "beyond": "last"},
+    "token_gated_cope": {"num_positions": 300},
+}
+# Options of a case that are no parameters of an encoding.
+OPTIONS = ("encoding", "dropout", "opening")
 MASKS = ("padding", "holes", "packed")
 
 
@@ -44,7 +44,9 @@ class Case:
         kernel: one of `KERNELS`, or a position encoding for `gpu_check.check_model`.
         dtype: of PyTorch; or "tf32", float32 where products may have TF32 (see `precision_of`).
         mask: "causal", or one of `MASKS`.
-        options: of this kernel, as pairs of name and value.
+        options: pairs of name and value. The probability of `dropout`; `encoding`, for another than the kernel's own;
+            `opening`, "open" or "closed", for gates that are nearly so. Others are parameters of the encoding, in a sum
+            of the first one.
     """
 
     kernel: str
@@ -91,7 +93,8 @@ class Call(NamedTuple):
 
     Attributes:
         names: of the inputs.
-        inputs: the differentiable ones.
+        inputs: the differentiable ones: query, key, value, cached states, parameters.
+        layer: a function of the inputs: the encodings of a layer and a context that have them, until the next call.
         kernel: a function of the inputs; without a mask, of the last query rows too.
         reference: the same in any type, with the argument `rows`, int64 (N,): (B, H, N, D). Without a mask, of the last
             batch entry and the last head too.
@@ -100,6 +103,7 @@ class Call(NamedTuple):
 
     names: tuple[str, ...]
     inputs: list[torch.Tensor]
+    layer: Callable[..., tuple[PositionEncodings, PositionContext]]
     kernel: Callable[..., torch.Tensor]
     reference: Callable[..., torch.Tensor]
     undecided: Callable[..., torch.Tensor] | None = None
@@ -110,24 +114,18 @@ def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.devi
     if mask == "causal":
         return None
     slots = torch.arange(keys, device=device)
-    valid = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    low = torch.zeros(batch, queries, dtype=torch.long, device=device)
-    own = slots[keys - queries :]
-    if mask == "padding":
-        # To the left in the first entry, to the right in the last.
-        valid[0] &= slots >= keys // 3
-        valid[-1] &= slots < keys - keys // 4
-    elif mask == "holes":
-        valid &= slots % 7 != 3
-    elif mask == "packed":
-        for start in (keys // 5, keys // 2, keys // 2 + 1):
-            low = torch.where(own >= start, start, low)
+    if mask == "packed":
+        starts = torch.tensor((keys // 5, keys // 2, keys // 2 + 1), device=device)
+        documents = (slots[:, None] >= starts).sum(1)
+        options: dict[str, Any] = {"mask_function": lambda batch, head, query, key: documents[query] == documents[key]}
     else:
-        raise ValueError(f"mask={mask!r} is not valid; allowed: 'causal', {', '.join(map(repr, MASKS))}")
-    # Padding rows are fully masked.
-    high = torch.where(valid[:, keys - queries :], own + 1, low)
-    tail = torch.stack([valid.long(), torch.zeros_like(valid, dtype=torch.long)], -1)
-    return torch.cat([torch.stack([low, high], -1), tail], 1)[:, None].int().contiguous()
+        valid = (slots % 7 != 3 if mask == "holes" else slots >= 0).repeat(batch, 1)
+        if mask == "padding":
+            # To the left in the first entry, to the right in the last.
+            valid[0] &= slots >= keys // 3
+            valid[-1] &= slots < keys - keys // 4
+        options = {"attention_mask": valid}
+    return ranges_mask(batch, queries, keys, keys - queries, device=device, **options)
 
 
 def _hash(bits: torch.Tensor) -> torch.Tensor:
@@ -138,42 +136,132 @@ def _hash(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ (bits >> 16)
 
 
-class _Inputs:
-    """What all kernels take: query, key, value, ranges, scaling; `random` for more."""
+def config_of(case: Case, encoding: str) -> WhatWhereLlamaConfig:
+    """Returns the configuration of a model with one layer of a case's encoding."""
+    names = encoding.split("+")
+    parameters = {name: dict(PARAMETERS.get(name, {})) for name in names}
+    parameters[names[0]] |= {name: value for name, value in case.options if name not in OPTIONS}
+    return WhatWhereLlamaConfig(
+        hidden_size=case.heads * case.head_dim,
+        num_hidden_layers=1,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.groups,
+        position_encoding=encoding,
+        position_encoding_parameters=parameters if len(names) > 1 else parameters[encoding],
+    )
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+
+class _Inputs:
+    """The inputs of a case, and the encodings of the layer that they belong to.
+
+    Attributes:
+        states: what encodings cache beside the keys, by name.
+        learned: the parameters of the layer, by name, without those of projections of hidden states.
+        position_query: the query before RoPE, (B, H, Q, D), or None.
+    """
+
+    def __init__(self, case: Case, encoding: str, device: torch.device) -> None:
         # With TF32 inputs are bfloat16 numbers: then the logits are as exact as with these, and gates do not move.
         self.rounded = case.dtype == "tf32"
-        self.dtype, self.scaling = getattr(torch, "float32" if self.rounded else case.dtype), case.head_dim**-0.5
-        self.dropout = case.option("dropout", 0.0)
-        self.generator, self.device = torch.Generator(device).manual_seed(0), device
+        self.case, self.dtype, self.device = case, getattr(torch, "float32" if self.rounded else case.dtype), device
+        self.scaling, self.dropout = case.head_dim**-0.5, case.option("dropout", 0.0)
+        self.generator = torch.Generator(device).manual_seed(0)
+        config = config_of(case, encoding)
+        self.encodings: Any = PositionEncodings(config, 0)
+        self.shared = SharedPositionEncodings(config).to(device)
         self.query = self.random(case.batch, case.heads, case.queries, case.head_dim)
         self.key, self.value = (self.random(case.batch, case.groups, case.keys, case.head_dim) for _ in range(2))
         self.ranges = ranges_of(case.mask, case.batch, case.queries, case.keys, device)
         # Each entry of a masked batch has its own positions.
         self.positions = torch.arange(case.keys, device=device)[None]
         if self.ranges is not None:
-            self.positions = self.positions - torch.arange(case.batch, device=device)[:, None]
-        self.slopes = alibi_slopes(case.heads, device)
+            self.positions = self.positions + torch.arange(case.batch, device=device)[:, None]
+        opening = case.option("opening", None)
+        if opening is not None:
+            # One shared channel sets every gate logit to about 8 or -8.
+            self.query[..., 0] = 8.0
+            self.key[..., 0] = (1.0 if opening == "open" else -1.0) * case.head_dim**0.5
+        if encoding == "pope":
+            # The magnitudes.
+            context = PositionContext(self.positions)
+            self.query, self.key = self.encodings.before_cache(self.query, self.key, context)
+        self.states = {part.name: self._state(part.name) for part in self.encodings.hooks["cached_state"]}
+        self.position_query = self.random(*self.query.shape) if encoding == "cope+rope" else None
+        self.learned: dict[str, torch.Tensor] = {}
+        self.owners: dict[str, Any] = {}
+        for module in (self.encodings, self.shared):
+            for name, parameter in [*module.named_parameters()]:
+                path, _, attribute = name.rpartition(".")
+                if path.split(".")[1] in ("gate", "gate_key"):
+                    continue
+                owner, tensor = module.get_submodule(path), self._learned(name, parameter.shape)
+                delattr(owner, attribute)
+                setattr(owner, attribute, tensor)
+                # The gradients of CoPE_MLP's network are differences of large sums, with few digits in half precision.
+                if encoding != "cope_mlp" or self.dtype == torch.float32:
+                    self.learned[name], self.owners[name] = tensor, (owner, attribute)
 
     def random(self, *shape: int) -> torch.Tensor:
         # Drawn in float32, because random numbers in float16 differ between devices.
-        drawn = torch.randn(*shape, generator=self.generator, device=self.device)
-        return drawn.bfloat16().float() if self.rounded else drawn
+        return torch.randn(*shape, generator=self.generator, device=self.device)
 
-    def states(self) -> list[torch.Tensor]:
-        states = (self.query, self.key, self.value)
-        return [(one.bfloat16() if self.rounded else one).to(self.dtype) for one in states]
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.bfloat16() if self.rounded else tensor).to(self.dtype)
 
-    def positions_of(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the positions of the rows, which are the last ones, and of the keys."""
-        return self.positions[:, -query.shape[2] :], self.positions
+    def layer_of(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor
+    ) -> tuple[PositionEncodings, PositionContext]:
+        """See `Call.layer`; `others` are states, parameters, and the query before RoPE if there is one."""
+        named = dict(zip((*self.states, *self.learned), others))
+        for name, owner in self.owners.items():
+            setattr(owner[0], owner[1], named[name])
+        Q, K = query.shape[2], key.shape[2]
+        context = PositionContext(
+            self.positions[:, K - Q :],
+            past_length=K - Q,
+            key_length=K,
+            consecutive=True,
+            head_offset=self.case.heads - query.shape[1],
+            query=query if self.position_query is None else others[-1],
+            value=value,
+            states={name: named[name] for name in self.states},
+        )
+        return self.encodings, self.shared(query, context)
 
-    def alibi(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ALiBi's numbers of rows and keys."""
-        slopes = -self.slopes[-query.shape[1] :, None].double()
-        rows, keys = (slopes * one[:, None] for one in self.positions_of(query))
-        return rows, keys
+    def _state(self, name: str) -> torch.Tensor:
+        """Returns gate keys (B, G, K, D), or in two digits (B, G, K, 2 H / G) log f or the gates of tokens."""
+        if name == "cope":
+            return self.random(*self.key.shape)
+        drawn = self.random(self.case.batch, self.case.heads, self.case.keys)
+        if name == "fox":
+            # From heads that remember thousands of tokens to heads that forget in a few.
+            fading = 0.1 ** torch.arange(self.case.heads, device=self.device).flip(0)[:, None]
+            numbers = F.logsigmoid(drawn + 3.0) * fading
+        else:
+            # At an integer the derivative is discontinuous. Sums of these are 1/128 from one at least, and exact.
+            numbers = (torch.sigmoid(drawn) * 64).ceil() / 64
+            first = torch.zeros(self.case.batch, 1, dtype=torch.long, device=self.device)
+            if self.ranges is not None:
+                # The first token that each row sees.
+                first = self.ranges[:, 0, : self.case.queries, 0].long()
+            numbers += torch.zeros_like(numbers[:, 0]).scatter_(1, first, 1 / 128)[:, None]
+        return split_digits(numbers.unflatten(1, (self.case.groups, -1)).transpose(2, 3), self.dtype)
+
+    def _learned(self, name: str, shape: torch.Size) -> torch.Tensor:
+        drawn = self.random(*shape)
+        if name.endswith("delta.weight"):
+            return drawn - 1.0
+        if name.endswith("slopes.weight"):
+            return -alibi_slopes(self.case.heads, self.device)
+        if name.endswith("position_query.weight"):
+            drawn = drawn * self.scaling
+        elif name.endswith("network.bias"):
+            # Some of the knots are negative, some too large.
+            places = torch.rand(shape, generator=self.generator, device=self.device) * 1.2 - 0.1
+            drawn = -self.encodings["cope_mlp"].network.weight * places
+        elif name.endswith("network.output"):
+            drawn = drawn / 4
+        return self.cast(drawn)
 
     def seeded(self) -> float:
         """Returns the probability that a weight is dropped; which are, is the same after each call."""
@@ -193,233 +281,73 @@ class _Inputs:
         return (bits >> 1 >= round(self.dropout * 2**31)) / (1 - self.dropout)
 
 
-def _cope(case: Case, device: torch.device) -> Call:
-    """Options: gates "half", "open", "closed"; gate "key", "separate", "value"; positions; own_query; dropout.
-
-    And add: another encoding of a sum, "alibi" or "relative"; knots: how many, somewhere, in place of the integers.
-    """
-    given = _Inputs(case, device)
-    gate, gates, P = case.option("gate", "key"), case.option("gates", "half"), case.option("positions", 64)
-    gate_key = given.random(*given.key.shape)
-    if gates != "half":
-        # One shared channel sets every gate logit to about 8 or -8.
-        given.query[..., 0] = 8.0
-        opened = {"key": given.key, "separate": gate_key, "value": given.value}[gate]
-        opened[..., 0] = (1.0 if gates == "open" else -1.0) * case.head_dim**0.5
-    more, pieces = {"dtable": given.random(case.head_dim, P)}, {}
-    if case.option("knots", 0):
-        # Some are negative, some too large.
-        places = torch.rand(case.option("knots", 0), generator=given.generator, device=device) * 1.2 - 0.1
-        knots = F.pad((places * (P - 1)).clamp(max=P - 1).sort().values, (0, 1), value=P - 1)
-        slopes = given.random(case.head_dim, len(knots)) / 4
-        rises = slopes * knots.clamp(min=0).diff(prepend=knots.new_zeros(1))
-        more["dtable"] = torch.cat((F.pad(rises.cumsum(1), (1, 0)), F.pad(slopes, (0, 1))), 1)
-        pieces = {"knots": knots, "num_positions": P}
-    if gate == "separate":
-        more["dgate_key"] = gate_key
-    if case.option("own_query", False):
-        more["dposition_query"] = given.random(*given.query.shape)
-    add = case.option("add", "")
-    if add == "relative":
-        more["drelative"] = given.random(DISTANCES, case.head_dim)
-    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
-
-    def other(inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        found = dict(zip(more, inputs[3:]))
-        gate_of = {"key": None, "separate": found.get("dgate_key"), "value": inputs[2]}[gate]
-        result = {"gate_key": gate_of, "position_query": found.get("dposition_query"), "position_scale": given.scaling}
-        result |= pieces
-        if add == "alibi":
-            result["decay"] = given.alibi(inputs[0])
-        if add == "relative":
-            result["relative"] = (found["drelative"], *given.positions_of(inputs[0]))
-        return result
-
-    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
-        from whatwhere.kernel_cope import cope_attention
-
-        query, key, value, table, *_ = inputs
-        return cope_attention(query, key, value, table, **other(inputs), **options, dropout=given.seeded())
-
-    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        query, key, value, table, *_ = inputs
-        return cope_reference(query, key, value, table, rows=rows, **other(inputs), **options, kept=given.kept(rows))
-
-    def undecided(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        given = {"rows": rows, "num_positions": P, "knots": pieces.get("knots"), **options}
-        return undecided_rows(inputs[0], inputs[1], other(inputs)["gate_key"], **given)
-
-    inputs = given.states() + [one.to(given.dtype) for one in more.values()]
-    return Call(("dq", "dk", "dv", *more), inputs, kernel, reference, undecided)
-
-
-def _pope(case: Case, device: torch.device) -> Call:
-    """Options: shift; partial: half of the channels have a phase."""
-    given = _Inputs(case, device)
-    R = case.head_dim // 2 if case.option("partial", False) else case.head_dim
-    phases = given.positions[..., None].float() * pope_frequencies(R, 10000.0, device)
-    # Cached tokens come first.
-    tables = [table[:, -length:] for length in (case.queries, case.keys) for table in (phases.cos(), phases.sin())]
-    for states in (given.query, given.key):
-        states[..., :R] = F.softplus(states[..., :R])
-    shift = [given.random(case.heads, R) - 1.0] if case.option("shift", True) else []
-    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
-
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *shift: torch.Tensor) -> torch.Tensor:
-        from whatwhere.kernel_pope import pope_attention
-
-        cos_q, sin_q, cos_k, sin_k = tables
-        everything = cos_q, sin_q, cos_k, sin_k, shift[0] if shift else None
-        return pope_attention(query, key, value, everything, **options, dropout=given.seeded())
-
-    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return pope_reference(*inputs, tables=tuple(tables), rows=rows, kept=given.kept(rows), **options)
-
-    return Call(("dq", "dk", "dv", "ddelta"), given.states() + shift, kernel, reference)
-
-
-def _plain(case: Case, device: torch.device, decay: str = "") -> Call:
-    """Plain attention; with decay "fox" or "alibi" what these add to the logits."""
-    given = _Inputs(case, device)
-    Q, K, ranges = case.queries, case.keys, given.ranges
-    inputs = given.states()
-    if decay == "fox":
-        # From heads that remember thousands of tokens to heads that forget in a few.
-        fading = 0.1 ** torch.arange(case.heads, device=device).flip(0)[:, None]
-        inputs.append(F.logsigmoid(given.random(case.batch, case.heads, K) + 3.0) * fading)
-    slots = torch.arange(K - Q, K, device=device)[None] if ranges is None else ranges[:, 0, :Q, 1].long() - 1
-
-    def decays(query: torch.Tensor, *log_forget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if decay == "alibi":
-            return given.alibi(query)
-        if decay != "fox":
-            return None
-        (gates,) = log_forget
-        sums = (gates if ranges is None else gates * (ranges[:, :, Q:, 0] != 0)).double().cumsum(-1)
-        own = slots[:, None, -query.shape[2] :].clamp(min=0)
-        return sums.gather(2, own.expand(*sums.shape[:2], -1)), sums
-
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        from whatwhere.kernel_plain import plain_attention
-
-        options: dict[str, Any] = {"decay": decays(query, *more), "ranges": ranges, "scaling": given.scaling}
-        return plain_attention(query, key, value, **options, dropout=given.seeded())
-
-    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"decay": decays(inputs[0], *inputs[3:]), "ranges": ranges, "scaling": given.scaling}
-        return plain_reference(*inputs[:3], rows=rows, kept=given.kept(rows), **options)
-
-    return Call(("dq", "dk", "dv", "dlog_forget"), inputs, kernel, reference)
-
-
-def _relative(case: Case, device: torch.device) -> Call:
-    given = _Inputs(case, device)
-    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
-
-    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
-        from whatwhere.kernel_plain import plain_attention
-
-        *states, table = inputs
-        relative = (table, *given.positions_of(states[0]))
-        return plain_attention(*states, relative=relative, **options, dropout=given.seeded())
-
-    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        query, key, value, table = inputs
-        relative = (table, *given.positions_of(query))
-        return plain_reference(query, key, value, relative=relative, rows=rows, kept=given.kept(rows), **options)
-
-    table = given.random(DISTANCES, case.head_dim).to(given.dtype)
-    return Call(("dq", "dk", "dv", "drelative"), [*given.states(), table], kernel, reference)
-
-
-def _scan(case: Case, device: torch.device, slopes: bool) -> Call:
-    """CoPE_ALiBi with slopes, else stick-breaking attention."""
-    given = _Inputs(case, device)
-    inputs = given.states()
-    if slopes:
-        inputs.append(-given.slopes)
-    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
-
-    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
-        from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
-
-        dropout = given.seeded()
-        if slopes:
-            return cope_alibi_attention(*inputs, **options, dropout=dropout)
-        return stick_attention(*inputs, **options, dropout=dropout)[0]
-
-    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return scan_reference(*inputs, rows=rows, kept=given.kept(rows), **options)
-
-    return Call(("dq", "dk", "dv", "dslopes"), inputs, kernel, reference)
-
-
-def _token_gated(case: Case, device: torch.device) -> Call:
-    """What token-gated CoPE makes of the kernel of plain attention: keys are twice as wide as values."""
-    given = _Inputs(case, device)
-    table = given.random(300, case.head_dim)
-    matrix = given.random(case.head_dim, case.head_dim) * given.scaling
-    # At an integer the derivative is discontinuous. Sums of these are 1/128 from one at least, and exact.
-    gates = (torch.sigmoid(given.random(case.batch, case.heads, case.keys)) * 64).ceil() / 64
-    first = torch.zeros(case.batch, 1, dtype=torch.long, device=device)
-    if given.ranges is not None:
-        # The first token that each row sees.
-        valid = given.ranges[:, 0, case.queries :, 0] != 0
-        shown = torch.where(valid, torch.arange(case.keys, device=device), case.keys - 1)
-        first = shown.flip(1).cummin(1).values.flip(1).gather(1, given.ranges[:, 0, : case.queries, 0].long())
-    gates += torch.zeros_like(gates[:, 0]).scatter_(1, first, 1 / 128)[:, None]
-    options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
-
-    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
-        query, key, value, gates, table, matrix = inputs
-        encoding: Any = types.SimpleNamespace(
-            _gates=lambda context: gates,
-            table=lambda _: table,
-            position_query=lambda _: matrix,
-        )
-        context = PositionContext(given.positions, query=query)
-        return TokenGatedCoPE.kernel(encoding, query, key, value, context, **options, dropout=given.seeded())
-
-    def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return token_gated_reference(*inputs, rows=rows, kept=given.kept(rows), **options)
-
-    names = ("dq", "dk", "dv", "dgates", "dtable", "dmatrix")
-    return Call(names, [*given.states(), gates, table, matrix], kernel, reference)
-
-
 class Kernel(NamedTuple):
-    """How a kernel is called.
+    """A kernel, and how it is called.
 
     Attributes:
-        call: makes the inputs of a case.
+        encoding: the position encoding that calls it.
         variants: fields and options that are kernels of their own when compiled.
         contents: fields and options that use the same kernels in another way.
     """
 
-    call: Callable[[Case, torch.device], Call]
+    encoding: str
     variants: tuple[dict[str, Any], ...]
     contents: tuple[dict[str, Any], ...] = ()
+
+    def call(self, case: Case, device: torch.device) -> Call:
+        """Makes the inputs of a case."""
+        encoding = case.option("encoding", self.encoding)
+        given = _Inputs(case, encoding, device)
+        options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
+
+        def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+            encodings, context = given.layer_of(*inputs)
+            return encodings.kernel(*inputs[:3], context, **options, dropout=given.seeded())
+
+        def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            query, key, value, *_ = inputs
+            encodings, context = given.layer_of(*inputs)
+            options_of_rows = {"rows": rows, "kept": given.kept(rows), **options}
+            return attention(query, key, value, encodings, context, **options_of_rows)
+
+        def undecided(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            query, key, value, *others = inputs
+            last = given.encodings[encoding.split("+")[0]].parameters_.num_positions - 1
+            gates = case.option("gates", "key")
+            gate_key = value if gates == "value" else others[0] if gates == "separate_key" else key
+            kinks = torch.arange(1, last + 1, device=device)
+            if encoding == "cope_mlp":
+                weight, bias, _ = given.encodings[encoding].network(None)
+                kinks, _ = _activity(weight / last, bias, last)
+            return undecided_rows(query, gate_key, kinks, rows=rows, **options)
+
+        names = ["dq", "dk", "dv", *(f"gradient of the state of {name}" for name in given.states)]
+        inputs = [given.cast(one) for one in (given.query, given.key, given.value, *given.states.values())]
+        names += [f"gradient of {name}" for name in given.learned]
+        inputs += given.learned.values()
+        if given.position_query is not None:
+            names.append("gradient of the query before RoPE")
+            inputs.append(given.cast(given.position_query))
+        decide = undecided if self.encoding == "cope" else None
+        return Call(tuple(names), inputs, given.layer_of, kernel, reference, decide)
 
 
 _VARIANTS: tuple[dict[str, Any], ...] = ({}, {"mask": "packed"}, {"groups": 2}, {"dropout": 0.1})
 KERNELS = {
     "cope": Kernel(
-        _cope,
+        "cope",
         (
-            *(*_VARIANTS, {"mask": "padding", "gate": "separate"}, {"gate": "value"}, {"own_query": True}),
-            *({"add": "alibi"}, {"add": "relative"}, {"knots": 64}),
+            *(*_VARIANTS, {"mask": "padding", "gates": "separate_key"}, {"gates": "value"}),
+            *({"encoding": name} for name in ("cope+rope", "cope+alibi", "cope+relative", "cope_mlp")),
         ),
         (
-            *({"gates": "open"}, {"gates": "closed"}, {"positions": 2}, {"positions": 33}, {"positions": 300}),
-            {"knots": 5, "gates": "open"},
+            *({"opening": "open"}, {"opening": "closed"}),
+            *({"num_positions": 2}, {"num_positions": 33}, {"num_positions": 300}),
+            {"encoding": "cope_mlp", "hidden_units": 5, "opening": "open"},
         ),
     ),
-    "pope": Kernel(_pope, (*_VARIANTS, {"partial": True, "shift": False})),
-    "plain": Kernel(_plain, _VARIANTS),
-    "fox": Kernel(functools.partial(_plain, decay="fox"), _VARIANTS),
-    "alibi": Kernel(functools.partial(_plain, decay="alibi"), _VARIANTS),
-    "relative": Kernel(_relative, _VARIANTS),
-    "cope_alibi": Kernel(functools.partial(_scan, slopes=True), _VARIANTS),
-    "stick_breaking": Kernel(functools.partial(_scan, slopes=False), _VARIANTS),
-    "token_gated_cope": Kernel(_token_gated, _VARIANTS[:2]),
+    "pope": Kernel("pope", (*_VARIANTS, {"partial_rotary_factor": 0.5, "use_delta": False})),
+    "plain": Kernel("none", _VARIANTS),
+    **{name: Kernel(name, _VARIANTS) for name in ("fox", "alibi", "relative", "cope_alibi", "stick_breaking")},
+    "token_gated_cope": Kernel("token_gated_cope", _VARIANTS[:2]),
 }

@@ -18,13 +18,13 @@ from whatwhere.scripts.benchmark import references, report
 from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible
 from whatwhere.scripts.gpu_check import Group, check_all, check_case, groups_on_cpu, groups_on_gpu
-from whatwhere.scripts.kernel_cases import KERNELS, MASKS, case, ranges_of
+from whatwhere.scripts.kernel_cases import KERNELS, MASKS, case
 
 CPU = torch.device("cpu")
 
 
 def small(kernel="cope", **options):
-    few = {"positions": 8} if kernel == "cope" else {}
+    few = {"num_positions": 8} if kernel == "cope" else {}
     return case(kernel, "float32", 16, 20, 24, **{"batch": 1, "heads": 2, "groups": 1, **few, **options})
 
 
@@ -415,7 +415,7 @@ def test_rounding_at_integers_is_no_mistake(monkeypatch):
         return torch.softmax(logits.masked_fill(~seen, -1e30), -1) @ value
 
     monkeypatch.setattr(kernel_cope, "cope_attention", kernel)
-    one = case("cope", "float32", 16, 200)
+    one = case("cope", "float32", 16, 192)
     assert check_case(one, CPU)[1] <= 1
     # Compared with these rows, it would be one.
     monkeypatch.setattr(references, "NEAR", 0.0)
@@ -429,20 +429,18 @@ def test_a_case_with_few_rows_to_compare_is_refused(monkeypatch):
         check_case(case("cope", "float32", 16, 100, batch=1, heads=1, groups=1), CPU)
 
 
-@pytest.mark.parametrize("gates", ["key", "separate"])
-def test_undecided_rows(gates):
+def test_undecided_rows():
     """Positions near integers from 1 to the last, of keys that the row sees."""
     query, key = torch.zeros(1, 1, 4, 1, dtype=torch.float64), torch.ones(1, 1, 4, 1, dtype=torch.float64)
     # Every gate of a row is alike: 1/2, nearly 1/2, 0.3, nearly 0.
     wanted = torch.tensor([0.5, 0.5 + 1e-7, 0.3, 1e-7], dtype=torch.float64)
     query[0, 0, :, 0] = wanted.logit()
-    given = (query, key) if gates == "key" else (query, torch.zeros_like(key), key)
-    options = {"scaling": 1.0, "num_positions": 3}
-    found = references.undecided_rows(*given, rows=torch.arange(4), **options)
+    options = {"rows": torch.arange(4), "scaling": 1.0}
+    found = references.undecided_rows(query, key, torch.tensor([1, 2]), **options)
     # The first row sees one key, up to 0.5.
     assert found.tolist() == [[[False, True, False, False]]]
     ranges = torch.tensor([[0, 4]] * 4 + [[1, 0]] * 4, dtype=torch.int32)[None, None]
-    found = references.undecided_rows(*given, rows=torch.arange(4), ranges=ranges, **options)
+    found = references.undecided_rows(query, key, torch.tensor([1, 2]), ranges=ranges, **options)
     assert found.tolist() == [[[True, True, False, False]]]
 
 
@@ -467,32 +465,6 @@ def test_only_names_something(capsys):
     assert gpu_check.main(["--device", "cpu", "--only", "nothing"]) == 2
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("queries", "keys"), [(12, 12), (5, 12), (1, 12)])
-def test_masks(mask, queries, keys):
-    """Limits, against what they say in words; some rows of padding see nothing."""
-    ranges = ranges_of(mask, 2, queries, keys, torch.device("cpu"))
-    seen = visible(queries, keys, torch.arange(queries), ranges=ranges)
-    for entry in range(2):
-        for row in range(queries):
-            slot = keys - queries + row
-            for key in range(keys):
-                padded = {
-                    "padding": (lambda j, entry=entry: j < keys // 3 if entry == 0 else j >= keys - keys // 4),
-                    "holes": (lambda j: j % 7 == 3),
-                    "packed": (lambda j: False),
-                }[mask]
-                starts = [start for start in (0, keys // 5, keys // 2, keys // 2 + 1) if mask == "packed" or not start]
-                same = max(s for s in starts if s <= slot) == max(s for s in starts if s <= key)
-                expected = key <= slot and same and not padded(key) and not padded(slot)
-                assert bool(seen[entry, 0, row, key]) == expected, (entry, row, key)
-
-
-def test_limits_of_an_unknown_mask():
-    with pytest.raises(ValueError, match="'stripes'"):
-        ranges_of("stripes", 1, 4, 4, torch.device("cpu"))
-
-
 def test_groups():
     """Every kernel and every mask is among a GPU's, the long ones first; what is compiled without a GPU is checked."""
     gpu, cpu = list(groups_on_gpu()), list(groups_on_cpu())
@@ -500,7 +472,7 @@ def test_groups():
     cases = [one for group in gpu for one in group.cases]
     assert {one.mask for one in cases} == {"causal", *MASKS}
     assert {one.dtype for one in cases} == {"float32", "tf32", "bfloat16", "float16"}
-    assert {dict(one.options).get("gates") for one in cases} >= {None, "open", "closed"}
+    assert {dict(one.options).get("opening") for one in cases} >= {None, "open", "closed"}
     for kernel in KERNELS:
         for kind in ("long", "tiles", "shapes", "wide"):
             assert any(f"{group.name} ".startswith(f"{kind} {kernel} ") for group in gpu)
@@ -517,7 +489,7 @@ def test_groups():
 
 def test_rows_that_see_nothing():
     """Both references and kernels give 0 there; the check covers it."""
-    checks, share = check_case(case("cope", "float32", 16, 24, heads=1, groups=1, mask="padding", positions=8), CPU)
+    checks, share = check_case(case("cope", "float32", 16, 24, heads=1, groups=1, mask="padding", num_positions=8), CPU)
     assert checks == 6
     assert share <= 1
 

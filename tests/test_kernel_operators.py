@@ -46,10 +46,10 @@ def transposed(tensor):
 
 EVERY = [(name, variant) for name, kernel in KERNELS.items() for variant in kernel.variants]
 FIRST = [(name, {}) for name in KERNELS] + [
-    ("cope", {"mask": "padding", "gate": "separate"}),
-    ("cope", {"own_query": True}),
+    ("cope", {"mask": "padding", "gates": "separate_key"}),
+    ("cope", {"encoding": "cope+rope"}),
 ]
-MORE = [("cope", {"add": "relative"}), ("cope", {"knots": 64})]
+MORE = [("cope", {"encoding": "cope+relative"}), ("cope", {"encoding": "cope_mlp"})]
 
 
 @pytest.mark.parametrize("queries", [20, 1])
@@ -58,7 +58,7 @@ def test_strides_are_those_of_the_fake_operators(name, variant, queries):
     """torch.compile plans memory with these."""
     shape = {"batch": 2 if "mask" in variant else 1, "heads": 2, "groups": 2, **variant}
     if name == "cope":
-        shape["positions"] = 8
+        shape["num_positions"] = 8
     call = KERNELS[name].call(case(name, "float32", 16, queries, 24, **shape), CPU)
     inputs = [transposed(one).requires_grad_(queries > 1) for one in call.inputs]
     with Calls() as calls:
@@ -135,7 +135,7 @@ def test_second_derivatives_are_refused(name):
 @pytest.mark.parametrize("mask", slow_but(["packed"], ["causal", "packed"]))
 @pytest.mark.parametrize(
     ("name", "variant"),
-    slow_but([("cope", {"add": "alibi"}), ("pope", {}), ("relative", {}), ("stick_breaking", {})], EVERY),
+    slow_but([("cope", {"encoding": "cope+alibi"}), ("pope", {}), ("relative", {}), ("stick_breaking", {})], EVERY),
     ids=str,
 )
 def test_decoding_with_many_heads_for_a_key_head(name, variant, mask):
@@ -145,7 +145,7 @@ def test_decoding_with_many_heads_for_a_key_head(name, variant, mask):
     shape = {"batch": 1, "heads": 70, "groups": 1, **variant, "mask": mask, "dropout": 0.0}
     shape["groups"] = shape["batch"] = variant.get("groups", 1)
     if name == "cope":
-        shape["positions"] = 8
+        shape["num_positions"] = 8
     call = KERNELS[name].call(case(name, "float32", 16, 1, 40, **shape), CPU)
     with torch.no_grad():
         out = call.kernel(*call.inputs)

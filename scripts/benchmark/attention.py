@@ -20,15 +20,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import Bias, blockwise_attention
-from whatwhere.position_alibi import ALiBiTerm, alibi_slopes
 from whatwhere.position_base import PositionContext
-from whatwhere.position_cope import CoPETerm
-from whatwhere.position_fox import FoXTerm
 from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
 
 from ..kernel_cases import KERNELS, Call, case
 from .measure import CheckFailed, Refused, captured
-from .references import checked_gradient, chosen_rows, in_parts, results_of, rope_reference
+from .references import checked_gradient, chosen_rows, in_parts, results_of
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -56,13 +53,10 @@ MORE = (
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in KERNELS},
     "rope": ("plain", {}),
-    **{f"cope-{gates}": ("cope", {"gates": gates}) for gates in ("half", "open", "closed")},
-    "cope+alibi": ("cope", {"add": "alibi"}),
-    "cope+relative": ("cope", {"add": "relative"}),
-    "cope_mlp": ("cope", {"knots": 64}),
+    "cope-half": ("cope", {}),
+    **{f"cope-{opening}": ("cope", {"opening": opening}) for opening in ("open", "closed")},
+    **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative", "cope_mlp")},
 }
-# Inputs with a row or a number for each head.
-PER_HEAD = ("ddelta", "dslopes")
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 PROVIDERS = (
     *BASELINES,
@@ -184,7 +178,6 @@ class Workload:
         self.polar = self._polar(positions, positions)
         self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
         self._positions = positions
-        self.slopes = alibi_slopes(heads, device)
         self._calls: dict[str, Call] = {}
         self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._grads: dict[str, torch.Tensor] = {}
@@ -210,13 +203,18 @@ class Workload:
         name, options = KINDS[kind]
         batch, heads, length, head_dim = self.shape
         if name == "cope":
-            options = {"positions": self.num_positions, **options}
+            options = {"num_positions": self.num_positions, **options}
         shape = {"batch": batch, "heads": heads, "groups": heads}
         one = case(name, str(self.dtype).removeprefix("torch."), head_dim, length, **shape, **options)
         call = KERNELS[name].call(one, self.device)
         if kind == "rope":
-            reference = functools.partial(rope_reference, tables=self.rotary, scaling=self.scaling)
-            call = call._replace(reference=reference)
+            plain = call.reference
+
+            def rotated(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, rows: torch.Tensor) -> Any:
+                tables = (table.to(query.dtype) for table in self.rotary)
+                return plain(*apply_rotary_pos_emb(query, key, *tables), value, rows=rows)
+
+            call = call._replace(reference=rotated)
         if kind == "pope":
             # The timed functions begin before the magnitudes.
             magnitudes = call.reference
@@ -237,18 +235,16 @@ class Workload:
             tensors += self.polar.shared["pope"][:2]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def _part(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
-        """Returns what belongs to the last head of the last batch entry."""
-        if tensor.dim() > 2:
-            return tensor[-1:, -1:]
-        return tensor[-1:] if name in PER_HEAD else tensor
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the last head of the last batch entry; parameters of a layer as they are."""
+        return tensor[-1:, -1:] if tensor.dim() > 2 else tensor
 
     def _one_head(self, call: Call, dtype: torch.dtype) -> list[torch.Tensor]:
         """Copies that part of the inputs; float32 tensors stay float32 in low precision."""
         parts = []
-        for name, tensor in zip(call.names, call.inputs):
+        for tensor in call.inputs:
             wanted = dtype if dtype == torch.float64 or tensor.dtype == self.dtype else tensor.dtype
-            parts.append(self._part(tensor, name).detach().to(wanted).requires_grad_())
+            parts.append(self._part(tensor).detach().to(wanted).requires_grad_())
         return parts
 
     def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -273,7 +269,7 @@ class Workload:
         only[-1:, -1:] = self._grads[provider.kind]
         out = provider.function(*call.inputs)
         gradients = torch.autograd.grad(out, call.inputs, only)
-        found = [self._part(out.detach())[:, :, self.rows], *map(self._part, gradients, call.names)]
+        found = [self._part(out.detach())[:, :, self.rows], *map(self._part, gradients)]
         del out, gradients
         scale = 0.1 * only.norm(dtype=torch.float32).item()
         names = ("output", *call.names)
@@ -309,7 +305,7 @@ class Workload:
         if name == "cope-listing":
             rows = torch.arange(self.shape[2], device=self.device)
             return Provider(kind, functools.partial(call.reference, rows=rows))
-        function: Callable[..., torch.Tensor] = functools.partial(self._blockwise, kind)
+        function: Callable[..., torch.Tensor] = functools.partial(self._blockwise, call)
         if "triton" in name:
             self._check_triton()
             function = call.kernel
@@ -327,15 +323,10 @@ class Workload:
         decode = functools.partial(function, newest, *others)
         return Provider(kind, call.kernel if name.startswith("cope-once") else function, decode)
 
-    def _blockwise(self, kind: str, query: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """CoPE, FoX and ALiBi."""
-        key, value, *more = inputs
-        positions = self._positions[:, -query.shape[2] :], self._positions
-        if kind == "alibi":
-            bias = Bias(ALiBiTerm, (self.slopes, *positions))
-        else:
-            bias = Bias(FoXTerm, tuple(more)) if kind == "fox" else Bias(CoPETerm, tuple(more), (self.scaling,))
-        return blockwise_attention(query, key, value, scaling=self.scaling, biases=[bias])
+    def _blockwise(self, call: Call, *inputs: torch.Tensor) -> torch.Tensor:
+        encodings, context = call.layer(*inputs)
+        biases = [Bias(part.term, *part.term_inputs(context, self.scaling)) for part in encodings.hooks["bias"]]
+        return blockwise_attention(*inputs[:3], scaling=self.scaling, biases=biases)
 
     def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
         backend = BACKENDS.get(name.rpartition("-")[2])
