@@ -17,10 +17,7 @@ class LearnedTable(nn.Module):
 
     def reset(self) -> None:
         # Zeros draw no random numbers.
-        if self.std:
-            init.normal_(self.weight, mean=0.0, std=self.std)
-        else:
-            init.zeros_(self.weight)
+        init.normal_(self.weight, std=self.std) if self.std else init.zeros_(self.weight)
 
     def forward(self, _: Any = None) -> torch.Tensor:
         return self.weight

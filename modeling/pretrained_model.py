@@ -64,6 +64,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         config.validate()
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
+        if type(config) is not self.config_class and type(config).__name__ == self.config_class.__name__:
+            # Remote code can load the class of the configuration twice, and heads look their decoder up by it.
+            transformers.AutoModel.register(type(config), self._decoder_class, exist_ok=True)
         # Used by the cards that Transformers and its Trainer write.
         self.add_model_tags(card_tags(config))
 
@@ -217,9 +220,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 def register(config_class: Any, *classes: Any) -> None:
     """Registers a family's classes with the Auto classes: in this process, and in what is saved."""
     config_class.register_for_auto_class()
-    prefix = config_class.__name__.removesuffix("Config")
+    classes[0].__base__._decoder_class = classes[0]
     for cls in classes:
-        name = "AutoModel" + cls.__name__.removeprefix(prefix).removeprefix("Model")
+        name = "AutoModel" + re.sub("WhatWhere(GPT2|Llama)(Model)?", "", cls.__name__)
         cls.register_for_auto_class(name)
         getattr(transformers, name).register(config_class, cls, exist_ok=True)
 

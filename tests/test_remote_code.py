@@ -50,8 +50,9 @@ def load(place, out, again):
     torch.save({"logits": logits, "generated": generated}, out)
     model.save_pretrained(again)
     config = AutoConfig.from_pretrained(place, trust_remote_code=True)
-    base = AutoModel.from_pretrained(place, trust_remote_code=True)
+    # Before the decoder: heads must find it themselves.
     classifier = AutoModelForSequenceClassification.from_pretrained(place, trust_remote_code=True)
+    base = AutoModel.from_pretrained(place, trust_remote_code=True)
     for auto in (AutoModelForTokenClassification, AutoModelForQuestionAnswering):
         head = auto.from_pretrained(place, trust_remote_code=True)
         assert type(head).__name__.endswith(auto.__name__.removeprefix("AutoModel")), type(head)
