@@ -64,7 +64,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         config.validate()
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
-        if type(config) is not self.config_class and type(config).__name__ == self.config_class.__name__:
+        if type(config).__name__ == getattr(self.config_class, "__name__", ""):
             # Remote code can load the class of the configuration twice, and heads look their decoder up by it.
             transformers.AutoModel.register(type(config), self._decoder_class, exist_ok=True)
         # Used by the cards that Transformers and its Trainer write.

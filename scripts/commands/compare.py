@@ -21,13 +21,14 @@ from ..evaluation.figures import save_figure
 from ..evaluation.length_report import draw
 from ..evaluation.length_report import table as length_table
 from ..evaluation.results import check_writable, markdown_table, read_json, result_files
+from ..training.recipe import IMMATERIAL
 from .common import command_parser
 
 DESCRIPTION = """Results of models side by side: runs of train and finetune, evaluated checkpoints, and cards of models.
 
     whatwhere compare runs/rope runs/pope --output comparison
 
-Prints tables, the differences of the recipes, and what is not comparable."""
+Prints tables, the differences of the recipes (not of speed, memory and logs), and what is not comparable."""
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
 # Parts of a description of data that do not say which text is scored.
 _NOTES = ("described", "example", "kind", "prompt", "splits")
@@ -209,7 +210,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif ("training" in runs[0].recipe) != ("training" in run.recipe):
             changed = ["one was trained and the other fine-tuned, with other settings"]
         else:
-            changed = differences(runs[0].recipe, run.recipe) or ["no differences"]
+            found = differences(runs[0].recipe, run.recipe)
+            changed = [line for line in found if line.partition(": ")[0] not in IMMATERIAL] or ["no differences"]
         print(f"\nRecipe, {runs[0].name} → {run.name}:", *changed, sep="\n- ")
     for warning in (*reasons, *warnings):
         print(f"\n(!) {warning}")
