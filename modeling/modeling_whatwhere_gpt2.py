@@ -295,7 +295,6 @@ class WhatWhereGPT2ForQuestionAnswering(GenericForQuestionAnswering, WhatWhereGP
 
 
 register(
-    WhatWhereGPT2Config,
     WhatWhereGPT2Model,
     WhatWhereGPT2ForCausalLM,
     WhatWhereGPT2ForSequenceClassification,

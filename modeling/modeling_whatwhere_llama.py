@@ -243,7 +243,6 @@ class WhatWhereLlamaForQuestionAnswering(GenericForQuestionAnswering, WhatWhereL
 
 
 register(
-    WhatWhereLlamaConfig,
     WhatWhereLlamaModel,
     WhatWhereLlamaForCausalLM,
     WhatWhereLlamaForSequenceClassification,

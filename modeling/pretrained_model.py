@@ -51,6 +51,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
+    _decoder_class: Any = None
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         # A field may have been assigned since the configuration was built.
@@ -64,7 +65,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         config.validate()
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
-        if type(config).__name__ == getattr(self.config_class, "__name__", ""):
+        if self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__:
             # Remote code can load the class of the configuration twice, and heads look their decoder up by it.
             transformers.AutoModel.register(type(config), self._decoder_class, exist_ok=True)
         # Used by the cards that Transformers and its Trainer write.
@@ -217,14 +218,14 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         return module.init_continuous_batching(self, *args, **kwargs)
 
 
-def register(config_class: Any, *classes: Any) -> None:
-    """Registers a family's classes with the Auto classes: in this process, and in what is saved."""
-    config_class.register_for_auto_class()
+def register(*classes: Any) -> None:
+    """Registers a family's classes, the decoder first, with the Auto classes: in this process, and in what is saved."""
+    classes[0].config_class.register_for_auto_class()
     classes[0].__base__._decoder_class = classes[0]
     for cls in classes:
         name = "AutoModel" + re.sub("WhatWhere(GPT2|Llama)(Model)?", "", cls.__name__)
         cls.register_for_auto_class(name)
-        getattr(transformers, name).register(config_class, cls, exist_ok=True)
+        getattr(transformers, name).register(cls.config_class, cls, exist_ok=True)
 
 
 def refusal(message: str) -> ValueError:
