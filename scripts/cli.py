@@ -75,4 +75,9 @@ def _run(arguments: list[str]) -> Any:
         hint = f"Did you mean {near[0]!r}? " if near else ""
         sys.exit(f"error: command={name!r} is not valid. {hint}Allowed: {', '.join(_MODULES)}.")
     with reported():
-        return importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
+        result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
+    # Processes that end with a process group can be aborted by gloo's threads.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+    return result

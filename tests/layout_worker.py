@@ -15,9 +15,9 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = pathlib.Path(sys.argv[1])
     cases = json.loads((folder / "cases.json").read_text())
-    for index, (name, case) in enumerate(cases.items()):
-        last = index == len(cases) - 1
-        train(parse_recipe(case["recipe"]), folder / name, resume_from=case["resume_from"], end=last)
+    for name, case in cases.items():
+        train(parse_recipe(case["recipe"]), folder / name, resume_from=case["resume_from"])
+    torch.distributed.destroy_process_group()
 
 
 def copy_unfinished(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -119,7 +119,7 @@ def test_flags_of_launches_and_tiles_that_do_not_fit(tmp_path):
     for kernel in ("window_forward", "window_rows", "window_columns"):
         assert f"{kernel} cope bfloat16 D=64" in names
         assert f"{kernel} cope bfloat16 D=64 mask=packed" in names
-        assert f"{kernel} cope bfloat16 D=64 mask=padding gate=separate" in names
+        assert f"{kernel} cope bfloat16 D=64 mask=padding gates=separate_key" in names
     assert "backward_columns pope bfloat16 D=64 groups=2" in names
     assert "window_forward cope bfloat16 D=64 decoding" in names
     assert "backward_rows plain bfloat16 D=64 mask=packed" in names

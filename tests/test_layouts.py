@@ -99,8 +99,8 @@ def runs(tmp_path_factory):
     """A folder with the runs of one process, of two and of four."""
     folder = tmp_path_factory.mktemp("layouts")
     for encoding in ENCODINGS:
-        train(parse_recipe(values(encoding)), folder / encoding, end=False)
-    train(parse_recipe(values("cope", family="gpt2")), folder / "gpt2", end=False)
+        train(parse_recipe(values(encoding)), folder / encoding)
+    train(parse_recipe(values("cope", family="gpt2")), folder / "gpt2")
     two = {}
     for encoding in ENCODINGS:
         two[f"{encoding}-ddp"] = values(encoding)
@@ -150,7 +150,7 @@ def test_checkpoints_are_resumed_on_other_layouts(runs, tmp_path):
             copy_unfinished(runs / source, tmp_path / name)
         launch(tmp_path, processes, {name: (values("pope", layout), 14) for name, (_, layout) in cases.items()})
     copy_unfinished(runs / "pope-hsdp", tmp_path / "hsdp-to-one")
-    train(parse_recipe(values("pope")), tmp_path / "hsdp-to-one", resume_from=14, end=False)
+    train(parse_recipe(values("pope")), tmp_path / "hsdp-to-one", resume_from=14)
     for name in (*two, *four, "hsdp-to-one"):
         assert_same_training(tmp_path / name, runs / "pope")
     same, before = (
@@ -166,7 +166,7 @@ def test_bfloat16_learns_as_float32_does(tmp_path):
     half = copy.deepcopy(full)
     for encoding in ENCODINGS:
         half[encoding]["training"]["mixed_precision"] = "bf16"
-        train(parse_recipe(full[encoding]), tmp_path / encoding, end=False)
+        train(parse_recipe(full[encoding]), tmp_path / encoding)
     launch(tmp_path, 1, {f"{encoding}-one": half[encoding] for encoding in ENCODINGS})
     launch(
         tmp_path, 2, {f"{encoding}-fsdp": {**half[encoding], "distributed": {"dp_shard": 2}} for encoding in ENCODINGS}

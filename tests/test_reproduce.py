@@ -763,13 +763,13 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     made = []
     train = runs.train
 
-    def noted(run, data_dir, *, end):
-        made.append((run.row.key, end))
-        train(run, data_dir, end=end)
+    def noted(run, data_dir):
+        made.append(run.row.key)
+        train(run, data_dir)
 
     monkeypatch.setattr(runs, "train", noted)
     script.main(arguments)
-    assert made == [("pope", True)]
+    assert made == ["pope"]
     found = json.loads((tmp_path / "pope_1_small.json").read_text())
     assert [len(cell["ours"]["seeds"]) for cell in found["cells"]] == [1, 1]
     results = json.loads((tmp_path / "indirect_indexing_small" / "pope-seed0" / "results.json").read_text())

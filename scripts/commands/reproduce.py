@@ -127,15 +127,10 @@ def main(arguments: list[str] | None = None) -> None:
 def train_all(table: Table, planned: dict[tuple[str, str], list[Run]], data_dir: str | None, speaks: bool) -> None:
     """Trains all runs that are not done, and measures each at the lengths of the table."""
     wanted = runs.unique(planned)
-    last = [run for run in wanted if run.state() != "done"][-1:]
     for number, run in enumerate(wanted, 1):
         state = run.state()
         if speaks:
             print(f"run {number} of {len(wanted)}, {state}: {run.folder}", flush=True)
         if state != "done":
-            runs.train(run, data_dir, end=run in last and not table.multiples)
+            runs.train(run, data_dir)
         measures.measure_lengths(run.folder, table.multiples, data_dir)
-    if last and table.multiples:
-        from accelerate import PartialState
-
-        PartialState().destroy_process_group()

@@ -173,11 +173,11 @@ def unique(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[Run]:
     return sorted(runs.values(), key=lambda run: run.seed)
 
 
-def train(run: Run, data_dir: str | os.PathLike[str] | None = None, *, end: bool = True) -> None:
-    """Starts or continues a run; `end` is True for the last run of these processes."""
+def train(run: Run, data_dir: str | os.PathLike[str] | None = None) -> None:
+    """Starts or continues a run."""
     from ..training import loop
 
     resume = RunFolder(run.folder).is_begun
     data = ["--data-dir", str(data_dir)] if data_dir else []
     arguments = [*run.arguments(), *data, *(["--resume"] if resume else [])]
-    loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments, end=end)
+    loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments)

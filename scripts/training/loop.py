@@ -68,7 +68,6 @@ def train(
     resume_from: int | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     arguments: list[str] | None = None,
-    end: bool = True,
 ) -> dict[str, Any]:
     """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
 
@@ -77,7 +76,6 @@ def train(
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
         resume_from: continue from the checkpoint after this step, and delete later ones.
-        end: whether this is the last run of these processes; if not, the process group is kept for the next run.
 
     Raises:
         TrainingError: the folder is not usable, it has another run, or the loss is not finite.
@@ -95,7 +93,7 @@ def train(
             try:
                 run.begin(resume=resume, resume_from=resume_from)
                 run.train()
-                return run.finish(arguments, end=end)
+                return run.finish(arguments)
             except Exception:
                 run.checkpoints.wait(failed=True)
                 raise
@@ -463,7 +461,7 @@ class Run:
                 result[name] = full.cpu()
         return result
 
-    def finish(self, arguments: list[str] | None = None, *, end: bool = True) -> dict[str, Any]:
+    def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
         """Evaluates on the test split (or validation, without a test split) and saves model, results and card.
 
         Models of toy tasks are evaluated on every test set. If the recipe keeps the best model, the model with the
@@ -505,11 +503,8 @@ class Run:
         del model, self.whole_model, self.model, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
-        if end:
-            self.accelerator.end_training()
-        else:
-            for tracker in self.accelerator.trackers:
-                tracker.finish()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         return results
 
 
