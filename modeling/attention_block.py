@@ -45,10 +45,10 @@ class AttentionBlock(nn.Module):
     def before_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changes new queries (B, H, Q, D) and keys (B, G, Q, D); fills in `context.query`."""
+        """Changes new queries (B, H, Q, D) and keys (B, G, Q, D); fills in `context.query` and `.key`."""
         if self.options is not None:
             query, key = self.options.normed(query, key, context)
-        context.query = query
+        context.query, context.key = query, key
         return self.encodings.before_cache(query, key, context)
 
     def update_cache(

@@ -27,6 +27,8 @@ class Parameters:
 
     # A sentence that the error for an unknown key ends with.
     unknown_key_hint: ClassVar[str] = ""
+    # Whether the encoding's kernel supports these parameters.
+    in_kernel = True
 
     def resolve(self, config: Any) -> "Parameters":
         """Returns a copy in which every default that depends on `config` is filled in; may raise ValueError."""
@@ -116,7 +118,7 @@ class PositionContext:
         consecutive: True if positions number the slots, masked ones too; False if they skip what is masked.
         shared: what the shared part of each encoding returned, by the encoding's name.
         head_offset: the first head of this process under tensor parallelism.
-        query: (B, H, Q, D), the query before any rotation.
+        query, key: (B, H, Q, D) and (B, G, Q, D), the new queries and keys before any rotation.
         value: (B, G, K, V), cached ones included.
         new_value: (B, G, Q, V), the values of the new tokens.
         states: what each encoding's `cached_state` returned, (B, G, K, c), cached ones included, by name.
@@ -130,6 +132,7 @@ class PositionContext:
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
     head_offset: int = 0
     query: Any = None
+    key: Any = None
     value: Any = None
     new_value: Any = None
     states: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -257,8 +260,7 @@ class PositionEncoding(nn.Module):
 
         Args:
             hidden: (B, Q, E), the input of the attention layer.
-            key: (B, G, Q, D), the new keys after `before_cache`.
-            context: the context of this layer.
+            key: (B, G, Q, D), the new keys after `before_cache`. context: the context of this layer.
         """
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
@@ -274,8 +276,7 @@ class PositionEncoding(nn.Module):
         Args:
             logits: float32 (B, H, Q, K), scaled content logits q.k * scaling, very negative where masked.
             query: (B, H, Q, D), as given to the attention function.
-            context: the context of this layer.
-            scaling: the factor on q.k.
+            context: the context of this layer. scaling: the factor on q.k.
         """
         tensors, settings = self.term_inputs(context, scaling)
         return self.term.bias(logits, query, tensors, settings)
@@ -300,10 +301,8 @@ class PositionEncoding(nn.Module):
 
         Args:
             query: (B, H, Q, D). key: (B, G, K, D), as cached. value: (B, G, K, V).
-            mask: see `attention_mask`.
-            context: the context of this layer.
-            scaling: the factor on q.k.
-            dropout: the probability of dropping an attention weight; 0 outside training.
+            mask: see `attention_mask`. context: the context of this layer.
+            scaling: the factor on q.k. dropout: the probability of dropping an attention weight; 0 outside training.
             implementation: "eager", "blockwise", "sdpa" or "flex_attention".
 
         Returns:

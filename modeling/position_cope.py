@@ -27,7 +27,8 @@ class CoPEParameters(Parameters):
             language models; Table 8 also has 16 and the length of the context.
         gates: the logits of the gates (end of Section 4). "key": the content logits. "separate_key": q.x times the same
             factor, with a separate projection x of the hidden state (no bias), cached with the keys (G * D more numbers
-            per token). "value": q.v times the factor.
+            per token). "value": q.v times the factor. "unrotated_key", in "cope+rope" only: q.k times the factor, both
+            before rotation; keys before rotation are cached, too. No kernel supports it.
         scale_positions: also multiply q.e[p] by the factor on q.k (Eq. 6 under one 1/sqrt(d)). False is the paper's
             Listing 1, which learns several times faster.
         share_across_layers: one table for all layers, instead of one per layer.
@@ -35,7 +36,7 @@ class CoPEParameters(Parameters):
     """
 
     num_positions: int = 64
-    gates: Literal["key", "separate_key", "value"] = "key"
+    gates: Literal["key", "separate_key", "value", "unrotated_key"] = "key"
     scale_positions: bool = False
     share_across_layers: bool = False
     every_n_layers: int = 1
@@ -47,17 +48,18 @@ class CoPEParameters(Parameters):
             yield "gates", "a folder saved with 'key' has no code for others; install the package whatwhere"
         if self.every_n_layers < 1:
             yield "every_n_layers", "it must be at least 1"
-        if self.gates == "value" and any({"cope", "rope"} <= set(name.split("+")) for name in config.layer_pattern):
-            yield (
-                "gates",
-                (
-                    "in 'cope+rope' it must be 'key' or 'separate_key': queries are rotated and values are not, so the "
-                    "gates would depend on absolute positions"
-                ),
-            )
+        rotated = {"rope" in name for name in config.layer_pattern if "cope" in name.split("+")}
+        if {"value": True, "unrotated_key": False}.get(self.gates) in rotated:
+            # Rotated queries and values that are not: the gates would depend on absolute positions.
+            allowed = "'key', 'separate_key', 'unrotated_key' in 'cope+rope', and 'value' where CoPE is without RoPE"
+            yield "gates", f"it must be {allowed}"
 
     def in_layer(self, layer_idx: int) -> bool:
         return layer_idx % self.every_n_layers == 0
+
+    @property
+    def in_kernel(self) -> bool:  # type: ignore[override]
+        return self.gates != "unrotated_key"
 
 
 class GateKey(nn.Linear):
@@ -245,8 +247,8 @@ class CoPE(PositionEncoding):
 
     With RoPE ("cope+rope") there is no released recipe; here gates and content use the rotated queries and keys, and
     separate gate keys are rotated like the keys, so that gates depend on distances. The table is multiplied with the
-    query before rotation: a rotated one would make z_i[p] depend on the absolute position of the query. With relative
-    positions or ALiBi ("cope+relative", "cope+alibi") the gates see the content only.
+    query before rotation: a rotated one would make z_i[p] depend on the absolute position of the query. The gates see
+    the content only with "unrotated_key", and with relative positions or ALiBi ("cope+relative", "cope+alibi").
     """
 
     name = "cope"
@@ -271,14 +273,16 @@ class CoPE(PositionEncoding):
         return SharedTable(head_dim(config), parameters.num_positions) if parameters.share_across_layers else None
 
     def uses(self, hook: str) -> bool:
-        return self.gate_key is not None if hook == "cached_state" else super().uses(hook)
+        cached = ("separate_key", "unrotated_key")
+        return self.parameters_.gates in cached if hook == "cached_state" else super().uses(hook)
 
     def _table(self, context: PositionContext) -> torch.Tensor:
         return context.shared[self.name] if self.table is None else self.table(None)
 
     def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
-        """Returns the gate keys of the new tokens, W_g h: (B, G, Q, D), rotated if the keys are."""
-        assert self.gate_key is not None, "only separate gate keys are cached"
+        """Returns the gate keys of the new tokens, (B, G, Q, D): W_g h, rotated if the keys are, or unrotated keys."""
+        if self.gate_key is None:
+            return context.key
         states = self.gate_key(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if self.rotated:
             states, _ = apply_rotary_pos_emb(states, states[:, :0], *context.shared["rope"])
@@ -286,16 +290,14 @@ class CoPE(PositionEncoding):
 
     def _gate_key(self, context: PositionContext, value: torch.Tensor | None) -> torch.Tensor | None:
         """Returns what opens the gates, (B, G, K, D), or None for the keys."""
-        if self.parameters_.gates == "value":
-            return value
-        return None if self.gate_key is None else context.states[self.name]
+        return value if self.parameters_.gates == "value" else context.states.get(self.name)
 
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         gate_key = self._gate_key(context, context.value)
         tensors = self._table(context), gate_key, context.query if self.rotated else None
         scale = scaling if self.parameters_.scale_positions else 1.0
-        settings = (scale,) if gate_key is None else (scale, scaling)
-        return tuple(one for one in tensors if one is not None), settings
+        settings = () if gate_key is None else (scaling, float(self.parameters_.gates == "unrotated_key"))
+        return tuple(one for one in tensors if one is not None), (scale, *settings)
 
     def kernel(
         self,
@@ -309,7 +311,6 @@ class CoPE(PositionEncoding):
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
 
-        scale = scaling if self.parameters_.scale_positions else 1.0
         gate_key = self._gate_key(context, value)
         return cope_attention(
             query,
@@ -319,6 +320,6 @@ class CoPE(PositionEncoding):
             gate_key=None if gate_key is None else gate_key.to(key.dtype),
             position_query=context.query.to(query.dtype) if self.rotated else None,
             scaling=scaling,
-            position_scale=scale,
+            position_scale=scaling if self.parameters_.scale_positions else 1.0,
             **options,
         )

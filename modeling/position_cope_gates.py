@@ -20,7 +20,7 @@ class GatedCoPETerm(CoPETerm):
     """The term of CoPE with other gates.
 
     Tensors: the table (D, P), what opens the gates (B, G, K, D), and the query as in `CoPETerm`. Settings: the
-    factor on q.e, and the factor on the gates.
+    factor on q.e, the factor on the gates, and 1 if that query opens the gates (0: the one of the content).
     """
 
     name = "cope_gates"
@@ -34,11 +34,11 @@ class GatedCoPETerm(CoPETerm):
         table, gate_key, *_ = tensors
         B, H, Q, D = query.shape
         G = gate_key.shape[1]
-        rows = query.to(content.dtype).reshape(B, G, H // G * Q, D)
+        position_query = tensors[2] if len(tensors) > 2 else query
+        rows = (position_query if settings[2] else query).to(content.dtype).reshape(B, G, H // G * Q, D)
         opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
         opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
-        query = tensors[2] if len(tensors) > 2 else query
-        return interpolated(torch.sigmoid(opening), query, table, settings[0])
+        return interpolated(torch.sigmoid(opening), position_query, table, settings[0])
 
     def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
         super().__init__(tensors, settings, attention)
@@ -48,7 +48,7 @@ class GatedCoPETerm(CoPETerm):
     def _factors(self, block: Block, width: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
         """Returns the scaled rows (C, n * R, D), the gate keys (C, width, D), and where these are."""
         columns = slice(block.columns.start, block.columns.start + width)
-        query = block.query.to(self.gate_key.dtype) * self.settings[1]
+        query = (self._query(block) if self.settings[2] else block.query).to(self.gate_key.dtype) * self.settings[1]
         return query.reshape(query.shape[0], -1, query.shape[-1]), self.gate_key[block.chunk, columns], columns
 
     def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
@@ -64,6 +64,13 @@ class GatedCoPETerm(CoPETerm):
         grad = negative.neg_().reshape(rows.shape[0], rows.shape[1], -1)
         self.grad_gate_key[block.chunk, columns].baddbmm_(grad.transpose(1, 2), rows)
         return torch.bmm(grad, keys).mul_(self.settings[1]).view(block.query.shape)
+
+    def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
+        from_gates, grad_position_query = super().backward(grad, block), self.grad_position_query
+        if not self.settings[2] or from_gates is None or grad_position_query is None:
+            return from_gates
+        grad_position_query[block.chunk, :, block.rows] += from_gates
+        return None
 
     def gradients(self) -> list[torch.Tensor]:
         grad_table, *grad_position_query = super().gradients()

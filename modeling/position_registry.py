@@ -160,7 +160,7 @@ def layer_plan(config: Any) -> list[list[Part]]:
 
 def layer_kernel(parts: list[Part]) -> str | None:
     """Returns the first encoding with a kernel that computes a layer; "" for plain attention; None if no kernel can."""
-    found = [cls.name for cls, _ in parts if cls.overrides("kernel")]
+    found = [cls.name for cls, given in parts if cls.overrides("kernel") and given.in_kernel]
     others = [cls for cls, _ in parts if cls.overrides("bias") or cls.overrides("after_cache") or not cls.softmax]
     return None if any(cls.name not in found for cls in others) else next(iter(found), "")
 

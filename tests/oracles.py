@@ -44,20 +44,31 @@ def contextual_positions(logits, last=math.inf):
 
 
 def cope_oracle(
-    query, key, value, table, visible, scaling, scale_positions=False, gate_key=None, plus=None, position_query=None
+    query,
+    key,
+    value,
+    table,
+    visible,
+    scaling,
+    scale_positions=False,
+    gate_key=None,
+    plus=None,
+    position_query=None,
+    gate_query=None,
 ):
     """CoPE, Eq. 3 to 9 of arXiv 2405.18719, one head; `table` (D, P) holds e[p] in its columns.
 
     `gate_key` (K, D): what opens the gates in place of the keys. `plus(i, j)`: what another encoding adds to the logit.
-    `position_query` (Q, D): what is multiplied with the table in place of the query.
+    `position_query` (Q, D): what is multiplied with the table in place of the query; `gate_query`: with `gate_key`.
     """
     last = table.shape[1] - 1
     position_query = query if position_query is None else position_query
+    gate_query = query if gate_query is None else gate_query
 
     def term(i, logits):
         opening = logits
         if gate_key is not None:
-            opening = [None if s is None else torch.dot(query[i], x) * scaling for s, x in zip(logits, gate_key)]
+            opening = [None if s is None else torch.dot(gate_query[i], x) * scaling for s, x in zip(logits, gate_key)]
         added = []
         for j, position in enumerate(contextual_positions(opening, last)):
             floor, ceil = math.floor(position.item()), math.ceil(position.item())

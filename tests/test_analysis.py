@@ -183,12 +183,15 @@ def gate_logits(model, ids, layer, encoding, parameters):
         rows = [[rope_rotation(x, t, 10000.0, attention.head_dim) for t, x in enumerate(head)] for head in states]
         return torch.stack([torch.stack(row) for row in rows])
 
+    before = query @ key.repeat_interleave(groups, 0).transpose(1, 2) * scale
     query = turned(query)
 
     def logits(states):
         return query @ turned(states).repeat_interleave(groups, 0).transpose(1, 2) * scale
 
     content = logits(key)
+    if parameters.get("gates") == "unrotated_key":
+        return before, content, query
     return content if gate is None else logits(gate), content, query
 
 
@@ -198,6 +201,7 @@ CASES = [
     ("cope", {"gates": "value", "num_positions": 4, "scale_positions": True}),
     ("cope", {"share_across_layers": True, "every_n_layers": 2}),
     ("cope+rope", {"cope": {"gates": "separate_key"}}),
+    ("cope+rope", {"cope": {"gates": "unrotated_key"}}),
     ("cope+alibi", {}),
     ("cope+relative", {}),
     ("cope_alibi", {"slopes": "learned"}),

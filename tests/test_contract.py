@@ -27,6 +27,7 @@ def declared(attribute):
 
 VARIANTS = {f"{name}:{variant}": found for name, own in declared("VARIANTS").items() for variant, found in own.items()}
 VARIANTS["cope+rope:separate"] = {"cope": {"num_positions": 6, "gates": "separate_key"}}
+VARIANTS["cope+rope:unrotated"] = {"cope": {"num_positions": 6, "gates": "unrotated_key"}}
 SHORT = {"cope": {"num_positions": 6}}
 # Variants by other fields of the configuration. Those that are called a plan give each layer an encoding of its own.
 PRO = {"output_gate": True, "output_norm": True, "qk_norm": True, "key_value_shift": True}

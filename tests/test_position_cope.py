@@ -157,7 +157,7 @@ def test_other_gates_in_many_blocks(kind, openness, monkeypatch):
         visible = visible.clone()
         visible[..., 20:31] = False
         mask = torch.where(visible, 0.0, torch.finfo(torch.float16).min)
-    bias = Bias(GatedCoPETerm, (table, gate_key), (0.7, 0.4))
+    bias = Bias(GatedCoPETerm, (table, gate_key), (0.7, 0.4, 0.0))
     content = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3).masked_fill(~visible, MASKED)
     logits = content + GatedCoPETerm.bias(content, query, bias.tensors, bias.settings)
     expected = torch.softmax(logits, -1) * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
@@ -229,10 +229,10 @@ def test_separate_gate_keys_are_rotated_as_the_keys():
         assert not torch.allclose(other(ids).logits, logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("gates", ["key", "separate_key"])
+@pytest.mark.parametrize("gates", ["key", "separate_key", "unrotated_key"])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "packed-padded"])
 def test_sum_with_rope(gates, segments):
-    """ "cope+rope": gates and content see rotated queries and keys, the table the query before rotation."""
+    """ "cope+rope": content and most gates see rotated queries and keys, the table the query before rotation."""
     Q, K, scaling = 7, 9, 0.5
     config = types.SimpleNamespace(**{**vars(CONFIG), "layer_encodings": lambda layer: ["cope", "rope"]})
     layer = CoPE(config, CoPEParameters(num_positions=3, gates=gates), 0).double()
@@ -246,7 +246,7 @@ def test_sum_with_rope(gates, segments):
         return torch.stack(rows, 1).movedim(0, -1).movedim(0, 2)
 
     turned_query, turned_key, turned_own = turned(query, K - Q), turned(key, 0), turned(own, 0)
-    gate_key = turned_own if gates == "separate_key" else turned_key
+    gate_key = {"key": turned_key, "separate_key": turned_own, "unrotated_key": key}[gates]
     visible = oracles.visible_oracle(Q, K, segments)
     mask = ranges_of(segments and [segments, segments], Q)
     heads = [
@@ -254,6 +254,7 @@ def test_sum_with_rope(gates, segments):
             *(turned_query[b, h], turned_key[b, 0], value[b, 0], table, visible, scaling),
             gate_key=gate_key[b, 0],
             position_query=query[b, h],
+            gate_query=query[b, h] if gates == "unrotated_key" else None,
         )
         for b in range(2)
         for h in range(2)
@@ -262,7 +263,8 @@ def test_sum_with_rope(gates, segments):
     inputs = [query, key, value, table, *([own] if gates == "separate_key" else [])]
     grad = torch.randn_like(expected)
     truth = torch.autograd.grad(expected, inputs, grad, retain_graph=True)
-    context = context_of(states={"cope": turned_own}, query=query)
+    states = {"key": {}, "separate_key": {"cope": turned_own}, "unrotated_key": {"cope": key}}[gates]
+    context = context_of(states=states, query=query)
     repeated = [states.expand(-1, 2, -1, -1) for states in (turned_key, value)]
     options = {"mask": mask, "scaling": scaling, "biases": [bias_of(layer, context, scaling)]}
     for out in (
@@ -422,8 +424,10 @@ def test_refuses_less_than_every_layer(every):
 def test_refuses_other_gates():
     with pytest.raises(ValueError, match=r"\['gates'\]='query'.*'key', 'separate_key', 'value'"):
         tiny_config("llama", "cope", position_encoding_parameters={"gates": "query"})
-    with pytest.raises(ValueError, match=r"\['cope'\]\['gates'\]='value'.*'key' or 'separate_key'"):
+    with pytest.raises(ValueError, match=r"\['cope'\]\['gates'\]='value'.*without RoPE"):
         tiny_config("llama", "cope+rope", position_encoding_parameters={"cope": {"gates": "value"}})
+    with pytest.raises(ValueError, match=r"\['gates'\]='unrotated_key'.*in 'cope\+rope'"):
+        tiny_config("llama", "cope", position_encoding_parameters={"gates": "unrotated_key"})
     tiny_config("llama", "cope+relative", position_encoding_parameters={"cope": {"gates": "value"}})
 
 

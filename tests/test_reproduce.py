@@ -209,7 +209,7 @@ def test_tables_share_runs(tmp_path, planned):
     ours = ("length_extrapolation", "cope_ablations", "pope_ablations", "token_budget")
     common = {name: {folder.name for folder in folders(name) & folders("length_extrapolation")} for name in ours[1:]}
     assert common == {
-        "cope_ablations": {"cope-seed0"},
+        "cope_ablations": {"cope-seed0", "cope-rope-seed0"},
         "pope_ablations": {"pope-seed0"},
         "token_budget": {"rope-seed0", "pope-seed0", "cope-seed0"},
     }

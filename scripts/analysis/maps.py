@@ -232,7 +232,8 @@ def counted(
     else:
         opening = logits
         if part.term is GatedCoPETerm:
-            tensors, (_, gate_scale) = part.term_inputs(context, scaling)
+            tensors, (_, gate_scale, unrotated) = part.term_inputs(context, scaling)
+            query = context.query if unrotated else query
             gate_key = tensors[1].float()
             gate_key = gate_key.repeat_interleave(query.shape[1] // gate_key.shape[1], dim=1)
             opening = query.float() @ gate_key.transpose(2, 3) * gate_scale
