@@ -273,22 +273,19 @@ class Workload:
         del out, gradients
         scale = 0.1 * only.norm(dtype=torch.float32).item()
         names = ("output", *call.names)
-        return relative_errors(found, plain, exact, names, factor=2, tolerance=provider.tolerance, scale=scale)
+        return self._errors(provider, found, plain, exact, names, scale=scale)
 
     def check_decoding(self, provider: Provider, out: torch.Tensor) -> Errors:
         """Compares the newest row."""
         plain, exact = self.references(provider.kind)
         newest = slice(self.rows.numel() - 1, None)
-        # The error of a single row varies, so a fixed share is also allowed.
+        rows = [self._part(out)], [plain[0][:, :, newest]], [exact[0][:, :, newest]]
+        return self._errors(provider, *rows, ["decoded row"])
+
+    def _errors(self, provider: Provider, *compared: Any, scale: float = 0.0) -> Errors:
+        # The error of a few rows varies, so a fixed share is also allowed.
         tolerance = max(provider.tolerance, 4 * torch.finfo(self.dtype).eps)
-        return relative_errors(
-            [self._part(out)],
-            [plain[0][:, :, newest]],
-            [exact[0][:, :, newest]],
-            ["decoded row"],
-            factor=2,
-            tolerance=tolerance,
-        )
+        return relative_errors(*compared, factor=2, tolerance=tolerance, scale=scale)
 
     # Providers.
 
