@@ -139,8 +139,8 @@ def choose_implementation(config: Any, requested: str | None) -> str:
     if family not in supported or (requested.startswith("paged|") and "flash_attention" not in supported):
         raise ValueError(
             # Transformers' wording, which its tests match.
-            f'Specified `attn_implementation="{requested}"` is not supported for '
-            f"position_encoding={config.position_encoding!r}. Allowed: {', '.join(map(repr, supported))}."
+            f'Specified `attn_implementation="{requested}"` is not supported for position_encoding='
+            f"{config.position_encoding!r} with its parameters. Allowed: {', '.join(map(repr, supported))}."
         )
     if requested == "triton":
         check_available(config, [name for name in supported if name != "triton"])
