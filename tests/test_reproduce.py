@@ -603,24 +603,24 @@ def test_report_by_group(tmp_path, capsys):
 
 def test_report_of_lift_off(tmp_path, capsys):
     planned = plan(TABLES["indirect_indexing"], output=tmp_path, small=True)
-    for row, errors in {"pope": [0.02, 0.03, 0.6], "rope": [0.8]}.items():
+    for row, errors in {"pope": [0.02, 0.03, 0.55], "rope": [0.8]}.items():
         for run, error in zip(planned[row, "accuracy"], errors):
             pretend(run, error)
     script.main(["indirect_indexing", "--small", "--report-only", "--output", str(tmp_path)])
     text = capsys.readouterr().out
     for line in (
         "|  | column | seeds | solved | each seed | lifted off at step |",
-        "| PoPE | Indirect Idx. | 3 of 8 | 2 of 3 | 98.0, 97.0, 40.0 | 200, 200, 300 |",
+        "| PoPE | Indirect Idx. | 3 of 8 | 2 of 3 | 98.0, 97.0, 45.0 | 300, 300, 500 |",
         "| RoPE | Indirect Idx. | 1 of 8 | 0 of 1 | 20.0 | never |",
         "| CoPE | Indirect Idx. | 0 of 3 | 0 of 0 | - | - |",
     ):
         assert f"{line}\n" in text, line
     assert "±" not in text
-    assert "*Lifted off*: the first evaluation during training with at least 25 %" in text
+    assert "*Lifted off*: the first evaluation during training with at least 40 %" in text
     found = json.loads((tmp_path / "indirect_indexing_small.json").read_text())
     steps = planned["pope", "accuracy"][0].recipe.training.steps
     curves = drawing.curves(found)[""]
-    expected = [(0, 1), (200, 2 / 3), (200, 1 / 3), (300, 0), (steps, 0)]
+    expected = [(0, 1), (300, 2 / 3), (300, 1 / 3), (500, 0), (steps, 0)]
     assert [(x, pytest.approx(y)) for x, y, _ in curves["PoPE (n = 3)"]] == expected
     assert [(x, y) for x, y, _ in curves["RoPE (n = 1)"]] == [(0, 1), (steps, 1)]
     assert (tmp_path / "indirect_indexing_small.png").is_file()
