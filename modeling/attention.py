@@ -140,7 +140,7 @@ def choose_implementation(config: Any, requested: str | None) -> str:
         raise ValueError(
             # Transformers' wording, which its tests match.
             f'Specified `attn_implementation="{requested}"` is not supported for position_encoding='
-            f"{config.position_encoding!r} with its parameters. Allowed: {', '.join(map(repr, supported))}."
+            f"{config.position_encoding!r} with these parameters. Allowed: {', '.join(map(repr, supported))}."
         )
     if requested == "triton":
         check_available(config, [name for name in supported if name != "triton"])

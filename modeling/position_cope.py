@@ -51,8 +51,7 @@ class CoPEParameters(Parameters):
         rotated = {"rope" in name for name in config.layer_pattern if "cope" in name.split("+")}
         if {"value": True, "unrotated_key": False}.get(self.gates) in rotated:
             # Rotated queries and values that are not: the gates would depend on absolute positions.
-            allowed = "'key', 'separate_key', 'unrotated_key' in 'cope+rope', and 'value' where CoPE is without RoPE"
-            yield "gates", f"it must be {allowed}"
+            yield "gates", "it must be 'key' or 'separate_key'; 'unrotated_key' needs RoPE, 'value' excludes it"
 
     def in_layer(self, layer_idx: int) -> bool:
         return layer_idx % self.every_n_layers == 0

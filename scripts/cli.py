@@ -76,7 +76,7 @@ def _run(arguments: list[str]) -> Any:
         sys.exit(f"error: command={name!r} is not valid. {hint}Allowed: {', '.join(_MODULES)}.")
     with reported():
         result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
-    # Processes that end with a process group can be aborted by gloo's threads.
+    # Without this, gloo's threads sometimes abort a process at its exit.
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

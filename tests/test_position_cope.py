@@ -424,9 +424,9 @@ def test_refuses_less_than_every_layer(every):
 def test_refuses_other_gates():
     with pytest.raises(ValueError, match=r"\['gates'\]='query'.*'key', 'separate_key', 'value'"):
         tiny_config("llama", "cope", position_encoding_parameters={"gates": "query"})
-    with pytest.raises(ValueError, match=r"\['cope'\]\['gates'\]='value'.*without RoPE"):
+    with pytest.raises(ValueError, match=r"\['cope'\]\['gates'\]='value'.*'value' excludes it"):
         tiny_config("llama", "cope+rope", position_encoding_parameters={"cope": {"gates": "value"}})
-    with pytest.raises(ValueError, match=r"\['gates'\]='unrotated_key'.*in 'cope\+rope'"):
+    with pytest.raises(ValueError, match=r"\['gates'\]='unrotated_key'.*'unrotated_key' needs RoPE"):
         tiny_config("llama", "cope", position_encoding_parameters={"gates": "unrotated_key"})
     tiny_config("llama", "cope+relative", position_encoding_parameters={"cope": {"gates": "value"}})
 

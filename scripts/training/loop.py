@@ -71,6 +71,9 @@ def train(
 ) -> dict[str, Any]:
     """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
 
+    With several processes the process group is kept for another run; end it with
+    `torch.distributed.destroy_process_group()`, as the command line does.
+
     Args:
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
