@@ -30,6 +30,8 @@ def estimate_seconds(recipe: Recipe) -> float | None:
     config = build_config(recipe, tokenizer)
     if data.tokenizer == "bpe" and data.vocab_size:
         config.vocab_size = data.vocab_size
+        # The defaults are tokens of a larger vocabulary.
+        config.bos_token_id = config.eos_token_id = None
     rows, length = training.micro_batch_size or training.batch_size, data.sequence_length
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(recipe, config).parameters())
