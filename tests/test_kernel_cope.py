@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import oracles
 from compile_kernels import recording
+from test_position_cope_mlp import UNITS as WIDE_UNITS
+from test_position_cope_mlp import set_units
 from tiny import check_operator, slow_but
 from whatwhere import kernel_cope, kernel_flash
 from whatwhere.kernel_cope import cope_attention
@@ -334,15 +336,9 @@ def test_windows_end_where_positions_do():
     assert (window.start == 0).all()
 
 
-# Hidden units of CoPE_MLP, (weight, bias); the knots are -bias / weight, as a part of the largest position.
-UNITS = {
-    "both-directions": ([1.3, -0.7, 2.0, -1.1, 0.4], [-0.5, 0.3, -0.2, 0.9, -0.1]),
-    "outside": ([1.0, -1.0, 1.0, -1.0, 1.0], [0.5, -0.5, -1.5, 1.5, -0.33]),
-    "constant": ([0.0, 0.0, 1.0, 0.0, -1.0], [0.7, -0.7, -0.35, 0.0, 0.35]),
-    "together": ([1.0, 1.0, -1.0, 2.0, -2.0], [-0.35, -0.35, 0.35, -0.7, 0.71]),
-    # Open gates skip pieces.
-    "narrow": ([1.0, 1.0, -1.0, 1.0, 1.0], [-0.3, -0.301, 0.302, -0.303, -0.7]),
-}
+# Open gates skip pieces between the knots of "narrow".
+UNITS = {**WIDE_UNITS, "narrow": ([1.0, 1.0, -1.0, 1.0, 1.0], [-0.3, -0.301, 0.302, -0.303, -0.7])}
+del UNITS["start"]
 
 
 def network_of(units, positions):
@@ -351,10 +347,7 @@ def network_of(units, positions):
         hidden_size=32, num_attention_heads=2, head_dim=16, layer_encodings=lambda layer: ["cope_mlp"]
     )
     encoding = CoPEMLP(config, CoPEMLPParameters(hidden_units=5, num_positions=positions), 0)
-    with torch.no_grad():
-        encoding.network.weight.copy_(torch.tensor(UNITS[units][0]))
-        encoding.network.bias.copy_(torch.tensor(UNITS[units][1]))
-        encoding.network.output.normal_()
+    set_units(encoding, *UNITS[units])
     return encoding
 
 
