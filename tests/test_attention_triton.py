@@ -15,8 +15,17 @@ import whatwhere
 import whatwhere.attention as attention
 import whatwhere.attention_auto as attention_auto
 import whatwhere.attention_triton as attention_triton
-from test_attention_blockwise import LargestTensor
-from tiny import FAMILIES, check_operator, position_context, ranges_of, slow_but, tiny_config, tiny_model, tokens
+from tiny import (
+    FAMILIES,
+    LargestTensor,
+    check_operator,
+    position_context,
+    ranges_of,
+    slow_but,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from whatwhere.attention_mask import dense_mask, is_ranges, ranges_mask
 from whatwhere.attention_sdpa import sdpa_path
 from whatwhere.position_base import PositionContext
