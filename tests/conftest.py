@@ -83,6 +83,16 @@ def data_dir() -> pathlib.Path:
 
 
 @pytest.fixture
+def little_scratch(monkeypatch):
+    """Kernels compute their scratch memory in chunks of rows, or one part after the other."""
+    from whatwhere import kernel_flash, kernel_pope
+
+    for module in (kernel_flash, kernel_pope):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
+
+
+@pytest.fixture
 def refused(capsys):
     """Runs `whatwhere` with arguments that it refuses, and returns its message."""
     from whatwhere.scripts import cli

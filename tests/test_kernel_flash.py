@@ -406,5 +406,7 @@ def test_wrong_arguments() -> None:
         plain_attention(query, key.half(), value, scaling=1.0)
     with pytest.raises(ValueError, match="scaling=-1"):
         plain_attention(query, key, value, scaling=-1.0)
+    with pytest.raises(ValueError, match=r"decay=\(1, 2, 4\)"):
+        plain_attention(query, key, value, scaling=1.0, decay=(torch.zeros(1, 2, 4), torch.zeros(1, 2, 5)))
     with pytest.raises(ValueError, match="ranges="):
         plain_attention(query, key, value, scaling=1.0, ranges=torch.zeros(1, 1, 40, 2, dtype=torch.int32))

@@ -14,7 +14,7 @@ import triton.language as tl
 from compile_kernels import variants
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import ranges_of, slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_pope, kernel_scan
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_scan
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_plain import plain_attention
@@ -139,11 +139,9 @@ def test_plain_attention_with_other_tiles(tiles, mask, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "mask"), slow_but([("grouped", "padding"), ("one-row", "packed")], [("small", "causal"), *PAIRS])
 )
-def test_relative_positions(shape, mask, monkeypatch):
+def test_relative_positions(shape, mask, little_scratch, monkeypatch):
     """Positions that are distinct; tiles near and far; chunks of rows."""
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
     _, _, _, Q, K, D = shape = SHAPES[shape]
     ranges, positions = mask_of(mask, shape), torch.arange(K)[None]
@@ -174,11 +172,11 @@ def test_relative_positions(shape, mask, monkeypatch):
         ],
     ),
 )
-def test_pope(shape, mask, rotated, chunks, monkeypatch):
+def test_pope(shape, mask, rotated, chunks, request):
     """All channels rotated or some, with a shift or without; in one part or a part for each key head."""
     shape = B, H, _, Q, K, D = SHAPES[shape]
     if chunks:
-        monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
+        request.getfixturevalue("little_scratch")
     R = D if rotated == "all" else D // 2 - 1
     ranges = mask_of(mask, shape)
     # Tables of all batch entries, or of each.
@@ -235,13 +233,6 @@ def narrow(monkeypatch):
     monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
 
 
-@pytest.fixture
-def little_scratch(monkeypatch):
-    """A chunk for each block of rows."""
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
-
-
 @pytest.mark.parametrize(
     ("shape", "mask", "gates", "openness"),
     slow_but(
@@ -296,10 +287,8 @@ def test_cope_with_its_own_tiles(dtype, mask, little_scratch):
         ],
     ),
 )
-def test_scan(shape, mask, softmax, monkeypatch):
+def test_scan(shape, mask, softmax, little_scratch, monkeypatch):
     """With a softmax or by stick-breaking; several blocks of rows and keys, and a chunk for each block of rows."""
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     monkeypatch.setattr(kernel_scan, "_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
     ranges = mask_of(mask, SHAPES[shape])
 

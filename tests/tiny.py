@@ -60,6 +60,20 @@ def tokens(batch, length, seed=0):
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def in_steps(model, ids, steps, cache, mask=None, positions=None):
+    """The logits of tokens that are given in steps of these lengths, with a cache."""
+    pieces, start = [], 0
+    for step in steps:
+        end = start + step
+        own = {
+            "attention_mask": None if mask is None else mask[:, :end],
+            "position_ids": None if positions is None else positions[:, start:end],
+        }
+        pieces.append(model(ids[:, start:end], past_key_values=cache, **own).logits)
+        start = end
+    return torch.cat(pieces, dim=1)
+
+
 def ranges_of(segments, query_length):
     """The mask `ranges`, int32 (B, 1, Q + K, 2), of documents in one piece, (B, K) or one list of K; -1 is padding.
 
