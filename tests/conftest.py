@@ -16,13 +16,14 @@ os.environ.setdefault("WHATWHERE_CACHE", os.path.join(tempfile.gettempdir(), f"w
 import inspect
 import pathlib
 import socket
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
+
+from processes import TORCHRUN, python
 
 torch.set_num_threads(1)
 
@@ -52,6 +53,15 @@ else:
 def seed() -> None:
     """Every test starts from the same random state; WHATWHERE_TEST_SEED is another one."""
     transformers.set_seed(int(os.environ.get("WHATWHERE_TEST_SEED", "0")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def copies(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps the copies that `datasets` makes out of the user's cache."""
+    folder = tmp_path_factory.mktemp("datasets")
+    os.environ["HF_DATASETS_CACHE"] = str(folder)
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_DATASETS_CACHE = folder
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +121,6 @@ def two_processes():
     """Runs `whatwhere` with arguments in two processes on CPUs, and returns what they print."""
 
     def run(*arguments):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "whatwhere"]
-        done = subprocess.run(
-            [sys.executable, *launcher, *map(str, arguments), "--device", "cpu"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+        return python(*TORCHRUN, 2, "-m", "whatwhere", *arguments, "--device", "cpu")
 
     return run

@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 
 import numpy
 import pytest
@@ -16,8 +14,7 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 
 import datasets
 
-import whatwhere
-from tiny import tiny_model
+from processes import python
 from whatwhere.scripts.data import corpus
 from whatwhere.scripts.data import tokenize as tokens
 from whatwhere.scripts.data.pack import (
@@ -25,18 +22,11 @@ from whatwhere.scripts.data.pack import (
     Packer,
     ShuffledBatches,
     add_labels,
-    pad_blocks,
 )
 from whatwhere.scripts.data.prepared import TextBlocks, prepare
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """Keeps the copies that `datasets` makes out of the user's cache."""
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
 
 
 @pytest.fixture(scope="session")
@@ -480,8 +470,7 @@ def test_tokenizers_load_in_a_clean_process(tmp_path):
         "    t = AutoTokenizer.from_pretrained(name); ids = t(text)['input_ids']; assert t.decode(ids) == text\n"
         "    print(json.dumps([ids, t.eos_token_id, t.pad_token_id, t.bos_token_id]))"
     )
-    command = [sys.executable, "-c", code, json.dumps(text), *tokenizers]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    output = python("-c", code, json.dumps(text), *tokenizers, cwd=tmp_path)
     for tokenizer, line in zip(tokenizers.values(), output.splitlines()[-2:]):
         special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id]
         assert json.loads(line) == [tokenizer(text)["input_ids"], *special]
@@ -595,21 +584,6 @@ def test_separate_documents_are_padded():
 def test_end_of_text_belongs_to_a_separate_document():
     blocks = Packer(build_tokenizer("bytes"), 9, "separate")([{"text": "ab"}, {"text": "c"}])
     assert [block["input_ids"].tolist() for block in blocks] == [[97, 98, 256], [99, 256]]
-
-
-@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
-def test_padding_changes_no_loss(encoding):
-    """The loss of a padded batch is that of its documents by themselves: nothing looks to the right."""
-    model = tiny_model("llama", encoding)
-    blocks = [torch.randint(3, 61, (length,)) for length in (5, 11)]
-    batch = pad_blocks([block.numpy() for block in blocks], 0, 16)
-    assert batch["input_ids"].shape == (2, 16)
-    with torch.no_grad():
-        together = model(**batch, num_items_in_batch=1, use_cache=False).loss
-        apart = sum(
-            model(block[None], labels=block[None], num_items_in_batch=1, use_cache=False).loss for block in blocks
-        )
-    assert together.item() == pytest.approx(apart.item(), rel=1e-5)
 
 
 def packed_documents(texts, length):

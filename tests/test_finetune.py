@@ -3,8 +3,6 @@
 import json
 import pickle
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from processes import TORCHRUN, python
 from tiny import slow_but
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
@@ -44,14 +43,6 @@ def finetune(arguments):
 
 
 TINY = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 256}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """Keeps the copies that `datasets` makes out of the user's cache."""
-    import datasets
-
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
 
 
 @pytest.fixture(scope="session")
@@ -673,25 +664,15 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
     arguments = [converted, "--data", "local", "--data-dir", str(data_dir)]
     arguments += ["--splits", splits, "--cpu", "--steps", "4", "--batch-size", str(4 // processes)]
     arguments += ["--sequence-length", "16", "--evaluation-blocks", "4", "--learning-rate", "0.01", "--dp-shard", "2"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *launcher, "-m", "whatwhere", "finetune", *arguments]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "sharded")], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [*TORCHRUN, processes, "-m", "whatwhere", "finetune", *arguments, "--output", tmp_path / "sharded"]
+    python(*command)
     metrics = json.loads((tmp_path / "sharded" / "results.json").read_text())["metrics"]
     assert metrics["perplexity"]["value"] == pytest.approx(results["metrics"]["perplexity"]["value"], rel=1e-5)
     one, other = (
         AutoModelForCausalLM.from_pretrained(f, trust_remote_code=True) for f in (expected, tmp_path / "sharded")
     )
     torch.testing.assert_close(logits(other), logits(one), rtol=1e-4, atol=1e-4)
-    again = subprocess.run(
-        [*command, "--output", str(tmp_path / "sharded"), "--resume", "auto"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert again.returncode == 0, again.stderr[-4000:]
+    python(*command, "--resume", "auto")
 
 
 @pytest.mark.parametrize(

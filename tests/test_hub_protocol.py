@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -15,6 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import Trainer, TrainingArguments
 
 from hub_server import Hub
+from processes import python
 from tiny import tiny_model
 from whatwhere import WhatWhereLlamaForCausalLM
 from whatwhere.model_card import weights_fingerprint
@@ -316,16 +315,7 @@ def test_another_process_loads_by_name_and_revision(hub, author, saved, tmp_path
     author(push, private, private=True)
     assert hub.repositories[private].private
     out = tmp_path / "found.pt"
-    done = subprocess.run(
-        [sys.executable, "-c", READER, shared, private, first, str(out)],
-        env={**os.environ, **environment(hub, tmp_path / "home")},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-c", READER, shared, private, first, out, env=environment(hub, tmp_path / "home"), cwd=tmp_path)
     found = torch.load(out)
     with torch.no_grad():
         expected = pope()(torch.tensor([[3, 4, 5, 6, 7, 8]])).logits

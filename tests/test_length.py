@@ -256,14 +256,6 @@ def test_variants_that_do_not_apply(variant, encoding, fields):
 # --- the command
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Keeps the copies that `datasets` makes out of the user's cache."""
-    import datasets
-
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Checkpoints, and a data folder with three books, two short articles and a text of code."""

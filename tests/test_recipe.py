@@ -12,6 +12,7 @@ import yaml
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
+from toys import with_changes
 from whatwhere.scripts.checks import differences
 from whatwhere.scripts.training.model import build_config, build_model, build_optimizer
 from whatwhere.scripts.training.recipe import (
@@ -34,18 +35,8 @@ VALID = {
 
 
 def changed(**values):
-    """The valid recipe with other values; keys are written `data__source`; a value of `...` removes the key."""
-    recipe = copy.deepcopy(VALID)
-    for key, value in values.items():
-        *sections, last = key.split("__")
-        target = recipe
-        for section in sections:
-            target = target.setdefault(section, {})
-        if value is ...:
-            del target[last]
-        else:
-            target[last] = value
-    return recipe
+    """The valid recipe with other values, as `with_changes` takes them."""
+    return with_changes(copy.deepcopy(VALID), values)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
