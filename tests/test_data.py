@@ -258,6 +258,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"train_file": "valid.jsonl", "streaming": True}, "streaming=True"),
         ({"train_file": ["books/1.txt", 3]}, r"train_file(\[1\])?="),
         ({"train_file": "valid.jsonl"}, "text_field='text' is not valid: train_file has the columns 'id', 'body'"),
+        ({"train_file": "books/1.txt", **books, "validation_file": "books/1.txt"}, "text_field='body' has no effect"),
         ({}, "splits=None"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -281,11 +282,22 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ),
         ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl"}}, "text_field='text'"),
         ({"source": "local", "splits": {"train": "table.csv", "validation": "valid.jsonl"}}, "table.csv"),
+        ({"source": "local", "splits": {"train": 5, "validation": "valid.jsonl"}}, "must be a pattern"),
+        ({"source": "local", "splits": {"train": "/etc/*.txt", "validation": "valid.jsonl"}}, "without '..'"),
+        ({"source": "local", "splits": {"train": "cut.jsonl", "validation": "valid.jsonl"}}, "cannot be read"),
+        ({"source": "local", "splits": {"train": "empty.jsonl", "validation": "valid.jsonl"}}, "cannot be read"),
         ({"source": "hub"}, "needs the id of a dataset"),
+        ({"source": "hub", "dataset": "a/b", "train_file": "a.txt"}, "train_file='a.txt'"),
+        ({"source": "stdlib", "dataset": "me/x"}, "dataset='me/x'"),
+        ({"source": "stdlib", "streaming": True}, "streaming=True"),
+        ({"source": "corpus"}, "splits=None"),
+        ({"source": "corpus", "splits": {"train": "pg18:train"}}, "splits=.*pg18.*'pg19'"),
+        ({"source": "corpus", "splits": {"train": "pg19:train"}, "dataset": "a/b"}, "dataset='a/b'"),
     ],
 )
 def test_bad_sources(folder, options, message):
-    (folder / "table.csv").write_text("a,b\n")
+    for name, content in {"table.csv": "a,b\n", "cut.jsonl": '{"text": "a"}\n{"text"', "empty.jsonl": ""}.items():
+        (folder / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         corpus.load_text(**{"data_dir": folder, **options})
 
@@ -611,31 +623,6 @@ def test_packing_loses_nothing_before_the_last_block(tokenizer):
         )
 
 
-def test_attention_does_not_cross_packed_documents():
-    from whatwhere.scripts.training.model import build_config, build_model
-    from whatwhere.scripts.training.recipe import parse_recipe
-
-    for encoding in ("rope", "cope"):
-        recipe = parse_recipe(
-            {
-                "name": "packed",
-                "data": {"sequence_length": 12, "pack": "documents"},
-                "model": {
-                    "family": "llama", "position_encoding": encoding, "hidden_size": 16, "intermediate_size": 16,
-                    "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 258,
-                },
-                "training": {"steps": 1, "batch_size": 1, "learning_rate": 0.1},
-            }
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = build_model(recipe, build_config(recipe)).eval()
-        one, two = packed_documents(["abcde", "fghij"], 12), packed_documents(["XYZde", "fghij"], 12)
-        with torch.no_grad():
-            first, second = model(**one, use_cache=False).logits, model(**two, use_cache=False).logits
-        torch.testing.assert_close(first[:, 6:], second[:, 6:])
-        assert not torch.allclose(first[:, 4], second[:, 4])
-
-
 def numbered_blocks(count: int):
     import datasets
 
@@ -654,22 +641,6 @@ def test_shuffling_visits_everything_once_an_epoch():
     assert again(0)["input_ids"][:, 0].tolist() == seen[:4]
     other = ShuffledBatches(numbered_blocks(10), batch_size=10, seed=4)
     assert other(0)["input_ids"][:, 0].tolist() != seen[:10]
-
-
-@pytest.mark.parametrize(
-    ("content", "pattern", "message"),
-    [
-        ('{"text": "a"}\n{"text"', "*.jsonl", "cannot be read"),
-        ("", "*.jsonl", "cannot be read"),
-        ('{"text": "a"}\n', 5, "must be a pattern"),
-        ('{"text": "a"}\n', "/etc/*.txt", "relative to the data folder"),
-    ],
-    ids=["malformed", "empty", "no pattern", "absolute"],
-)
-def test_unreadable_local_data(content, pattern, message, tmp_path):
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        corpus.load_text("local", data_dir=tmp_path, splits={"train": pattern, "validation": "*.jsonl"})
 
 
 def test_documents_without_a_text():

@@ -427,7 +427,6 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
     [
         (["--data", "pg19", "--splits", '{"train": "x"}'], "splits={'train': 'x'}"),
         (["--data", "pg19", "--text-field", "page"], "text_field='page'"),
-        (["--data", "stdlib", "--streaming"], "streaming=True"),
         (["--data", "wikitext103"], "split='train' of corpus 'wikitext103' is not known"),
         (["--data", "pg19", "--train-file", "a.txt"], r"train_file=\['a.txt'\]"),
         (["--train-file", "a.txt"], "data_dir=.* has no effect with train_file"),
@@ -442,10 +441,7 @@ def test_text_options_without_effect(stock, tmp_path, arguments, message):
     ("arguments", "message"),
     [
         (["--train-file", "no.txt"], "train_file='no.txt' is not valid: there is no such file"),
-        (["--data", "local"], "splits=None"),
         (["--dataset", "foo"], "dataset='foo' is not valid: it has no effect with data='stdlib'"),
-        (["--text-field", "page"], "text_field='page' is not valid: it has no effect with data='stdlib'"),
-        (["--data", "local", "--validation-file", "no.txt"], "validation_file=.*train_file"),
     ],
 )
 def test_errors_of_the_text_come_before_the_model(stock, tmp_path, monkeypatch, arguments, message):
@@ -454,12 +450,6 @@ def test_errors_of_the_text_come_before_the_model(stock, tmp_path, monkeypatch, 
     with pytest.raises(ValueError, match=message):
         finetune([stock["llama"], *arguments, "--output", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
-
-
-def test_a_text_field_has_no_effect_on_text_files(stock, tmp_path):
-    (tmp_path / "a.txt").write_text("how now brown cow")
-    with pytest.raises(ValueError, match="text_field='page' has no effect: all files are text files"):
-        finetune([stock["llama"], "--train-file", str(tmp_path / "a.txt"), "--text-field", "page", "--output", "run"])
 
 
 @pytest.mark.parametrize("value", ["{num:3}", "{'a': 1}"])
@@ -494,45 +484,11 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
 # --- resume
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [[], pytest.param(["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"], marks=pytest.mark.slow)],
-    ids=["full", "lora"],
-)
-def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
-    from transformers import Trainer
-
-    # One of the two reads a stream: it has to find its place again.
-    stream = [] if lora else ["--streaming", "--shuffle-buffer", "4"]
-    arguments = [stock["llama"], "--position-encoding", "cope", *lora, *stream]
-    whole, results = run(*arguments, output="whole")
-    training_step, calls = Trainer.training_step, []
-
-    def interrupted(self, *args, **options):
-        calls.append(1)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return training_step(self, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "training_step", interrupted)
-        with pytest.raises(Interrupted, match="after step 2"):
-            run(*arguments, output="parts")
-    parts, resumed = run(*arguments, "--resume", output="parts")
-    assert resumed["metrics"] == results["metrics"]
-    file = "adapter_model.safetensors" if lora else "model.safetensors"
-    weights, others = load_file(whole / file), load_file(parts / file)
-    assert weights.keys() == others.keys()
-    for name, weight in weights.items():
-        assert torch.equal(others[name], weight), name
-
-
 @pytest.fixture
-def interrupted(run, stock, monkeypatch):
-    """The arguments and the folder of a run that was interrupted after step 2, with a checkpoint after each step."""
+def interrupt(run, monkeypatch):
+    """Runs with arguments until a signal after step 2, in the folder `parts`."""
     from transformers import Trainer
 
-    arguments = [stock["llama"], "--save-every", "1"]
     training_step, calls = Trainer.training_step, []
 
     def stopping(self, *args, **options):
@@ -541,11 +497,40 @@ def interrupted(run, stock, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         return training_step(self, *args, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "training_step", stopping)
-        with pytest.raises(Interrupted, match="after step 2"):
-            run(*arguments, output="parts")
-    return arguments
+    def interrupt(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "training_step", stopping)
+            with pytest.raises(Interrupted, match="after step 2"):
+                run(*arguments, output="parts")
+        return arguments
+
+    return interrupt
+
+
+@pytest.fixture
+def interrupted(interrupt, stock):
+    """The arguments of an interrupted run with a checkpoint after each step."""
+    return interrupt(stock["llama"], "--save-every", "1")
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [[], pytest.param(["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"], marks=pytest.mark.slow)],
+    ids=["full", "lora"],
+)
+def test_interrupted_run_resumes_exactly(run, interrupt, stock, lora):
+    # One of the two reads a stream: it has to find its place again.
+    stream = [] if lora else ["--streaming", "--shuffle-buffer", "4"]
+    arguments = [stock["llama"], "--position-encoding", "cope", *lora, *stream]
+    whole, results = run(*arguments, output="whole")
+    interrupt(*arguments)
+    parts, resumed = run(*arguments, "--resume", output="parts")
+    assert resumed["metrics"] == results["metrics"]
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    weights, others = load_file(whole / file), load_file(parts / file)
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight), name
 
 
 def test_resume_executes_nothing(run, interrupted, tmp_path):
