@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tiny import check_operator, ranges_of, slow_but
+from tiny import check_operator, mask_of, slow_but
 from whatwhere import kernel_launch, kernel_pope
 from whatwhere.attention_mask import dense_mask
 from whatwhere.kernel_pope import pope_attention
@@ -36,14 +36,6 @@ def inputs(shape, dtype=torch.float32, *, shifted=True, per_entry=False):
     cos, sin = phases.cos(), phases.sin()
     shift = (-2 * math.pi * torch.rand(H, R)).requires_grad_() if shifted else None
     return query, key, value, (cos[:, K - Q :], sin[:, K - Q :], cos, sin, shift)
-
-
-def padding_limits(B, Q, K):
-    """Left padding in the first entry, right padding in the others."""
-    shown = torch.ones(B, K, dtype=torch.bool)
-    shown[0, : K // 3] = False
-    shown[1:, K - K // 5 :] = False
-    return ranges_of(shown.long() - 1, Q)
 
 
 def reference(query, key, value, tables, ranges, scaling):
@@ -105,7 +97,7 @@ QUICK = {
 )
 def test_equals_the_formula(shape, padded, shifted, per_entry):
     arguments = inputs(shape, shifted=shifted, per_entry=per_entry)
-    ranges = padding_limits(shape[0], shape[3], shape[4]) if padded else None
+    ranges = mask_of("padding", shape[0], shape[3], shape[4]) if padded else None
     out = pope_attention(*arguments, ranges=ranges, scaling=0.4)
     grad = torch.randn(out.shape)
     actual = torch.autograd.grad(out, wanted(*arguments), grad)
@@ -125,7 +117,7 @@ def test_decoding_equals_the_last_row(shifted, limited):
     """Without a gradient the keys are split over programs."""
     shape = (2, 4, 2, 1, 50, 16, 8)
     arguments = inputs(shape, shifted=shifted, per_entry=True)
-    ranges = padding_limits(2, 1, 50) if limited else None
+    ranges = mask_of("padding", 2, 1, 50) if limited else None
     with torch.no_grad():
         out = pope_attention(*arguments, ranges=ranges, scaling=0.4)
     close(out, reference(*doubled(*arguments), ranges, 0.4))
@@ -139,7 +131,7 @@ def test_in_parts(key_heads, monkeypatch):
     """Batch entries, or heads, are computed one after the other where pairs of all would take too much memory."""
     shape = (6, 2, 2, 20, 20, 16, 8) if key_heads == 2 else (3, 4, 2, 20, 90, 16, 16)
     arguments = inputs(shape, per_entry=True)
-    ranges = padding_limits(shape[0], shape[3], shape[4])
+    ranges = mask_of("padding", shape[0], shape[3], shape[4])
     whole = pope_attention(*arguments, ranges=ranges, scaling=0.4)
     grad = torch.randn(whole.shape)
     gradients = torch.autograd.grad(whole, wanted(*arguments), grad)
@@ -185,11 +177,11 @@ def test_low_precision(dtype, factor):
 @pytest.mark.parametrize("limited", [True, False])
 def test_operators(shifted, limited):
     query, key, value, (*phases, shift) = inputs((2, 2, 1, 12, 20, 16, 8), shifted=shifted)
-    ranges = padding_limits(2, 12, 20) if limited else None
+    ranges = mask_of("padding", 2, 12, 20) if limited else None
     check_operator(kernel_pope._forward, [query, key, value, shift, *phases, ranges], 0.3, 0.0)
     one = [tensor.detach() for tensor in (query[:, :, :1], key, value)]
     first = [phases[0][:, :1], phases[1][:, :1], *phases[2:]]
-    step = padding_limits(2, 1, 20) if limited else None
+    step = mask_of("padding", 2, 1, 20) if limited else None
     constant = None if shift is None else shift.detach()
     check_operator(kernel_pope._decode, [*one, constant, *first, step], 0.3)
 

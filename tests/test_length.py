@@ -137,14 +137,6 @@ def test_logits_are_computed_in_pieces(texts):
     torch.testing.assert_close(pieces, whole)
 
 
-def test_edges_of_positions():
-    edges = windows.position_edges(1024)
-    assert edges[:6] == [0, 16, 23, 32, 45, 64]
-    assert edges[-3:] == [512, 724, 1024]
-    assert set(windows.position_edges(256)) < set(edges)
-    assert windows.position_edges(7) == [0, 7]
-
-
 @pytest.mark.parametrize("encoding", ["rope", "pope", "cope", "relative"])
 def test_memory_is_linear_in_the_length(encoding):
     length = 4096

@@ -117,12 +117,6 @@ def test_separate_gate_keys(family):
     assert [layer.keys.shape[-1] for layer in cache.layers] == [16, 16]
 
 
-@pytest.mark.parametrize(("gates", "names"), [("key", []), ("separate_key", ["cope"]), ("value", [])])
-def test_only_separate_gate_keys_are_cached(gates, names):
-    config = tiny_config("llama", "cope", position_encoding_parameters={"gates": gates})
-    assert [part.name for part in PositionEncodings(config, 0).hooks["cached_state"]] == names
-
-
 def test_separate_gate_keys_are_rotated_as_the_keys():
     """With RoPE and the keys' own projection they are the keys."""
     parameters = {"cope": {"gates": "separate_key", "num_positions": 6}}

@@ -12,7 +12,7 @@ from oracles import pope_attention
 from tiny import LargestTensor, causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
 from whatwhere.attention import eager_attention_forward
 from whatwhere.attention_mask import dense_mask
-from whatwhere.position_pope import PoPE, PoPEParameters, fold, pope_frequencies
+from whatwhere.position_pope import PoPE, PoPEParameters, fold
 from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
@@ -66,11 +66,6 @@ def test_against_the_paper(parameters, length):
     actual = torch.autograd.grad((output.transpose(1, 2) * weight).sum(), inputs)
     for one, other in zip(actual, torch.autograd.grad((expected * weight).sum(), inputs)):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
-
-
-def test_frequencies():
-    frequencies = pope_frequencies(4, 10000.0)
-    torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
 
 
 def test_delta_is_folded():

@@ -16,7 +16,7 @@ import yaml
 
 from engine_matrix import for_engine
 from processes import python
-from tiny import slow_but, tiny_model
+from tiny import log_likelihood, slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts.cards.command import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -357,15 +357,6 @@ def save_model(folder, encoding="pope", family="llama", **fields):
     model.save_pretrained(folder)
     build_tokenizer("bytes").save_pretrained(folder)
     return model
-
-
-def log_likelihood(model, tokenizer, context, choice):
-    """Of the tokens of `choice` after `context`, by one forward pass without padding."""
-    tokens = tokenizer(context + choice, return_tensors="pt")["input_ids"]
-    start = len(tokenizer(context)["input_ids"])
-    with torch.no_grad():
-        logs = model(tokens).logits[0].double().log_softmax(-1)
-    return sum(logs[place - 1, tokens[0, place]].item() for place in range(start, tokens.shape[1]))
 
 
 def test_cbt_scores_are_likelihoods(tmp_path):

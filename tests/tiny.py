@@ -74,6 +74,15 @@ def in_steps(model, ids, steps, cache, mask=None, positions=None):
     return torch.cat(pieces, dim=1)
 
 
+def log_likelihood(model, tokenizer, context, choice):
+    """Of the tokens of `choice` after `context`, by one forward pass without padding."""
+    ids = tokenizer(context + choice, return_tensors="pt")["input_ids"]
+    start = len(tokenizer(context)["input_ids"])
+    with torch.no_grad():
+        logs = model(ids).logits[0].double().log_softmax(-1)
+    return logs[start - 1 : -1].gather(1, ids[0, start:, None]).sum().item()
+
+
 def ranges_of(segments, query_length):
     """The mask `ranges`, int32 (B, 1, Q + K, 2), of documents in one piece, (B, K) or one list of K; -1 is padding.
 
@@ -93,6 +102,24 @@ def ranges_of(segments, query_length):
                 ranges[b, 0, row] = torch.tensor([documents.index(documents[slot]), slot + 1])
         ranges[b, 0, query_length:, 0] = segments[b] >= 0
     return ranges
+
+
+def mask_of(kind, B, Q, K):
+    """The mask `ranges` of a kind: None if it is "causal"."""
+    slots = torch.arange(K)
+    if kind == "causal":
+        return None
+    if kind == "any":
+        ranges = torch.randint(0, K + 1, (B, 1, Q + K, 2), dtype=torch.int32)
+        ranges[:, :, Q:, 0] %= 5
+        return ranges
+    # Padding is left in even entries, and right in odd ones, where the last rows see nothing.
+    documents = {
+        "padding": [torch.where(slots < K - K // 4 if b % 2 else slots >= K // 3, 0, -1) for b in range(B)],
+        "packed": [slots * (4 + b) // K for b in range(B)],
+        "holes": [torch.where(torch.rand(K) > 0.3, 0, -1) for b in range(B)],
+    }
+    return ranges_of(torch.stack(documents[kind]), Q)
 
 
 def position_context(query_positions, key_positions=None, **fields):
