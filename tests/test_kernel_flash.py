@@ -182,6 +182,15 @@ def test_nothing_is_seen() -> None:
     check((1, 2, 1, 40, 40, 16), Tiles(16, 16), ranges=ranges)
 
 
+def first_attention(empty: torch.Tensor, D: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Output and log-sum-exp of rows over other keys, nothing where `empty` (B, H, Q); their logits and values."""
+    logits, value = 2 * torch.randn(*empty.shape, 5), torch.randn(*empty.shape[:2], 5, D)
+    logits[empty] = -math.inf
+    lse = torch.where(empty, 1e30, logits.logsumexp(-1))
+    out = torch.where(empty[..., None], 0.0, logits).softmax(-1) @ value * ~empty[..., None]
+    return (out, lse), (logits.double(), value.double())
+
+
 @pytest.mark.parametrize(
     ("mask", "shape"),
     slow_but([("causal", "square-63"), ("any", "one-row")], itertools.product(("causal", "any"), FEW)),
@@ -197,24 +206,19 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
     bound = (torch.randint(0, K, (B, H, -(-Q // 16)), dtype=torch.int32), 16)
     visible = visible & (torch.arange(K) < bound[0][:, :, torch.arange(Q) // 16, None])
     constant = 3 * torch.randn(B, H, Q)
-    logits, other_value = 2 * torch.randn(B, H, Q, 5), torch.randn(B, H, 5, D)
     # The first attention saw nothing in some rows.
-    logits[:, :, ::3] = -math.inf
-    seen = logits[..., :1] > -math.inf
-    initial_lse = torch.where(seen[..., 0], logits.logsumexp(-1), 1e30)
-    initial = torch.where(seen, logits, 0.0).softmax(-1) @ other_value * seen
-
+    empty = torch.zeros(B, H, Q, dtype=torch.bool)
+    empty[:, :, ::3] = True
+    initial, others = first_attention(empty, D)
     wanted = leaves(tensors[:3])
-    out, lse = reference(
-        *wanted, visible, scaling, constant=constant.double(), others=(logits.double(), other_value.double())
-    )
+    out, lse = reference(*wanted, visible, scaling, constant=constant.double(), others=others)
     expected = torch.autograd.grad(out, wanted, grad.double())
     settings = {"scaling": scaling, "ranges": ranges, "bound": bound}
     first = torch.randn(B, H, Q, D)
     firsts = torch.randn_like(key.contiguous()), torch.randn_like(value.contiguous())
     with with_tiles(tiles):
         actual, actual_lse = kernel_flash.flash_forward(
-            query, key, value, constant=constant, initial=(initial, initial_lse), **settings
+            query, key, value, constant=constant, initial=initial, **settings
         )
         backward = (grad, query, key, value, actual_lse - constant, kernel_flash.row_products(grad, actual))
         grad_query, _ = kernel_flash.flash_backward_rows(*backward, initial=first, **settings)
@@ -330,19 +334,14 @@ def test_decode_continues_an_attention(splits: int) -> None:
     start = torch.tensor([[[50], [0]], [[17], [70]]], dtype=torch.int32)
     visible = torch.arange(K) < start.repeat_interleave(H // G, 1)[..., None]
     constant = torch.randn(B, H, 1)
-    logits, other_value = torch.randn(B, H, 1, 5), torch.randn(B, H, 5, D)
     # One head saw nothing before, another neither before nor now.
-    logits[:, 2] = -math.inf
-    logits[0, 0] = -math.inf
-    seen = logits[..., :1] > -math.inf
-    initial_lse = torch.where(seen[..., 0], logits.logsumexp(-1), 1e30)
-    initial = torch.where(seen, logits, 0.0).softmax(-1) @ other_value * seen
-    expected, _ = reference(
-        *leaves(tensors[:3]), visible, 0.2, constant=constant.double(), others=(logits.double(), other_value.double())
-    )
+    empty = torch.zeros(B, H, 1, dtype=torch.bool)
+    empty[:, 2] = empty[0, 0] = True
+    initial, others = first_attention(empty, D)
+    expected, _ = reference(*leaves(tensors[:3]), visible, 0.2, constant=constant.double(), others=others)
     with decoding_with(splits):
         out = kernel_flash.flash_decode(
-            query, key, value, scaling=0.2, bound=(start, 1), constant=constant, initial=(initial, initial_lse)
+            query, key, value, scaling=0.2, bound=(start, 1), constant=constant, initial=initial
         )
     close(out, expected)
 
