@@ -14,7 +14,6 @@ DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qw
 
 On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --output runs/mine
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
-
 Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume continues. On several GPUs: torchrun -m whatwhere finetune."""
 
 
@@ -48,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Returns the settings of a run; raises ValueError with all problems."""
-    values = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
+    others = ("output", "resume", "resume_from", "data_dir")
+    values = {key: value for key, value in vars(options).items() if key not in others}
     values.setdefault("data", "local" if values.get("train_file") else "stdlib")
     return parse(Settings, values, error=FinetuneError)
 
@@ -67,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
             settings_of(options),
             options.output,
             resume=options.resume,
+            resume_from=options.resume_from,
             data_dir=options.data_dir,
             arguments=arguments,
         )

@@ -30,9 +30,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
     add_resume(result)
     result.add_argument(
-        "--resume-from", type=int, metavar="STEP", help="continue from this step; later checkpoints are deleted"
-    )
-    result.add_argument(
         "--train-file",
         nargs="+",
         metavar="FILE",

@@ -269,9 +269,10 @@ class Checkpoints:
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Returns the weights of a model, and the tensors of its optimiser's state, by their names in a checkpoint.
 
-    The optimiser needs a state, see `initialise_optimizer`.
+    Frozen weights are left out. The optimiser needs a state, see `initialise_optimizer`.
     """
-    result = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    result = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in frozen}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             result[f"optimizer.{name}.{key}"] = value
@@ -355,7 +356,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpoint: a file is missing, truncated or changed, or the checkpoint has another format.
     """
-    if not (folder / "manifest.json").exists() and list(folder.glob("*.pkl")):
+    if not (folder / MANIFEST).exists() and [*folder.glob("*.pkl"), *folder.glob("*.pt")]:
         raise DamagedCheckpoint(
             f"{str(folder)!r} was written by an earlier version of this package with pickled files, which can execute "
             "code and are no longer read. Finish the run with that version"
