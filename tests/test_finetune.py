@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tiny import slow_but
+from whatwhere.scripts import cli
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -588,7 +589,7 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     # no folder is left behind, and the command line says it in one line
     assert not (tmp_path / "run").exists()
     with pytest.raises(SystemExit) as caught:
-        command.main([str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
+        cli.main(["finetune", str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
     assert str(caught.value.code).startswith("error: checkpoint=")
 
 

@@ -1,12 +1,9 @@
 """`whatwhere finetune`: see `training/finetune.py`."""
 
 import argparse
-import os
-import sys
 import typing
 
 from ..checks import parse
-from ..training.errors import reported
 from ..training.finetune import FinetuneError, Settings, finetune
 from .common import add_resume, command_parser, json_value, name_or_list
 
@@ -55,22 +52,15 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-
-    def advice() -> str:
-        started = os.path.exists(os.path.join(options.output, "finetune.json"))
-        return "Continue with the same command and --resume." if started else "Nothing was written: start again."
-
-    with reported(advice):
-        results = finetune(
-            settings_of(options),
-            options.output,
-            resume=options.resume,
-            resume_from=options.resume_from,
-            data_dir=options.data_dir,
-            arguments=arguments,
-        )
-        for when, key in (("before", "metrics_before"), ("after", "metrics")) if results else ():
-            scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results[key].items())
-            print(f"{options.output}, {when} fine-tuning: {scores}")
+    results = finetune(
+        settings_of(options),
+        options.output,
+        resume=options.resume,
+        resume_from=options.resume_from,
+        data_dir=options.data_dir,
+        arguments=arguments,
+    )
+    for when, key in (("before", "metrics_before"), ("after", "metrics")) if results else ():
+        scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results[key].items())
+        print(f"{options.output}, {when} fine-tuning: {scores}")
