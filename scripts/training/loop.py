@@ -253,12 +253,11 @@ class Run:
                     self.log({**values, "learning_rate": rate, **counts, **costs})
                     waited = 0.0
                 progress.advance(self.step, loss)
-                if every and (last or self.step % every == 0):
-                    self._validate(progress)
+                improved = bool(every) and (last or self.step % every == 0) and self._validate(progress)
                 stop = any_process(self.accelerator, bool(received) or self.checkpoints.has_failed)
                 self.seconds = time.monotonic() - started
                 due = training.checkpoint_every and self.step % training.checkpoint_every == 0
-                if due or last or stop:
+                if due or improved or last or stop:
                     self._check_divergence(loss, norm)
                     self.save_checkpoint()
                 if stop and not last:
@@ -353,18 +352,20 @@ class Run:
                 )
         return values
 
-    def _validate(self, progress: Progress) -> None:
-        """Evaluates on the validation split, and saves the model if it is the best so far and the recipe keeps it."""
+    def _validate(self, progress: Progress) -> bool:
+        """Evaluates on the validation split; returns whether the recipe keeps the model, as the best so far."""
         scores = self.evaluate("validation", self.recipe.evaluation.blocks)
         self.log({f"validation_{name}": value for name, value in scores.items()})
-        if self.recipe.evaluation.keep == "best" and not (self.best and scores["loss"] >= self.best["validation_loss"]):
-            self.best = {"step": self.step, "validation_loss": scores["loss"]}
-            self.checkpoints.save_best(weights(self.whole_model), self.best)
+        loss, keep = scores["loss"], self.recipe.evaluation.keep
+        improved = keep == "best" and (self.best is None or loss < self.best["validation_loss"])
+        if improved:
+            self.best = {"step": self.step, "validation_loss": loss}
         if self.accelerator.is_main_process:
             shown = ("token_error", "bits_per_byte", "loss", "perplexity")
             report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown if name in scores)
             progress.bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
         progress.mark(self.step)
+        return improved
 
     def evaluate(self, split: str, limit: int | None = None) -> dict[str, float]:
         """Returns the scores of a held-out split, see `held_out.evaluate`."""
@@ -395,8 +396,9 @@ class Run:
             "random": gather_object([random_state(self.accelerator.device)]),
             "streams": streams and streams[:: self.layout.tp],
             "parameter_groups": parameter_groups(self.whole_model, self.optimizer),
+            "best": self.best,
         }
-        self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state, self.best)
+        self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state)
 
     def load_checkpoint(self, step: int | None = None) -> None:
         """Loads the newest checkpoint, or the one after `step`; without checkpoints, the run starts at step 0.
@@ -425,7 +427,7 @@ class Run:
         # Wait until all processes have read the checkpoint.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            self.checkpoints.remove(self.folder.checkpoints()[len(folders) :], self.best)
+            self.checkpoints.remove(self.folder.checkpoints()[len(folders) :])
             self._cut_metrics()
 
     def _read(self, folders: list[Path]) -> dict[str, Any]:
@@ -520,7 +522,7 @@ class Run:
         recipe, model = self.recipe, self.whole_model
         self.checkpoints.wait()
         if self.best is not None:
-            self.checkpoints.load_best(weights(model), self.best)
+            self.checkpoints.load_best(model, self.best)
         scores = self.scores()
         state_dict = self._full_weights() if self.layout.is_sharded else None
         results: dict[str, Any] = {}
