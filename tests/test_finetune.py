@@ -1,7 +1,6 @@
-"""Fine-tuning with the stock Trainer: stock and own checkpoints, full and LoRA, new encodings, resume, refusals."""
+"""Fine-tuning: stock and own checkpoints, full and LoRA, new encodings, resume, refusals."""
 
 import json
-import pickle
 import signal
 
 import numpy as np
@@ -23,6 +22,7 @@ from transformers import (
 
 from processes import TORCHRUN, python
 from tiny import slow_but
+from whatwhere.scripts import cli
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 def finetune(arguments):
     """Runs the command line; returns the results."""
     options = command.parser().parse_args(arguments)
-    place = {"resume": options.resume, "data_dir": options.data_dir}
+    place = {"resume": options.resume, "resume_from": options.resume_from, "data_dir": options.data_dir}
     return script.finetune(command.settings_of(options), options.output, **place, arguments=[])
 
 
@@ -89,6 +89,10 @@ def run(data_dir, tmp_path):
         return tmp_path / output, finetune([checkpoint, *fixed, *fast, "--learning-rate", "0.01", *arguments])
 
     return run
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def logits(model):
@@ -200,9 +204,8 @@ def test_rope_parameters_replace_those_of_the_checkpoint(run, stock):
 def test_schedule(run, stock):
     rates = {}
     for schedule in ("cosine", "constant"):
-        output, _ = run(stock["llama"], "--schedule", schedule, "--save-every", "3", output=schedule)
-        state = torch.load(output / "checkpoints" / "checkpoint-3" / "scheduler.pt")
-        rates[schedule] = state["_last_lr"][0]
+        output, _ = run(stock["llama"], "--schedule", schedule, "--steps", "10", output=schedule)
+        rates[schedule] = metrics(output)[-1]["learning_rate"]
     assert rates["constant"] == 0.01
     assert rates["cosine"] < 0.002
 
@@ -305,6 +308,9 @@ def test_logits_of_the_source(run, stock, monkeypatch):
         torch.testing.assert_close(others[name], weight, rtol=1e-3, atol=1e-3, msg=name)
     assert any((weight - without[name]).abs().max() > 1e-3 for name, weight in weights.items())
     assert not list(whole.glob("targets*"))
+    assert "distillation_loss" in metrics(whole)[0]
+    assert "loss" not in metrics(whole)[0]
+    assert "loss" in metrics(plain)[0]
     assert seen[0].size % (15 * distillation.SAMPLES) == 0
     assert seen[0].max() < 258
 
@@ -351,42 +357,6 @@ def test_attention_refuses_other_sources(run, stock, tmp_path):
         run(stock["llama"], "--position-encoding", "none", *attention, half)
 
 
-@pytest.mark.parametrize("mode", ["attention", "logits"])
-def test_smaller_parts_at_the_end_of_an_epoch(run, stock, tmp_path, monkeypatch, mode):
-    """Every step has the same loss, also the last of an epoch, which has fewer and smaller parts."""
-    seen = []
-    trainer = script._trainer
-
-    def constant(*arguments):
-        result = trainer(*arguments)
-        step = result.training_step
-
-        def record(model, inputs, items):
-            seen.append((result.state.global_step, len(inputs["input_ids"]), step(model, inputs, items).item()))
-            return torch.tensor(0.0)
-
-        result.training_step = record
-        return result
-
-    monkeypatch.setattr(script, "_trainer", constant)
-    monkeypatch.setattr(script, "logit_loss", lambda logits, targets: logits.sum() * 0 + 3)
-    monkeypatch.setattr(
-        script.AttentionTargets, "loss", lambda self, model, inputs: model(**inputs).logits.sum() * 0 + 3
-    )
-    lines = json.dumps({"text": "how now brown cow, " * 8})
-    (tmp_path / "text.jsonl").write_text(lines)
-    run(
-        *(stock["llama"], "--position-encoding", "none", "--distill-from", stock["llama"], "--distill", mode),
-        *("--data-dir", str(tmp_path), "--splits", json.dumps({"train": "text.jsonl", "validation": "text.jsonl"})),
-        *("--accumulation", "3", "--learning-rate", "1e-9"),
-    )
-    # 9 sequences of 16 tokens: in an epoch, three parts of 2, then one of 2 and one of 1.
-    assert [rows for _, rows, _ in seen[:5]] == [2, 2, 2, 2, 1]
-    sums = [sum(loss for step, _, loss in seen if step == number) for number in range(2)]
-    expected = [3, 3] if mode == "attention" else [sums[0], sums[0]]
-    assert sums == pytest.approx(expected, rel=0.02)
-
-
 # --- what it reads
 
 
@@ -417,8 +387,7 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
     fixed = ["--data", "pg19", "--data-dir", str(corpus), "--streaming", "--shuffle-buffer", "8", "--cpu"]
     sizes = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "2"]
     results = finetune([stock["llama"], *fixed, *sizes, "--output", str(tmp_path / "run")])
-    assert results["data"]["source"] == "pg19"
-    assert results["data"]["split"] == "test"
+    assert results["data"]["splits"] == {"train": "pg19:train", "validation": "pg19:test"}
     assert len(results["base_weights_sha256"]) == 64
 
 
@@ -484,79 +453,60 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
 # --- resume
 
 
-@pytest.fixture
-def interrupt(run, monkeypatch):
-    """Runs with arguments until a signal after step 2, in the folder `parts`."""
-    from transformers import Trainer
-
-    training_step, calls = Trainer.training_step, []
-
-    def stopping(self, *args, **options):
-        calls.append(1)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        return training_step(self, *args, **options)
-
-    def interrupt(*arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "training_step", stopping)
-            with pytest.raises(Interrupted, match="after step 2"):
-                run(*arguments, output="parts")
-        return arguments
-
-    return interrupt
-
-
-@pytest.fixture
-def interrupted(interrupt, stock):
-    """The arguments of an interrupted run with a checkpoint after each step."""
-    return interrupt(stock["llama"], "--save-every", "1")
-
-
 @pytest.mark.parametrize(
     "lora",
     [[], pytest.param(["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"], marks=pytest.mark.slow)],
     ids=["full", "lora"],
 )
-def test_interrupted_run_resumes_exactly(run, interrupt, stock, lora):
+def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
     # One of the two reads a stream: it has to find its place again.
     stream = [] if lora else ["--streaming", "--shuffle-buffer", "4"]
     arguments = [stock["llama"], "--position-encoding", "cope", *lora, *stream]
     whole, results = run(*arguments, output="whole")
-    interrupt(*arguments)
+    with monkeypatch.context() as patch:
+        stop_in_step_2(patch)
+        with pytest.raises(Interrupted, match="after step 2"):
+            run(*arguments, output="parts")
     parts, resumed = run(*arguments, "--resume", output="parts")
     assert resumed["metrics"] == results["metrics"]
+    assert resumed["metrics_before"] == results["metrics_before"]
     file = "adapter_model.safetensors" if lora else "model.safetensors"
     weights, others = load_file(whole / file), load_file(parts / file)
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         assert torch.equal(others[name], weight), name
+    files = (parts / "checkpoints" / "step-00000002").glob("*.safetensors")
+    saved = [name for file in files for name in load_file(file)]
+    assert len([name for name in saved if name.startswith("optimizer.")]) == 3 * len(weights)
+    assert len([name for name in saved if name.startswith("model.")]) == len(weights), "frozen weights are not saved"
 
 
-def test_resume_executes_nothing(run, interrupted, tmp_path):
-    """Trainer reads the files that are no safetensors by torch.load with weights_only=True, and not at all its own."""
+def stop_in_step_2(patch):
+    train_step, calls = script.Run.train_step, []
 
-    class Trap:
-        def __reduce__(self):
-            return open, (str(tmp_path / "trap"), "w")
+    def stopping(self, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(self, batch)
 
-    folder = tmp_path / "parts" / "checkpoints" / "checkpoint-2"
-    torch.save(Trap(), folder / "training_args.bin")
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        content = (folder / name).read_bytes()
-        torch.save(Trap(), folder / name)
-        with pytest.raises(pickle.UnpicklingError):
-            run(*interrupted, "--resume", output="parts")
-        (folder / name).write_bytes(content)
-    run(*interrupted, "--resume", output="parts")
-    assert not (tmp_path / "trap").exists()
+    patch.setattr(script.Run, "train_step", stopping)
 
 
-def test_incomplete_checkpoint(run, interrupted, tmp_path, capsys):
-    """As if it was killed while it saved: an earlier checkpoint is taken."""
-    (tmp_path / "parts" / "checkpoints" / "checkpoint-2" / "optimizer.pt").unlink()
-    run(*interrupted, "--resume", output="parts")
-    assert "checkpoint-2' is incomplete" in capsys.readouterr().out
+def test_damaged_checkpoint(run, stock, monkeypatch, tmp_path):
+    """An earlier one can be chosen; nothing that could execute code is written."""
+    arguments = [stock["llama"], "--save-every", "1"]
+    with monkeypatch.context() as patch:
+        stop_in_step_2(patch)
+        with pytest.raises(Interrupted, match="after step 2"):
+            run(*arguments, output="parts")
+    folder = tmp_path / "parts" / "checkpoints" / "step-00000002"
+    pickles = {".bin", ".pkl", ".pt", ".pth"}
+    assert not [file for file in (tmp_path / "parts").rglob("*") if file.suffix in pickles]
+    (folder / "run.json").write_text("{}")
+    with pytest.raises(TrainingError, match="--resume-from 1"):
+        run(*arguments, "--resume", output="parts")
+    run(*arguments, "--resume-from", "1", output="parts")
 
 
 def test_one_run_a_folder(run, stock, tmp_path):
@@ -620,7 +570,7 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     # no folder is left behind, and the command line says it in one line
     assert not (tmp_path / "run").exists()
     with pytest.raises(SystemExit) as caught:
-        command.main([str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
+        cli.main(["finetune", str(tmp_path / "bert"), "--output", str(tmp_path / "run")])
     assert str(caught.value.code).startswith("error: checkpoint=")
 
 
@@ -663,7 +613,7 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dp-shard", "3"], r"dp_shard=3 is not valid: it must divide the number of processes, 1"),
+        (["--dp-shard", "3"], r"dp_shard=3 .* are not valid: their product must be the number of processes, 1"),
         (["--dp-shard", "2", "--lora"], r"dp_shard.*Allowed with lora: 1"),
     ],
 )

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import resource
-import shlex
 import shutil
 import signal
 import socket
@@ -27,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from processes import TORCHRUN, python
 from tiny import slow_but
 from toys import SOLVABLE, toy_recipe, with_changes
-from whatwhere.scripts.commands import train as train_command
+from whatwhere.scripts import cli
 from whatwhere.scripts.training import data, estimate, loop, progress
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.flops import flops_per_token
@@ -655,7 +654,7 @@ def test_best_model_is_kept(finished_words, chorales):
     assert results["steps"] == 6
     assert mean_loss(output, chorales, "validation")[0] == pytest.approx(losses[best], rel=1e-5)
     names = [path.name for path in (output / "checkpoints").iterdir()]
-    assert sorted(names) == [f"best-{best:08d}", "step-00000006"]
+    assert sorted(names) == [f"step-{best:08d}", "step-00000006"]
 
 
 def test_last_model_is_kept_by_default(finished_words, chorales, tmp_path):
@@ -664,7 +663,6 @@ def test_last_model_is_kept_by_default(finished_words, chorales, tmp_path):
     assert "keep" not in results["recipe"]["evaluation"]
     assert metrics(tmp_path / "run") == metrics(finished_words[0])
     assert results["weights_sha256"] != finished_words[1]["weights_sha256"]
-    assert not list((tmp_path / "run" / "checkpoints").glob("*best*"))
 
 
 @pytest.mark.parametrize("killed_after", slow_but([3], [1, 3, 4, 5]))
@@ -674,12 +672,12 @@ def test_best_model_survives_a_kill(finished_words, chorales, tmp_path, killed_a
     changed = of_words(training__checkpoint_every=2)
     kill(changed, output, killed_after, chorales)
     (output / "checkpoints").mkdir(exist_ok=True)
-    (output / "checkpoints" / ".best-00000001").mkdir()
+    (output / "checkpoints" / ".step-00000001").mkdir()
     results = train(changed, output, resume=True, data_dir=chorales)
     assert_same_run(output, finished_words[0])
     assert results["kept"] == finished_words[1]["kept"]
-    names = [path.name for path in (output / "checkpoints").glob("*best*")]
-    assert names == [f"best-{results['kept']['step']:08d}"]
+    names = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert names == [f"step-{results['kept']['step']:08d}", "step-00000004", "step-00000006"]
 
 
 def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path):
@@ -689,8 +687,8 @@ def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path)
     assert last > 1
     interrupt(changed, output, last - 1, chorales)
     folder = output / "checkpoints"
-    (folder / f"best-{last:08d}" / SHARD).write_bytes(b"")
-    with pytest.raises(TrainingError, match=rf"best-{last:08d}/{SHARD}'.*damaged.*--resume-from {last - 1}\.$"):
+    (folder / f"step-{last:08d}" / SHARD).write_bytes(b"")
+    with pytest.raises(TrainingError, match=rf"step-{last:08d}/{SHARD}'.*damaged.*--resume-from {last - 1}\.$"):
         train(changed, output, resume=True, data_dir=chorales)
     results = train(changed, output, resume_from=last - 1, data_dir=chorales)
     assert_same_run(output, finished_words[0])
@@ -1097,7 +1095,7 @@ def test_speed_and_memory(data_dir, tmp_path, monkeypatch):
 
 
 def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
-    """A real SIGTERM to a real process; the command that it prints finishes the run."""
+    """A real SIGTERM to a real process; the advice that it prints is right."""
     changed = recipe(training__steps=2000, evaluation__every=None)
     output = tmp_path / "a run"
     command = [sys.executable, *TRAIN, write_recipe(tmp_path, changed), "--output", str(output)]
@@ -1110,19 +1108,16 @@ def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
     process.terminate()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert "Continue with" in said
+    assert "with a checkpoint. Run the same command again with --resume auto." in said
     assert "Traceback" not in said
     (checkpoint,) = (output / "checkpoints").glob("step-*")
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:])
 
-    line = next(line for line in said.splitlines() if "--resume" in line)
-    arguments = shlex.split(line)[2:]
-    assert arguments[-2:] == ["--data-dir", str(data_dir)]
     # finished in this process, after as many steps as it takes to see that it went on from there
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, int(checkpoint.name[5:]) + 1)
         with pytest.raises(SystemExit) as caught:
-            train_command.main(arguments)
+            cli.main([*command[3:], "--data-dir", str(data_dir), "--resume", "auto"])
     assert caught.value.code == 128 + signal.SIGTERM
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:]) + 2
 
@@ -1163,6 +1158,6 @@ def test_own_text(tmp_path, capsys):
 def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     with pytest.raises(SystemExit) as caught:
-        train_command.main([*arguments, "--output", str(tmp_path / "run")])
+        cli.main(["train", *arguments, "--output", str(tmp_path / "run")])
     assert message in str(caught.value.code)
     assert "\n" not in str(caught.value.code)
