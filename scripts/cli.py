@@ -74,7 +74,8 @@ def _run(arguments: list[str]) -> Any:
         near = difflib.get_close_matches(name, _MODULES, n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
         sys.exit(f"error: command={name!r} is not valid. {hint}Allowed: {', '.join(_MODULES)}.")
-    with reported():
+    again = " with --resume auto" if name in ("train", "finetune") else ""
+    with reported(f"Run the same command again{again}."):
         result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
     # Without this, gloo's threads sometimes abort a process at its exit.
     distributed = sys.modules.get("torch.distributed")

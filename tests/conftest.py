@@ -16,13 +16,14 @@ os.environ.setdefault("WHATWHERE_CACHE", os.path.join(tempfile.gettempdir(), f"w
 import inspect
 import pathlib
 import socket
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
+
+from processes import TORCHRUN, python
 
 torch.set_num_threads(1)
 
@@ -54,6 +55,15 @@ def seed() -> None:
     transformers.set_seed(int(os.environ.get("WHATWHERE_TEST_SEED", "0")))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def copies(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keeps the copies that `datasets` makes out of the user's cache."""
+    folder = tmp_path_factory.mktemp("datasets")
+    os.environ["HF_DATASETS_CACHE"] = str(folder)
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].config.HF_DATASETS_CACHE = folder
+
+
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuses connections to other machines."""
@@ -83,6 +93,16 @@ def data_dir() -> pathlib.Path:
 
 
 @pytest.fixture
+def little_scratch(monkeypatch):
+    """Kernels compute their scratch memory in chunks of rows, or one part after the other."""
+    from whatwhere import kernel_flash, kernel_pope
+
+    for module in (kernel_flash, kernel_pope):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
+
+
+@pytest.fixture
 def refused(capsys):
     """Runs `whatwhere` with arguments that it refuses, and returns its message."""
     from whatwhere.scripts import cli
@@ -101,14 +121,6 @@ def two_processes():
     """Runs `whatwhere` with arguments in two processes on CPUs, and returns what they print."""
 
     def run(*arguments):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "whatwhere"]
-        done = subprocess.run(
-            [sys.executable, *launcher, *map(str, arguments), "--device", "cpu"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+        return python(*TORCHRUN, 2, "-m", "whatwhere", *arguments, "--device", "cpu")
 
     return run

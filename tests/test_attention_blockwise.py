@@ -15,15 +15,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 import whatwhere.attention_blockwise as blockwise
-import whatwhere.position_alibi
-import whatwhere.position_cope
-import whatwhere.position_relative
 import whatwhere.position_stick_breaking
-from tiny import causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
+from tiny import LargestTensor, causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
+from whatwhere.position_cope_gates import GatedCoPETerm
 from whatwhere.position_registry import list_position_encodings, supported_implementations
 
-ENCODINGS = ["none", "cope", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
+ENCODINGS = ["none", "cope", "cope-gated", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
 
 
 def reference(query, key, value, *, visible, scaling, biases, keep=None, additive=None):
@@ -87,6 +85,12 @@ class Case:
             if name == "cope":
                 self.tables.append(tensor(D, P))
                 self.biases.append(Bias(TERMS["cope"], (self.tables[-1],), (0.7,)))
+            elif name == "cope-gated":
+                gate_key = tensor(B, G, K, D)
+                with torch.no_grad():
+                    gate_key[..., 0] += math.copysign(math.sqrt(D), logit) if logit else 0.0
+                self.tables += [tensor(D, P), gate_key]
+                self.biases.append(Bias(GatedCoPETerm, tuple(self.tables), (0.7, 0.4, 0.0)))
             elif name in ("relative", "relative-last"):
                 self.tables.append(tensor(max(2, K // 2), D))
                 tensors = (self.tables[-1], query_positions, key_positions)
@@ -153,14 +157,14 @@ def test_segments(encoding, mask, Q, K):
     assert_same(case, case.blockwise(), case.reference())
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (3, 1)], ids=lambda heads: f"H{heads[0]}G{heads[1]}")
+@pytest.mark.parametrize("sizes", [{"H": 1, "G": 1}, {"G": 4}, {"H": 6}, {"H": 3, "G": 1}, {"V": 5}], ids=str)
 @pytest.mark.parametrize("encoding", ["cope", "relative", "alibi"])
-def test_grouped_heads(encoding, heads):
-    case = Case(encoding, 90, 90, H=heads[0], G=heads[1], segments=segments_of("packed", 2, 90))
+def test_heads_and_widths(encoding, sizes):
+    case = Case(encoding, 90, 90, segments=segments_of("packed", 2, 90), **sizes)
     assert_same(case, case.blockwise(), case.reference())
 
 
-@pytest.mark.parametrize("encoding", ["none", "cope", "relative", "alibi", "cope+relative"])
+@pytest.mark.parametrize("encoding", ["none", "cope", "cope-gated", "relative", "alibi", "cope+relative"])
 @pytest.mark.parametrize("kind", ["bool", "bool-heads", "bool-one", "float", "float-heads"])
 def test_full_masks(encoding, kind):
     Q, K = 70, 90
@@ -177,9 +181,10 @@ def test_full_masks(encoding, kind):
 
 @pytest.mark.parametrize("logit", [-8.0, -2.0, 0.0, 2.0, 8.0], ids=["closed", "low", "half", "high", "open"])
 @pytest.mark.parametrize("mask", [None, "packed-padded"])
-def test_gates(logit, mask):
+@pytest.mark.parametrize("encoding", ["cope", "cope-gated"])
+def test_gates(encoding, logit, mask):
     segments = None if mask is None else segments_of(mask, 2, 200)
-    case = Case("cope", 200, 200, logit=logit, P=9, segments=segments)
+    case = Case(encoding, 200, 200, logit=logit, P=9, segments=segments)
     assert_same(case, case.blockwise(), case.reference())
 
 
@@ -197,15 +202,10 @@ def test_window_grows_and_shrinks():
     assert_same(case, case.blockwise(block_size=32), case.reference())
 
 
-def test_value_width_differs():
-    case = Case("cope", 100, 100, V=5)
-    assert_same(case, case.blockwise(), case.reference())
-
-
 def test_small_chunks(monkeypatch):
     """Chunks that split the batch unevenly."""
     monkeypatch.setattr(blockwise, "CHUNK_LOGITS", 2 * 32 * 100 * 3)
-    for encoding in ("cope+relative", "alibi"):
+    for encoding in ("cope+relative", "cope-gated", "alibi"):
         case = Case(encoding, 100, 100, B=3, segments=segments_of("packed-padded", 3, 100))
         assert_same(case, case.blockwise(block_size=32), case.reference())
 
@@ -330,7 +330,7 @@ def test_gradcheck(encoding):
     def function(query, key, value, *tables):
         tables = iter(tables)
         biases = [
-            bias if bias.term.name == "alibi" else bias._replace(tensors=(next(tables), *bias.tensors[1:]))
+            bias._replace(tensors=tuple(next(tables) if one.requires_grad else one for one in bias.tensors))
             for bias in case.biases
         ]
         return blockwise_attention(query, key, value, scaling=case.scaling, biases=biases, direct=False, block_size=2)
@@ -378,21 +378,6 @@ def test_second_derivative_is_refused():
     first = torch.autograd.grad(case.blockwise().square().sum(), case.query, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="second derivative"):
         first.sum().backward()
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
 
 
 @pytest.mark.parametrize("encoding", ["cope", "cope-closed", "relative", "alibi"])

@@ -15,8 +15,18 @@ import whatwhere
 import whatwhere.attention as attention
 import whatwhere.attention_auto as attention_auto
 import whatwhere.attention_triton as attention_triton
-from test_attention_blockwise import LargestTensor
-from tiny import FAMILIES, check_operator, position_context, ranges_of, slow_but, tiny_config, tiny_model, tokens
+from tiny import (
+    FAMILIES,
+    LargestTensor,
+    check_operator,
+    in_steps,
+    position_context,
+    ranges_of,
+    slow_but,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from whatwhere.attention_mask import dense_mask, is_ranges, ranges_mask
 from whatwhere.attention_sdpa import sdpa_path
 from whatwhere.position_base import PositionContext
@@ -28,14 +38,6 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from whatwhere import kernel_plain
 from whatwhere.kernel_plain import plain_attention
 
-# Tables and frequencies scaled down to saturate within the tiny sequences.
-ENCODINGS = {
-    "cope": ("cope", {"num_positions": 6}),
-    "cope:shared": ("cope", {"num_positions": 6, "share_across_layers": True, "scale_positions": True}),
-    "cope+rope": ("cope+rope", {"cope": {"num_positions": 6}}),
-    "pope": ("pope", {}),
-    "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),
-}
 WITH_KERNELS = (
     "alibi",
     "cope",
@@ -52,16 +54,17 @@ WITH_KERNELS = (
     "token_gated_cope",
     "token_gated_cope+rope",
 )
-every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
-# CoPE with other gates, and not in every layer.
-GATES = {
+# Tables scaled down to saturate within the tiny sequences; CoPE with other gates, and not in every layer.
+SETTINGS = {
+    "cope": ("cope", {"num_positions": 6}),
+    "cope:shared": ("cope", {"num_positions": 6, "share_across_layers": True, "scale_positions": True}),
+    "cope+rope": ("cope+rope", {"cope": {"num_positions": 6}}),
+    "pope:partial": ("pope", {"partial_rotary_factor": 0.5, "magnitude": "relu", "use_delta": False}),
     "separate": ("cope", {"num_positions": 6, "gates": "separate_key"}),
     "value": ("cope", {"num_positions": 6, "gates": "value"}),
     "every2": ("cope", {"num_positions": 6, "every_n_layers": 2, "share_across_layers": True}),
     "rotated": ("cope+rope", {"cope": {"num_positions": 6, "gates": "separate_key", "every_n_layers": 2}}),
     "plan": (["cope", "pope"], {"cope": {"num_positions": 6, "gates": "separate_key"}}),
-}
-SMALL = {
     "cope+alibi": ("cope+alibi", {"cope": {"num_positions": 6}}),
     "cope+relative": (
         "cope+relative",
@@ -80,18 +83,19 @@ SMALL = {
     "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
     "token_gated_cope+rope": ("token_gated_cope+rope", {"token_gated_cope": {"num_positions": 6}}),
 }
+TWO_LAYERS = ("cope:shared", "every2", "rotated", "plan", "cope+relative:every2")
+OTHERS = list(SETTINGS)[-8:]
+COPE_AND_POPE = ("cope", "cope:shared", "cope+rope", "pope", "pope:partial")
 
 
 def build(encoding, implementation="triton", family="llama", **fields):
     """A model of one layer with two heads that share a key head: the interpreter takes a while for each program."""
-    name, parameters = {**ENCODINGS, **GATES, **SMALL}.get(encoding, (encoding, {}))
+    name, parameters = SETTINGS.get(encoding, (encoding, {}))
     own = {
         "hidden_size": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "num_hidden_layers": 2
-        if encoding in ("cope:shared", "every2", "rotated", "plan", "cope+relative:every2")
-        else 1,
+        "num_hidden_layers": 2 if encoding in TWO_LAYERS else 1,
         "position_encoding_parameters": parameters,
     }
     return tiny_model(family, name, implementation, **{**own, **fields})
@@ -337,7 +341,7 @@ def on_gpu(monkeypatch):
     return calls
 
 
-@every_encoding
+@pytest.mark.parametrize("encoding", COPE_AND_POPE)
 def test_auto_without_a_gpu_is_the_pytorch_path(encoding, monkeypatch):
     monkeypatch.setattr(attention_triton, "kernel_attention", None)
     ids = tokens(2, 21)
@@ -465,32 +469,17 @@ def test_rows_at_a_time_need_no_quadratic_mask():
     assert attention_auto.CPU_ROWS <= 256
 
 
-# Every kind of mask with one encoding; the other pairs are slow.
 KINDS = ("causal", "padding", "hole", "packed")
-
-
-@pytest.mark.parametrize(
-    ("encoding", "kind"),
-    slow_but(
-        [("cope:shared", "packed"), ("cope+rope", "hole"), ("pope", "padding"), ("pope:partial", "causal")],
-        itertools.product(ENCODINGS, KINDS),
-    ),
-)
-def test_equals_eager(encoding, kind):
-    masks = {"padding": padding("left", "right"), "hole": padding("hole")}
-    inputs = {"mask": masks.get(kind), "input_ids": tokens(2, 21)}
-    if kind == "packed":
-        inputs["position_ids"] = PACKED
-    model = build(encoding, family="llama" if kind in ("causal", "packed") else "gpt2")
-    found = results(model, **inputs)
-    model.set_attn_implementation("eager")
-    all_close(found, results(model, **inputs))
 
 
 @pytest.mark.parametrize(
     ("encoding", "family", "kind"),
     slow_but(
         [
+            ("cope:shared", "llama", "packed"),
+            ("cope+rope", "gpt2", "hole"),
+            ("pope", "gpt2", "padding"),
+            ("pope:partial", "llama", "causal"),
             ("token_gated_cope+rope", "llama", "packed"),
             ("cope+relative:every2", "llama", "padding"),
             ("value", "llama", "packed"),
@@ -504,11 +493,13 @@ def test_equals_eager(encoding, kind):
             ("every2", "llama", "causal"),
             ("rotated", "llama", "packed"),
             ("plan", "gpt2", "padding"),
-            *itertools.product(SMALL, ("llama",), KINDS),
+            *itertools.product(COPE_AND_POPE, ("llama",), ("causal", "packed")),
+            *itertools.product(COPE_AND_POPE, ("gpt2",), ("padding", "hole")),
+            *itertools.product(OTHERS, ("llama",), KINDS),
         ],
     ),
 )
-def test_others_equal_eager(encoding, family, kind):
+def test_equals_eager(encoding, family, kind):
     masks = {"padding": padding("left", "right"), "hole": padding("hole")}
     inputs = {"mask": masks.get(kind), "input_ids": tokens(2, 21)}
     if kind == "packed":
@@ -544,11 +535,7 @@ def test_other_gates_when_decoding(encoding):
         cache = DynamicCache(config=model.config)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             mixed = model(ids, **own).logits.float()
-        pieces = []
-        for start, end in ((0, 11), (11, 12)):
-            own = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-            pieces.append(model(ids[:, start:end], past_key_values=cache, **own).logits)
-    close(torch.cat(pieces, dim=1)[shown], full[shown])
+        close(in_steps(model, ids, (11, 1), cache, mask, positions)[shown], full[shown])
     assert [layer.keys.shape[-1] for layer in cache.layers] == ([16, 8] if encoding == "rotated" else [8])
     assert (mixed - full)[shown].abs().max() < 3 * (eager - full)[shown].abs().max() + 1e-3
 
@@ -603,18 +590,11 @@ def test_plain_attention(limited, decay):
         check_operator(kernel_plain._decode, step, 0.3)
 
 
-def test_plain_attention_refuses():
-    query, key = torch.randn(1, 2, 5, 16, requires_grad=True), torch.randn(1, 2, 5, 16)
-    with pytest.raises(ValueError, match=r"scaling=0\.0 is not valid"):
-        plain_attention(query, key, key, scaling=0.0)
-    with pytest.raises(ValueError, match=r"decay=\(1, 2, 4\)"):
-        plain_attention(query, key, key, scaling=1.0, decay=(torch.zeros(1, 2, 4), torch.zeros(1, 2, 5)))
-
-
 @pytest.mark.parametrize(
     ("encoding", "family"),
     slow_but(
-        [("pope", "llama")], [(name, "llama") for name in ("cope", "pope", "plan", *SMALL)] + [("cope+rope", "gpt2")]
+        [("pope", "llama")],
+        [*((name, "llama") for name in dict.fromkeys((*WITH_KERNELS, "plan", *OTHERS))), ("cope+rope", "gpt2")],
     ),
 )
 def test_cached_decoding(encoding, family):
@@ -627,50 +607,7 @@ def test_cached_decoding(encoding, family):
         full = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
         model.set_attn_implementation("triton")
         for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
-            pieces, start = [], 0
-            for step in (9, 1, 10, 1):
-                end = start + step
-                pieces.append(
-                    model(
-                        ids[:, start:end],
-                        attention_mask=mask[:, :end],
-                        position_ids=positions[:, start:end],
-                        past_key_values=cache,
-                    ).logits
-                )
-                start = end
-            close(torch.cat(pieces, dim=1)[shown], full[shown])
-
-
-@pytest.mark.parametrize("encoding", slow_but(["pope"], WITH_KERNELS))
-def test_generation(encoding):
-    model = build(encoding, "eager")
-    ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), tokens(1, 6)), dim=1)
-    ids = torch.cat((ids, tokens(1, 9, seed=3)))
-    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    ways = {
-        "greedy": {},
-        "static": {"cache_implementation": "static"},
-        "beams": {"num_beams": 2},
-    }
-    expected = {name: model.generate(**inputs, **options, **way) for name, way in ways.items()}
-    model.set_attn_implementation("triton")
-    for name, way in ways.items():
-        assert torch.equal(model.generate(**inputs, **options, **way), expected[name]), name
-    assisted = model.generate(ids[1:], assistant_model=build(encoding), **options)
-    assert torch.equal(assisted, expected["greedy"][1:])
-
-
-@pytest.mark.parametrize("encoding", slow_but(["pope"], ["cope:shared", "pope"]))
-def test_gradient_checkpointing(encoding):
-    model = build(encoding).train()
-    inputs = {"input_ids": tokens(2, 16), "use_cache": False}
-    plain = results(model, **inputs)
-    for reentrant in (False, True):
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": reentrant})
-        all_close(results(model, **inputs), plain, 1e-6)
+            close(in_steps(model, ids, (9, 1, 10, 1), cache, mask, positions)[shown], full[shown])
 
 
 @pytest.mark.slow

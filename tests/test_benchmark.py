@@ -111,20 +111,6 @@ def test_what_keeps_one_from_a_number(tmp_path, monkeypatch, failure, status, co
     assert statuses["pope-sdpa"].startswith("left out: the GPU" if "CUDA" in status else "ok")
 
 
-def test_a_lost_gpu():
-    """After an illegal memory access nothing works any more in that process: nothing more is tried."""
-    budget, shape = command.Budget(None, None), Shape(1, 1, 8, 16)
-
-    def fail():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    result = Result("pope-pytorch")
-    budget.attempt(result, shape, fail)
-    assert not budget.failures
-    assert result.status.startswith("RuntimeError: CUDA error")
-    assert budget.refuse("pope-triton", shape).startswith("left out: the GPU cannot be used after")
-
-
 @pytest.mark.parametrize(("provider", "failed"), [("rope-sdpa-cudnn", 0), ("cope-triton-half", 1), ("llama-cope", 1)])
 def test_errors_of_pytorch_are_not_ours(provider, failed):
     budget = command.Budget(None, None)

@@ -20,252 +20,156 @@ from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
-SHARED = {
-    "misspelt field": ({"positon_encoding": "cope"}, "no field 'positon_encoding'.*Did you mean 'position_encoding'"),
-    "unknown field": ({"colour": "red"}, "no field 'colour' .given: 'red'."),
-    "unknown encoding": ({"position_encoding": "pop"}, "position_encoding='pop'.*Did you mean 'pope'.*'cope[+]rope'"),
-    "not a string": ({"position_encoding": 3}, "position_encoding.*expected str, got int .value: 3"),
-    "another case": ({"position_encoding": "CoPE"}, "position_encoding='CoPE' is not valid. Did you mean 'cope'"),
-    "field in another case": ({"Position_Encoding": "cope"}, "Did you mean 'position_encoding'"),
-    "two that replace attention": ({"position_encoding": "cope+pope"}, "position_encoding='cope[+]pope' is not valid"),
-    "wrong order": ({"position_encoding": "rope+cope"}, "Did you mean 'cope[+]rope'"),
-    "unknown parameter": (
-        {"position_encoding": "cope", "position_encoding_parameters": {"num_position": 8}},
-        "position_encoding_parameters has the unknown key 'num_position'. Did you mean 'num_positions'",
-    ),
-    "parameter of another encoding": (
-        {"position_encoding": "rope", "position_encoding_parameters": {"theta": 10.0}},
-        "unknown key 'theta'. Allowed: nothing.*set by the field rope_parameters",
-    ),
-    "wrong parameter type": (
-        {"position_encoding": "cope", "position_encoding_parameters": {"num_positions": "64"}},
-        r"\['num_positions'\]='64' is not valid: it must be of type int",
-    ),
-    "bool is no int": (
-        {"position_encoding": "cope", "position_encoding_parameters": {"num_positions": True}},
-        r"\['num_positions'\]=True is not valid",
-    ),
-    "parameter out of range": (
-        {"position_encoding": "cope", "position_encoding_parameters": {"num_positions": 1}},
-        r"num_positions.*1",
-    ),
-    "wrong choice": (
-        {"position_encoding": "pope", "position_encoding_parameters": {"delta_init": "zero"}},
-        "one of 'zeros', 'uniform'",
-    ),
-    "theta too small": (
-        {"position_encoding": "pope", "position_encoding_parameters": {"theta": 0.5}},
-        r"\['theta'\]=0.5 is not valid: it must be greater than 1",
-    ),
-    "no rotated channel": (
-        {"position_encoding": "pope", "position_encoding_parameters": {"partial_rotary_factor": 0.01}},
-        r"\['partial_rotary_factor'\]=0.01 is not valid: .* leave at least one of 8 channels",
-    ),
-    "factor above one": (
-        {"position_encoding": "pope", "position_encoding_parameters": {"partial_rotary_factor": 1.5}},
-        r"\['partial_rotary_factor'\]=1.5 is not valid: it must be in \(0, 1\]",
-    ),
-    "parameters not nested": (
-        {"position_encoding": "cope+rope", "position_encoding_parameters": {"num_positions": 8}},
-        "unknown key 'num_positions'; for position_encoding='cope[+]rope' it is nested by name",
-    ),
-    "nested parameters are a number": (
-        {"position_encoding": "cope+rope", "position_encoding_parameters": {"cope": 8}},
-        r"position_encoding_parameters\['cope'\]=8 is not valid: it must be a dictionary",
-    ),
-    "nested parameter out of range": (
-        {"position_encoding": "cope+rope", "position_encoding_parameters": {"cope": {"num_positions": 1}}},
-        r"position_encoding_parameters\['cope'\]\['num_positions'\]=1 is not valid",
-    ),
-    "empty plan": ({"position_encoding": []}, r"position_encoding=\[\] is not valid"),
-    "plan that does not divide the layers": (
+# Fields, and what the message says of them.
+FIELDS = [
+    ({"positon_encoding": "cope"}, "no field 'positon_encoding'.*Did you mean 'position_encoding'"),
+    ({"colour": "red"}, "no field 'colour' .given: 'red'."),
+    ({"position_encoding": "pop"}, "position_encoding='pop'.*Did you mean 'pope'.*'cope[+]rope'"),
+    ({"position_encoding": 3}, "position_encoding.*expected str, got int .value: 3"),
+    ({"position_encoding": "CoPE"}, "position_encoding='CoPE' is not valid. Did you mean 'cope'"),
+    ({"Position_Encoding": "cope"}, "Did you mean 'position_encoding'"),
+    ({"position_encoding": "cope+pope"}, "position_encoding='cope[+]pope' is not valid"),
+    ({"position_encoding": "rope+cope"}, "Did you mean 'cope[+]rope'"),
+    ({"position_encoding": []}, r"position_encoding=\[\] is not valid"),
+    (
         {"position_encoding": ["rope", "none", "none"]},
         r"position_encoding=\['rope', 'none', 'none'\] is not valid: .*(num_hidden_layers|n_layer)=2",
     ),
-    "plan without one of its encodings": (
-        {"position_encoding": ["rope", "cope"], "position_encoding_parameters": {"cope": {"every_n_layers": 2}}},
-        r"CoPEParameters.*every_n_layers=2.*is not valid: it excludes all layers",
-    ),
-    "unknown name in a plan": ({"position_encoding": ["rope", "pop"]}, "position_encoding='pop'.*Did you mean 'pope'"),
-    "number in a plan": ({"position_encoding": ["rope", 3]}, "(?s)position_encoding.*3"),
-    "plan in a plan": ({"position_encoding": ["rope", ["none"]]}, r"(?s)position_encoding.*\['none'\]"),
-    "embedding in a plan": ({"position_encoding": ["absolute", "rope"]}, r"\['absolute', 'rope'\].*'absolute'"),
-    "sinusoids in a plan": ({"position_encoding": ["rope", "sinusoidal"]}, r"\['rope', 'sinusoidal'\].*'sinusoidal'"),
-    "parameters of a plan not nested": (
-        {"position_encoding": ["cope", "cope"], "position_encoding_parameters": {"num_positions": 8}},
-        r"unknown key 'num_positions'; for position_encoding=\['cope', 'cope'\] it is nested by name",
-    ),
-    "parameters of what is not in the plan": (
-        {"position_encoding": ["cope", "rope"], "position_encoding_parameters": {"pope": {}}},
-        r"unknown key 'pope'.*\['cope', 'rope'\]",
-    ),
-    "parameter out of range in a plan": (
-        {"position_encoding": ["cope", "rope"], "position_encoding_parameters": {"cope": {"num_positions": 1}}},
-        r"position_encoding_parameters\['cope'\]\['num_positions'\]=1 is not valid",
-    ),
-    "rotated layers without the shift": (
+    ({"position_encoding": ["rope", "pop"]}, "position_encoding='pop'.*Did you mean 'pope'"),
+    ({"position_encoding": ["rope", 3]}, "position_encoding.*3"),
+    ({"position_encoding": ["rope", ["none"]]}, r"position_encoding.*\['none'\]"),
+    ({"position_encoding": ["absolute", "rope"]}, r"\['absolute', 'rope'\].*'absolute'"),
+    ({"position_encoding": ["rope", "sinusoidal"]}, r"\['rope', 'sinusoidal'\].*'sinusoidal'"),
+    (
         {"position_encoding": ["fox", "rope"], "key_value_shift": True},
         r"key_value_shift=True is not valid for position_encoding=\['fox', 'rope'\]: 'rope'",
     ),
-    "rope parameters for a plan without rope": (
+    ({"qk_norm": 1}, "qk_norm.*expected bool, got int"),
+    (
         {"position_encoding": ["cope", "none"], "rope_parameters": {"rope_theta": 100.0}},
         r"rope_parameters=.*has no effect with position_encoding=\['cope', 'none'\]",
     ),
-    "wrong type of an option": ({"qk_norm": 1}, "(?s)qk_norm.*expected bool, got int"),
-    "parameters not a dict": (
-        {"position_encoding": "cope", "position_encoding_parameters": [64]},
-        "position_encoding_parameters.*expected|position_encoding_parameters=.*dictionary",
-    ),
-    "rope parameters without rope": (
+    (
         {"position_encoding": "pope", "rope_parameters": {"rope_theta": 100.0}},
         "rope_parameters=.*has no effect with position_encoding='pope'",
     ),
-    "legacy rope field without rope": (
+    (
         {"position_encoding": "cope", "rope_theta": 100.0},
-        "rope_theta=100.0 has no effect with position_encoding='cope'",
+        "rope_theta=100.0 has no effect with .*'cope'",
     ),
-    "partial rope": (
-        {"position_encoding": "rope", "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
-        "partial_rotary_factor'.=0.4 is not valid: of 8 channels of a head it rotates 3",
-    ),
-    "misspelt rope key": (
-        {"position_encoding": "rope", "rope_parameters": {"rope_typ": "yarn", "factor": 4.0}},
-        "rope_parameters has the unknown key 'rope_typ'. Did you mean 'rope_type'",
-    ),
-    "unknown rope type": (
-        {"position_encoding": "rope", "rope_parameters": {"rope_type": "foo"}},
-        "rope_parameters.'rope_type'.='foo' is not valid. Allowed: 'default'",
-    ),
-    "rope theta": ({"position_encoding": "rope", "rope_theta": -1.0}, "rope_theta=-1.0 is not valid"),
-    "no rope theta": (
-        {"position_encoding": "rope", "rope_parameters": {"rope_theta": None}},
-        "rope_theta'.=None is not valid",
-    ),
-    "rope parameters are a number": ({"position_encoding": "rope", "rope_parameters": 8}, "rope_parameters=8 is not"),
-    "rope parameters are false": ({"position_encoding": "rope", "rope_parameters": 0}, "rope_parameters=0 is not"),
-    "rope scaling is a list": ({"position_encoding": "rope", "rope_scaling": [8]}, "rope_scaling=.8. is not"),
-    "two rope fields": (
+    ({"position_encoding": "rope", "rope_theta": -1.0}, "rope_theta=-1.0 is not valid"),
+    ({"position_encoding": "rope", "rope_theta": float("inf")}, "rope_theta=inf is not valid"),
+    ({"position_encoding": "rope", "rope_theta": 1e300}, "rope_theta=1e[+]300 is not"),
+    ({"position_encoding": "rope", "rope_scaling": [8]}, "rope_scaling=.8. is not"),
+    (
         {"position_encoding": "rope", "rope_parameters": {"rope_theta": 9.0}, "rope_scaling": {"rope_theta": 8.0}},
         "rope_parameters=.*and rope_scaling=.*differ",
     ),
-    "two rope thetas": (
+    (
         {"position_encoding": "rope", "rope_parameters": {"rope_theta": 9.0}, "rope_theta": 8.0},
         "rope_theta=8.0 and rope_parameters.'rope_theta'.=9.0 differ",
     ),
-    "infinite rope theta": ({"position_encoding": "rope", "rope_theta": float("inf")}, "rope_theta=inf is not valid"),
-    "rope theta beyond float32": ({"position_encoding": "rope", "rope_theta": 1e300}, "rope_theta=1e[+]300 is not"),
-    **{
-        f"{kind} without {key}": (
-            {"position_encoding": "rope", "rope_parameters": {"rope_type": kind}},
-            f"rope_parameters.'{key}'. is missing: rope_type='{kind}' needs",
-        )
-        for kind, key in {
-            "linear": "factor",
-            "dynamic": "factor",
-            "yarn": "factor",
-            "llama3": "factor",
-            "longrope": "short_factor",
-        }.items()
-    },
-    **{
-        f"linear factor {factor}": (
-            {"position_encoding": "rope", "rope_parameters": {"rope_type": "linear", "factor": factor}},
-            f"rope_parameters.'factor'.={factor!r} is not valid: it must be a number greater than 0",
-        )
-        for factor in (float("nan"), float("inf"), 0, -2.0, True, "2")
-    },
-    "a key that the type does not use": (
-        {"position_encoding": "rope", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}},
-        "rope_parameters.'beta_fast'.=32 has no effect with rope_type='linear'",
-    ),
-    "a factor without scaling": (
-        {"position_encoding": "rope", "rope_parameters": {"factor": 2.0}},
-        "rope_parameters.'factor'.=2.0 has no effect with rope_type='default'",
-    ),
-    "yarn truncate": (
-        {"position_encoding": "rope", "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
-        "rope_parameters.'truncate'.=1 is not valid: it must be True or False",
-    ),
-    "yarn original length": (
-        {
-            "position_encoding": "rope",
-            "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
-        },
-        "original_max_position_embeddings'.=0 is not valid: it must be an integer, at least 2",
-    ),
-    "llama3 frequencies": (
-        {
-            "position_encoding": "rope",
-            "rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
-        },
-        "high_freq_factor'.=4.0 is not valid: it must be greater than low_freq_factor=4.0",
-    ),
-    "longrope factors": (
-        {
-            "position_encoding": "rope",
-            "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
-        },
-        "rope_parameters.'short_factor'. has 1 numbers; allowed: 4",
-    ),
-    "odd heads under rope": (
+    (
         {"position_encoding": "rope", "hidden_size": 12, "num_attention_heads": 4},
         "head_dim=3 is not valid: of 3 channels of a head it rotates 3",
     ),
-    "dynamic with one pair": (
-        {
-            "position_encoding": "rope",
-            "hidden_size": 8,
-            "num_attention_heads": 4,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
-        },
+    (
+        {"position_encoding": "rope", "hidden_size": 8, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         "rope_type'.='dynamic' is not valid.*at least 4",
     ),
-    "slope that overflows": (
-        {"position_encoding": "cope_alibi", "position_encoding_parameters": {"first_slope": 1e308}},
-        "first_slope'.=1e[+]308 is not valid",
+    ({"initializer_range": float("inf")}, "initializer_range=inf is not valid"),
+    ({"initializer_range": float("nan")}, "initializer_range=nan is not valid"),
+    ({"initializer_range": -1.0}, "initializer_range=-1.0 is not valid: it must be at least 0"),
+    ({"pad_token_id": -1}, "pad_token_id=-1 is not valid: a token id must be at least 0"),
+    ({"eos_token_id": [2, -2]}, "eos_token_id=.2, -2. is not valid"),
+    ({"bos_token_id": -7}, "bos_token_id=-7 is not valid"),
+    ({"dtype": "float33"}, "dtype='float33' is not valid: it must be a type of torch"),
+    ({"num_labels": 0}, "num_labels=0 is not valid"),
+    ({"id2label": {"a": "b"}}, "id2label=.* is not valid: its keys must be integers"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not valid"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3 is not valid"),
+    ({"num_hidden_layers": 0}, "(num_hidden_layers|n_layer)=0 is not valid: it must be greater than 0"),
+    ({"max_position_embeddings": 0}, "(max_position_embeddings|n_positions)=0 is not valid: it must be greater than 0"),
+    ({"vocab_size": 0}, "vocab_size=0 is not valid: it must be greater than 0"),
+    ({"vocab_size": "many"}, "vocab_size.*expected int, got str"),
+]
+# Encodings, their parameters, and what the message says of them.
+PARAMETERS = [
+    ("cope", {"num_position": 8}, "has the unknown key 'num_position'. Did you mean 'num_positions'"),
+    ("rope", {"theta": 10.0}, "unknown key 'theta'. Allowed: nothing.*set by the field rope_parameters"),
+    ("cope", {"num_positions": "64"}, r"\['num_positions'\]='64' is not valid: it must be of type int"),
+    ("cope", {"num_positions": True}, r"\['num_positions'\]=True is not valid"),
+    ("cope", {"num_positions": 1}, r"\['num_positions'\]=1.* at least 2"),
+    ("token_gated_cope", {"num_positions": 1}, r"\['num_positions'\]=1.* at least 2"),
+    ("pope", {"delta_init": "zero"}, "one of 'zeros', 'uniform'"),
+    ("pope", {"theta": 0.5}, r"\['theta'\]=0.5 is not valid: it must be greater than 1"),
+    ("pope", {"theta": float("inf")}, "theta'.=inf is not valid: it must be finite"),
+    ("pope", {"partial_rotary_factor": 0.01}, "=0.01 is not valid: .* leave at least one of 8 channels"),
+    ("pope", {"partial_rotary_factor": 1.5}, r"\['partial_rotary_factor'\]=1.5 is not valid: it must be in \(0, 1\]"),
+    ("cope_alibi", {"first_slope": 1e308}, "first_slope'.=1e[+]308 is not valid"),
+    ("cope_alibi", {"first_slope": -1e30}, "first_slope'.=-1e[+]30 is not valid: it must be in"),
+    ("fox", {"gate_bias_init": 1e300}, "gate_bias_init'.=1e[+]300 is not valid: it must be finite in float32"),
+    ("cope", [64], "position_encoding_parameters.*expected|position_encoding_parameters=.*dictionary"),
+    ("cope+rope", {"num_positions": 8}, "unknown key 'num_positions'; for .*'cope[+]rope' it is nested by name"),
+    ("cope+rope", {"cope": 8}, r"position_encoding_parameters\['cope'\]=8 is not valid: it must be a dictionary"),
+    ("cope+rope", {"cope": {"num_positions": 1}}, r"\['cope'\]\['num_positions'\]=1 is not valid"),
+    (["rope", "cope"], {"cope": {"every_n_layers": 2}}, "every_n_layers=2.*is not valid: it excludes all layers"),
+    (["cope", "cope"], {"num_positions": 8}, r"unknown key 'num_positions'; for .*\['cope', 'cope'\] it is nested"),
+    (["cope", "rope"], {"pope": {}}, r"unknown key 'pope'.*\['cope', 'rope'\]"),
+    (["cope", "rope"], {"cope": {"num_positions": 1}}, r"\['cope'\]\['num_positions'\]=1 is not valid"),
+]
+# Parameters of RoPE, and what the message says of them.
+ROPE = [
+    ({"rope_theta": 1e4, "partial_rotary_factor": 0.4}, "=0.4 is not valid: of 8 channels of a head it rotates 3"),
+    ({"rope_typ": "yarn", "factor": 4.0}, "has the unknown key 'rope_typ'. Did you mean 'rope_type'"),
+    ({"rope_type": "foo"}, "rope_parameters.'rope_type'.='foo' is not valid. Allowed: 'default'"),
+    ({"rope_theta": None}, "rope_theta'.=None is not valid"),
+    (8, "rope_parameters=8 is not"),
+    (0, "rope_parameters=0 is not"),
+    *(
+        ({"rope_type": kind}, f"rope_parameters.'factor'. is missing: rope_type='{kind}' needs")
+        for kind in ("linear", "dynamic", "yarn", "llama3")
     ),
-    "large slope": (
-        {"position_encoding": "cope_alibi", "position_encoding_parameters": {"first_slope": -1e30}},
-        "first_slope'.=-1e[+]30 is not valid: it must be in",
+    ({"rope_type": "longrope"}, "rope_parameters.'short_factor'. is missing: rope_type='longrope' needs"),
+    *(
+        (
+            {"rope_type": "linear", "factor": factor},
+            f"'factor'.={factor!r} is not valid: it must be a number greater than 0",
+        )
+        for factor in (float("nan"), float("inf"), 0, -2.0, True, "2")
     ),
-    "gate bias that overflows": (
-        {"position_encoding": "fox", "position_encoding_parameters": {"gate_bias_init": 1e300}},
-        "gate_bias_init'.=1e[+]300 is not valid: it must be finite in float32",
+    ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32}, "'beta_fast'.=32 has no effect with rope_type='linear'"),
+    ({"factor": 2.0}, "rope_parameters.'factor'.=2.0 has no effect with rope_type='default'"),
+    ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "'truncate'.=1 is not valid: it must be True or False"),
+    (
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+        "original_max_position_embeddings'.=0 is not valid: it must be an integer, at least 2",
     ),
-    "infinite spread": ({"initializer_range": float("inf")}, "initializer_range=inf is not valid"),
-    "spread is NaN": ({"initializer_range": float("nan")}, "initializer_range=nan is not valid"),
-    "negative padding id": ({"pad_token_id": -1}, "pad_token_id=-1 is not valid: a token id must be at least 0"),
-    "negative end id": ({"eos_token_id": [2, -2]}, "eos_token_id=.2, -2. is not valid"),
-    "negative begin id": ({"bos_token_id": -7}, "bos_token_id=-7 is not valid"),
-    "dtype": ({"dtype": "float33"}, "dtype='float33' is not valid: it must be a type of torch"),
-    "no labels": ({"num_labels": 0}, "num_labels=0 is not valid"),
-    "labels": ({"id2label": {"a": "b"}}, "id2label=.* is not valid: its keys must be integers"),
-    "infinite theta": (
-        {"position_encoding": "pope", "position_encoding_parameters": {"theta": float("inf")}},
-        "theta'.=inf is not valid: it must be finite",
+    (
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        "high_freq_factor'.=4.0 is not valid: it must be greater than low_freq_factor=4.0",
     ),
-    "no key heads": ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not valid"),
-    "no layers": ({"num_hidden_layers": 0}, "(num_hidden_layers|n_layer)=0 is not valid: it must be greater than 0"),
-    "no positions": (
-        {"max_position_embeddings": 0},
-        "(max_position_embeddings|n_positions)=0 is not valid: it must be greater than 0",
+    (
+        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+        "rope_parameters.'short_factor'. has 1 numbers; allowed: 4",
     ),
-    "no vocabulary": ({"vocab_size": 0}, "vocab_size=0 is not valid: it must be greater than 0"),
-    "negative spread": ({"initializer_range": -1.0}, "initializer_range=-1.0 is not valid: it must be at least 0"),
-    "key heads do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads=3 is not valid"),
-    "wrong type of a stock field": ({"vocab_size": "many"}, "vocab_size.*expected int, got str"),
-}
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("fields", "message"), SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *FIELDS,
+        *(({"position_encoding": name, "position_encoding_parameters": own}, text) for name, own, text in PARAMETERS),
+        *(({"position_encoding": "rope", "rope_parameters": rope}, text) for rope, text in ROPE),
+    ],
+)
 def test_bad_fields(family, fields, message):
-    with pytest.raises(Exception, match=re.compile(message, re.DOTALL)) as caught:
-        tiny_config(
-            family,
-            **{"encoding": "none", **{("encoding" if k == "position_encoding" else k): v for k, v in fields.items()}},
-        )
-    assert isinstance(caught.value, ValueError)
+    others = dict(fields)
+    encoding = others.pop("position_encoding", "none")
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        tiny_config(family, encoding, **others)
 
 
 def test_epsilons_and_padding_of_one_family():

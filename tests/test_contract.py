@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, StaticCache
 
 import whatwhere
-from tiny import FAMILIES, OURS, slow_but, tiny_config, tiny_model, tokens
+from tiny import FAMILIES, OURS, in_steps, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
 
@@ -118,6 +118,12 @@ def build_config(family, encoding, **fields):
     return tiny_config(family, name, **own, **fields)
 
 
+def quick_implementations(model):
+    """The implementations of a model but those that compile or are interpreted, which have tests of their own."""
+    left_out = ("flash_attention", "flex_attention", "triton")
+    return [name for name in supported_implementations(model.config) if name not in left_out]
+
+
 # Logits of size 4 after two layers in float32: in float64 they agree to 1e-14, and a mistake is off by 1e-2 or more.
 def close(actual, expected, tolerance=1e-4):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -141,9 +147,7 @@ def test_implementations_agree(family, encoding):
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :7] = 0
     model = build(family, encoding)
-    # The kernels in the interpreter are slow: test_attention_triton.py compares them with "eager".
-    left_out = {"flash_attention", "flex_attention", "triton"}
-    names = [name for name in supported_implementations(model.config) if name not in left_out]
+    names = quick_implementations(model)
     assert model.config._attn_implementation == names[0]
     reference = None
     for name in reversed(names):
@@ -168,11 +172,7 @@ def test_cached_decoding_equals_full_forward(family, encoding, steps):
     ids = tokens(2, 24)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-        cache, pieces, start = DynamicCache(config=model.config), [], 0
-        for step in steps:
-            pieces.append(model(ids[:, start : start + step], past_key_values=cache).logits)
-            start += step
-    close(torch.cat(pieces, dim=1), full)
+        close(in_steps(model, ids, steps, DynamicCache(config=model.config)), full)
 
 
 @every_model_in_turn
@@ -184,19 +184,9 @@ def test_static_cache_equals_full_forward(family, encoding):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         full = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        cache, pieces, start = StaticCache(config=model.config, max_cache_len=32), [], 0
-        for step in (9, 1, 6, 1, 1, 2):
-            end = start + step
-            pieces.append(
-                model(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end],
-                    past_key_values=cache,
-                ).logits
-            )
-            start = end
-    close(torch.cat(pieces, dim=1)[mask.bool()], full[mask.bool()])
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        found = in_steps(model, ids, (9, 1, 6, 1, 1, 2), cache, mask, positions)
+    close(found[mask.bool()], full[mask.bool()])
 
 
 @plain_models_in_turn
@@ -208,17 +198,11 @@ def test_static_cache_without_a_mask(family, encoding):
         full = model(ids, use_cache=False).logits
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     generated = model.generate(ids, **options)
-    # test_flex_attention_agrees has flex_attention, which compiles; test_attention_triton.py has the kernels.
-    left_out = ("flash_attention", "flex_attention", "triton")
-    for name in [name for name in supported_implementations(model.config) if name not in left_out]:
+    for name in quick_implementations(model):
         model.set_attn_implementation(name)
         for steps in ([16], [9, 5, 1, 1], [1, 15]):
-            cache, pieces, start = StaticCache(config=model.config, max_cache_len=24), [], 0
-            for step in steps:
-                with torch.no_grad():
-                    pieces.append(model(ids[:, start : start + step], past_key_values=cache).logits)
-                start += step
-            close(torch.cat(pieces, dim=1), full)
+            with torch.no_grad():
+                close(in_steps(model, ids, steps, StaticCache(config=model.config, max_cache_len=24)), full)
         assert torch.equal(model.generate(ids, cache_implementation="static", **options), generated)
 
 
@@ -244,20 +228,14 @@ def test_padding_changes_nothing(family, encoding, side):
 def test_a_shift_of_all_positions_changes_nothing(family, encoding):
     model = build(family, encoding)
     ids, positions = tokens(2, 10), torch.arange(10)[None]
-    left_out = ("flash_attention", "flex_attention", "triton")
-    names = [name for name in supported_implementations(model.config) if name not in left_out]
     with torch.no_grad():
-        for name in names:
+        for name in quick_implementations(model):
             model.set_attn_implementation(name)
             expected = model(ids, position_ids=positions).logits
             # The cosines of other angles are rounded in another way.
             close(model(ids, position_ids=positions + 37).logits, expected, 1e-4)
         cache = DynamicCache(config=model.config)
-        steps = [slice(0, 8), slice(8, 9), slice(9, 10)]
-        pieces = [
-            model(ids[:, step], position_ids=positions[:, step] + 37, past_key_values=cache).logits for step in steps
-        ]
-        close(torch.cat(pieces, dim=1), expected, 1e-4)
+        close(in_steps(model, ids, (8, 1, 1), cache, positions=positions + 37), expected, 1e-4)
 
 
 @every_relative_model_in_turn
@@ -290,11 +268,9 @@ def test_what_is_not_finite_reaches_the_loss(encoding, broken):
     ids = tokens(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0
-    left_out = ["flash_attention", "flex_attention", "triton"]
-    if sdpa_hides_nan() and model.model.layers[0].self_attn.encodings.default == "sdpa":
-        left_out += ["sdpa", "auto"]
-    for name in supported_implementations(model.config):
-        if name in left_out:
+    hidden = sdpa_hides_nan() and model.model.layers[0].self_attn.encodings.default == "sdpa"
+    for name in quick_implementations(model):
+        if hidden and name in ("sdpa", "auto"):
             continue
         model.set_attn_implementation(name)
         for given in (None, mask):
@@ -313,22 +289,12 @@ def test_decoding_after_right_padding(family, encoding):
     ids = tokens(1, 9)
     with torch.no_grad():
         alone = model(ids).logits
-        padded = torch.cat((ids[:, :6], torch.zeros(1, 4, dtype=torch.long)), dim=1)
-        mask = torch.tensor([[1] * 6 + [0] * 4])
+        padded = torch.cat((ids[:, :6], torch.zeros(1, 4, dtype=torch.long), ids[:, 6:]), dim=1)
+        mask = torch.tensor([[1] * 6 + [0] * 4 + [1] * 3])
+        positions = torch.tensor([[*range(10), 6, 7, 8]])
         cache = DynamicCache(config=model.config)
-        model(padded, attention_mask=mask, past_key_values=cache)
-        pieces = []
-        for index in range(6, 9):
-            mask = torch.cat((mask, torch.ones(1, 1, dtype=torch.long)), dim=1)
-            pieces.append(
-                model(
-                    ids[:, index : index + 1],
-                    attention_mask=mask,
-                    position_ids=torch.tensor([[index]]),
-                    past_key_values=cache,
-                ).logits
-            )
-    close(torch.cat(pieces, dim=1), alone[:, 6:])
+        pieces = in_steps(model, padded, (10, 1, 1, 1), cache, mask, positions)
+    close(pieces[:, 10:], alone[:, 6:])
 
 
 @every_model_in_turn
@@ -521,11 +487,8 @@ def test_past_the_configured_length(family, encoding):
         return
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-        cache = DynamicCache(config=model.config)
-        pieces = [model(ids[:, :50], past_key_values=cache).logits]
-        pieces += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(50, 60)]
-    # In float64 they differ by 2e-15.
-    close(torch.cat(pieces, dim=1), full, 1e-4)
+        # In float64 they differ by 2e-15.
+        close(in_steps(model, ids, [50] + [1] * 10, DynamicCache(config=model.config)), full, 1e-4)
 
 
 @every_model_in_turn

@@ -7,33 +7,20 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 
+from test_stock_equality import GPT2, LLAMA
 from tiny import tiny_model, tokens
 from whatwhere import list_position_encodings
 from whatwhere.scripts import cli
 from whatwhere.scripts.commands.convert import main
-from whatwhere.scripts.conversion import convert, load_source, pope_order
+from whatwhere.scripts.conversion import convert, load_source
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
-GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
 SOURCES = {
-    "llama": (transformers.LlamaConfig, {**SIZES, "rope_parameters": ROPE}),
-    "llama, tied, biases": (transformers.LlamaConfig, {**SIZES, "tie_word_embeddings": True, "attention_bias": True}),
-    "qwen2": (transformers.Qwen2Config, {**SIZES, "rope_parameters": ROPE}),
-    "qwen3": (transformers.Qwen3Config, {**SIZES, "head_dim": 16, "rope_parameters": ROPE}),
+    "llama": (transformers.LlamaConfig, {**LLAMA, "rope_parameters": ROPE}),
+    "llama, tied, biases": (transformers.LlamaConfig, {**LLAMA, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen2": (transformers.Qwen2Config, {**LLAMA, "rope_parameters": ROPE}),
+    "qwen3": (transformers.Qwen3Config, {**LLAMA, "head_dim": 16, "rope_parameters": ROPE}),
     "gpt2": (transformers.GPT2Config, GPT2),
 }
 
@@ -111,12 +98,6 @@ def test_pope_keeps_the_cosine_terms(family, rotated, partial, qk_norm):
     assert (logits(wrong) - logits(model)).abs().max() > 0.1
 
 
-def test_order_of_channels():
-    assert pope_order(8, 8, 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert pope_order(8, 8, 4).tolist() == [0, 4, 1, 5, 2, 3, 6, 7]
-    assert pope_order(8, 4, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
-
-
 @pytest.mark.parametrize("encoding", list_position_encodings())
 def test_its_own_encoding_changes_nothing(encoding):
     given = {"pope": {"theta": 1e6, "partial_rotary_factor": 0.5}, "cope": {"num_positions": 16}}
@@ -187,11 +168,11 @@ def test_bad_input(tmp_path):
         load_source(str(tmp_path / "bert"))
     with pytest.raises(ValueError, match=r"position_encoding_parameters=\[1\] is not valid: it must be a mapping"):
         convert(tiny_model("llama", "rope"), "pope", [1])
-    config = transformers.LlamaConfig(**SIZES, num_labels=3)
+    config = transformers.LlamaConfig(**LLAMA, num_labels=3)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
     with pytest.raises(ValueError, match=r"no causal language model, it has no lm_head.weight"):
         load_source(str(tmp_path / "classes"))
-    config = transformers.Qwen3Config(**SIZES, rms_norm_eps=1e-5)
+    config = transformers.Qwen3Config(**LLAMA, rms_norm_eps=1e-5)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen3")
     with pytest.raises(ValueError, match=r"rms_norm_eps=1e-05"):
         load_source(str(tmp_path / "qwen3"))

@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 
 import numpy
 import pytest
@@ -16,8 +14,7 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 
 import datasets
 
-import whatwhere
-from tiny import tiny_model
+from processes import python
 from whatwhere.scripts.data import corpus
 from whatwhere.scripts.data import tokenize as tokens
 from whatwhere.scripts.data.pack import (
@@ -25,18 +22,11 @@ from whatwhere.scripts.data.pack import (
     Packer,
     ShuffledBatches,
     add_labels,
-    pad_blocks,
 )
 from whatwhere.scripts.data.prepared import TextBlocks, prepare
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """Keeps the copies that `datasets` makes out of the user's cache."""
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
 
 
 @pytest.fixture(scope="session")
@@ -268,6 +258,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"train_file": "valid.jsonl", "streaming": True}, "streaming=True"),
         ({"train_file": ["books/1.txt", 3]}, r"train_file(\[1\])?="),
         ({"train_file": "valid.jsonl"}, "text_field='text' is not valid: train_file has the columns 'id', 'body'"),
+        ({"train_file": "books/1.txt", **books, "validation_file": "books/1.txt"}, "text_field='body' has no effect"),
         ({}, "splits=None"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -291,11 +282,22 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ),
         ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl"}}, "text_field='text'"),
         ({"source": "local", "splits": {"train": "table.csv", "validation": "valid.jsonl"}}, "table.csv"),
+        ({"source": "local", "splits": {"train": 5, "validation": "valid.jsonl"}}, "must be a pattern"),
+        ({"source": "local", "splits": {"train": "/etc/*.txt", "validation": "valid.jsonl"}}, "without '..'"),
+        ({"source": "local", "splits": {"train": "cut.jsonl", "validation": "valid.jsonl"}}, "cannot be read"),
+        ({"source": "local", "splits": {"train": "empty.jsonl", "validation": "valid.jsonl"}}, "cannot be read"),
         ({"source": "hub"}, "needs the id of a dataset"),
+        ({"source": "hub", "dataset": "a/b", "train_file": "a.txt"}, "train_file='a.txt'"),
+        ({"source": "stdlib", "dataset": "me/x"}, "dataset='me/x'"),
+        ({"source": "stdlib", "streaming": True}, "streaming=True"),
+        ({"source": "corpus"}, "splits=None"),
+        ({"source": "corpus", "splits": {"train": "pg18:train"}}, "splits=.*pg18.*'pg19'"),
+        ({"source": "corpus", "splits": {"train": "pg19:train"}, "dataset": "a/b"}, "dataset='a/b'"),
     ],
 )
 def test_bad_sources(folder, options, message):
-    (folder / "table.csv").write_text("a,b\n")
+    for name, content in {"table.csv": "a,b\n", "cut.jsonl": '{"text": "a"}\n{"text"', "empty.jsonl": ""}.items():
+        (folder / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         corpus.load_text(**{"data_dir": folder, **options})
 
@@ -480,8 +482,7 @@ def test_tokenizers_load_in_a_clean_process(tmp_path):
         "    t = AutoTokenizer.from_pretrained(name); ids = t(text)['input_ids']; assert t.decode(ids) == text\n"
         "    print(json.dumps([ids, t.eos_token_id, t.pad_token_id, t.bos_token_id]))"
     )
-    command = [sys.executable, "-c", code, json.dumps(text), *tokenizers]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    output = python("-c", code, json.dumps(text), *tokenizers, cwd=tmp_path)
     for tokenizer, line in zip(tokenizers.values(), output.splitlines()[-2:]):
         special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id]
         assert json.loads(line) == [tokenizer(text)["input_ids"], *special]
@@ -597,21 +598,6 @@ def test_end_of_text_belongs_to_a_separate_document():
     assert [block["input_ids"].tolist() for block in blocks] == [[97, 98, 256], [99, 256]]
 
 
-@pytest.mark.parametrize("encoding", whatwhere.list_position_encodings())
-def test_padding_changes_no_loss(encoding):
-    """The loss of a padded batch is that of its documents by themselves: nothing looks to the right."""
-    model = tiny_model("llama", encoding)
-    blocks = [torch.randint(3, 61, (length,)) for length in (5, 11)]
-    batch = pad_blocks([block.numpy() for block in blocks], 0, 16)
-    assert batch["input_ids"].shape == (2, 16)
-    with torch.no_grad():
-        together = model(**batch, num_items_in_batch=1, use_cache=False).loss
-        apart = sum(
-            model(block[None], labels=block[None], num_items_in_batch=1, use_cache=False).loss for block in blocks
-        )
-    assert together.item() == pytest.approx(apart.item(), rel=1e-5)
-
-
 def packed_documents(texts, length):
     blocks = list(Packer(build_tokenizer("bytes"), length, "documents")({"text": text} for text in texts))
     return {name: torch.from_numpy(numpy.stack([block[name] for block in blocks])).long() for name in blocks[0]}
@@ -637,31 +623,6 @@ def test_packing_loses_nothing_before_the_last_block(tokenizer):
         )
 
 
-def test_attention_does_not_cross_packed_documents():
-    from whatwhere.scripts.training.model import build_config, build_model
-    from whatwhere.scripts.training.recipe import parse_recipe
-
-    for encoding in ("rope", "cope"):
-        recipe = parse_recipe(
-            {
-                "name": "packed",
-                "data": {"sequence_length": 12, "pack": "documents"},
-                "model": {
-                    "family": "llama", "position_encoding": encoding, "hidden_size": 16, "intermediate_size": 16,
-                    "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 258,
-                },
-                "training": {"steps": 1, "batch_size": 1, "learning_rate": 0.1},
-            }
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = build_model(recipe, build_config(recipe)).eval()
-        one, two = packed_documents(["abcde", "fghij"], 12), packed_documents(["XYZde", "fghij"], 12)
-        with torch.no_grad():
-            first, second = model(**one, use_cache=False).logits, model(**two, use_cache=False).logits
-        torch.testing.assert_close(first[:, 6:], second[:, 6:])
-        assert not torch.allclose(first[:, 4], second[:, 4])
-
-
 def numbered_blocks(count: int):
     import datasets
 
@@ -680,22 +641,6 @@ def test_shuffling_visits_everything_once_an_epoch():
     assert again(0)["input_ids"][:, 0].tolist() == seen[:4]
     other = ShuffledBatches(numbered_blocks(10), batch_size=10, seed=4)
     assert other(0)["input_ids"][:, 0].tolist() != seen[:10]
-
-
-@pytest.mark.parametrize(
-    ("content", "pattern", "message"),
-    [
-        ('{"text": "a"}\n{"text"', "*.jsonl", "cannot be read"),
-        ("", "*.jsonl", "cannot be read"),
-        ('{"text": "a"}\n', 5, "must be a pattern"),
-        ('{"text": "a"}\n', "/etc/*.txt", "relative to the data folder"),
-    ],
-    ids=["malformed", "empty", "no pattern", "absolute"],
-)
-def test_unreadable_local_data(content, pattern, message, tmp_path):
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        corpus.load_text("local", data_dir=tmp_path, splits={"train": pattern, "validation": "*.jsonl"})
 
 
 def test_documents_without_a_text():

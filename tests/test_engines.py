@@ -1,10 +1,7 @@
 """Engines that call a model in their own way: each cell of `engine_matrix` works or is refused."""
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from engine_matrix import PLAIN, for_engine
 from paged_engine import Engine, attention_function
+from processes import TORCHRUN, python
 from tiny import FAMILIES, tiny_model, tokens
 from whatwhere.position_registry import supported_implementations
 
@@ -215,15 +213,7 @@ def test_ulysses(encoding, expected, register):
 def test_ulysses_itself():
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
     worker = pathlib.Path(__file__).parent / "ulysses_worker.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    agreed = [line.removeprefix("agrees: ") for line in done.stdout.splitlines() if line.startswith("agrees: ")]
+    agreed = re.findall(r"agrees: (.+)", python(*TORCHRUN, 2, worker))
     assert agreed == [f"{family} {encoding}" for family in FAMILIES for encoding in PLAIN]
 
 

@@ -3,8 +3,6 @@
 import math
 import pathlib
 import re
-import subprocess
-import sys
 
 import peft
 import pytest
@@ -15,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import whatwhere
 from engine_matrix import for_engine
+from processes import TORCHRUN, python
 from tiny import FAMILIES, OURS, VOCABULARY, slow_but, tiny_model, tokens
 
 # TRL and PEFT use names that this version of Transformers has deprecated.
@@ -263,7 +262,4 @@ def test_compiled_adapters(encoding, expected):
 def test_zero_3():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     worker, encodings = pathlib.Path(__file__).parent / "zero_worker.py", whatwhere.list_position_encodings()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*launcher, worker, *encodings], capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert re.findall(r"agrees: (.+)", done.stdout) == encodings
+    assert re.findall(r"agrees: (.+)", python(*TORCHRUN, 2, worker, *encodings)) == encodings

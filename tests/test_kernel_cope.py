@@ -11,8 +11,11 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import oracles
 from compile_kernels import recording
+from test_position_cope_mlp import UNITS as WIDE_UNITS
+from test_position_cope_mlp import set_units
 from tiny import check_operator, slow_but
-from whatwhere import kernel_cope, kernel_flash
+from whatwhere import kernel_cope
+from whatwhere.attention_mask import dense_mask
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
 from whatwhere.kernel_launch import Tiles
@@ -39,13 +42,6 @@ def causal_limits(batch, rows, keys, low=None, valid=None):
     return torch.cat([head, tail], 1)[:, None].int()
 
 
-def dense_mask(ranges, rows, keys):
-    low, high = ranges[:, 0, :rows, 0], ranges[:, 0, :rows, 1]
-    slots = torch.arange(keys)
-    inside = (slots >= low[..., None]) & (slots < high[..., None])
-    return (inside & (ranges[:, 0, rows:, 0] != 0)[:, None])[:, None]
-
-
 def reference(
     query,
     key,
@@ -67,7 +63,7 @@ def reference(
     opening = content
     if gate_key is not None:
         opening = query @ gate_key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-    mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if ranges is None else dense_mask(ranges, Q, K)
+    mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if ranges is None else dense_mask(ranges, Q)
     gates = torch.sigmoid(opening).masked_fill(~mask, 0)
     last = table.shape[1] - 1
     positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
@@ -224,6 +220,14 @@ def test_a_query_of_its_own_for_the_table(openness, separate):
     compare([*same, None], position_query=same[0])
 
 
+def documents_of_30(rows, keys):
+    """Limits of three batch entries with documents of 30 keys, with padding in two of them."""
+    low = torch.arange(keys - rows, keys) // 30 * 30
+    valid = torch.ones(3, keys, dtype=torch.bool)
+    valid[0, 30:33] = valid[0, 65:] = valid[1, 58:] = False
+    return causal_limits(3, rows, keys, low.repeat(3, 1), valid)
+
+
 def decay_of(batch, heads, rows, keys):
     """Slopes times positions far from 0: the differences need more digits than float32 has."""
     numbers = -torch.rand(1, heads, 1).double() * (torch.arange(keys).repeat(batch, 1, 1) + 10**7)
@@ -251,10 +255,7 @@ def test_decay(rows, keys, openness, separate, dtype):
     decay = decay_of(3, 4, rows, keys)
     ranges = None
     if keys == 70:
-        low = torch.arange(keys - rows, keys) // 30 * 30
-        valid = torch.ones(3, keys, dtype=torch.bool)
-        valid[0, 30:33] = valid[0, 65:] = valid[1, 58:] = False
-        ranges = causal_limits(3, rows, keys, low.repeat(3, 1), valid)
+        ranges = documents_of_30(rows, keys)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     compare(tensors, ranges, decay=decay, tolerance=tolerance)
     compare(
@@ -279,17 +280,13 @@ def test_decay(rows, keys, openness, separate, dtype):
         ],
     ),
 )
-def test_relative_positions(rows, keys, openness, separate, dtype, chunks, monkeypatch):
+def test_relative_positions(rows, keys, openness, separate, dtype, chunks, request):
     """Added to the logits, not to the gates; in the windows and left of them; in chunks of rows; decoding."""
     if chunks:
-        monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-        monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
+        request.getfixturevalue("little_scratch")
     tensors = inputs(3, 4, 2, rows, keys, 16, openness=openness, separate=separate, dtype=dtype)
     embeddings = torch.randn(20, 16).to(dtype).requires_grad_()
-    low = torch.arange(keys - rows, keys) // 30 * 30
-    valid = torch.ones(3, keys, dtype=torch.bool)
-    valid[0, 30:33] = valid[0, 65:] = valid[1, 58:] = False
-    ranges = causal_limits(3, rows, keys, low.repeat(3, 1), valid)
+    ranges = documents_of_30(rows, keys)
     places = torch.arange(keys) % 30 + torch.arange(3)[:, None]
     options = {"embeddings": embeddings, "tolerance": 2e-5 if dtype == torch.float32 else 2e-2}
     compare(tensors, ranges, positions=(places[:, keys - rows :], places), **options)
@@ -313,10 +310,8 @@ def test_scale_of_positions_is_its_own():
     ("openness", "heads", "rows", "keys"),
     slow_but([(0.0, 1, 70, 90)], [(0.0, 1, 70, 90), (-4.0, 2, 257, 300), (0.0, 2, 257, 300)]),
 )
-def test_chunks_of_rows(monkeypatch, openness, heads, rows, keys):
+def test_chunks_of_rows(little_scratch, openness, heads, rows, keys):
     """A small budget for scratch memory changes nothing but the number of passes."""
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     tensors = inputs(1, heads, 1, rows, keys, 16, openness=openness)
     assert kernel_cope._Pass([*tensors[:4], *[None] * 10], 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
     compare(tensors)
@@ -334,15 +329,9 @@ def test_windows_end_where_positions_do():
     assert (window.start == 0).all()
 
 
-# Hidden units of CoPE_MLP, (weight, bias); the knots are -bias / weight, as a part of the largest position.
-UNITS = {
-    "both-directions": ([1.3, -0.7, 2.0, -1.1, 0.4], [-0.5, 0.3, -0.2, 0.9, -0.1]),
-    "outside": ([1.0, -1.0, 1.0, -1.0, 1.0], [0.5, -0.5, -1.5, 1.5, -0.33]),
-    "constant": ([0.0, 0.0, 1.0, 0.0, -1.0], [0.7, -0.7, -0.35, 0.0, 0.35]),
-    "together": ([1.0, 1.0, -1.0, 2.0, -2.0], [-0.35, -0.35, 0.35, -0.7, 0.71]),
-    # Open gates skip pieces.
-    "narrow": ([1.0, 1.0, -1.0, 1.0, 1.0], [-0.3, -0.301, 0.302, -0.303, -0.7]),
-}
+# Open gates skip pieces between the knots of "narrow".
+UNITS = {**WIDE_UNITS, "narrow": ([1.0, 1.0, -1.0, 1.0, 1.0], [-0.3, -0.301, 0.302, -0.303, -0.7])}
+del UNITS["start"]
 
 
 def network_of(units, positions):
@@ -351,10 +340,7 @@ def network_of(units, positions):
         hidden_size=32, num_attention_heads=2, head_dim=16, layer_encodings=lambda layer: ["cope_mlp"]
     )
     encoding = CoPEMLP(config, CoPEMLPParameters(hidden_units=5, num_positions=positions), 0)
-    with torch.no_grad():
-        encoding.network.weight.copy_(torch.tensor(UNITS[units][0]))
-        encoding.network.bias.copy_(torch.tensor(UNITS[units][1]))
-        encoding.network.output.normal_()
+    set_units(encoding, *UNITS[units])
     return encoding
 
 
@@ -428,13 +414,12 @@ def test_pieces_between_knots(units, rows, keys, openness, positions, dtype):
 @pytest.mark.parametrize(
     ("units", "chunks"), slow_but([], [("outside", False), ("narrow", False), ("both-directions", True)])
 )
-def test_pieces_with_padding_and_documents(units, chunks, monkeypatch):
+def test_pieces_with_padding_and_documents(units, chunks, request):
     if chunks:
-        monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-        monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
+        request.getfixturevalue("little_scratch")
     ranges = padded_and_packed(30, 110)
     tensors = inputs(3, 2, 1, 30, 110, 16)[:3]
-    compare_network(tensors, network_of(units, 12), dense_mask(ranges, 30, 110)[:, 0], ranges)
+    compare_network(tensors, network_of(units, 12), dense_mask(ranges, 30)[:, 0], ranges)
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
@@ -584,16 +569,6 @@ def test_grids_of_many_heads():
         x, *others = one.grid
         assert 70_000 <= x < 2**31, one.kernel
         assert all(size <= wide for size in others), one.kernel
-
-
-@pytest.mark.slow
-def test_same_result_twice():
-    tensors = inputs(1, 4, 2, 130, 130, 16)[:4]
-    results = []
-    for _ in range(2):
-        out = cope_attention(*tensors, scaling=0.25, position_scale=0.25)
-        results.append([out, *torch.autograd.grad(out.sin().sum(), tensors)])
-    assert all(torch.equal(one, other) for one, other in zip(*results))
 
 
 # Fake implementations, gradients, mutation: what torch.compile, export and FSDP rely on.

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from tiny import slow_but
-from whatwhere import kernel_flash, kernel_launch, kernel_plain, kernel_pope
+from whatwhere import kernel_launch, kernel_plain
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
@@ -28,11 +28,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", slow_but(["fox", "pope", "cope"], KINDS))
-def test_gradients_are_those_of_the_dropped_weights(kind, monkeypatch):
+def test_gradients_are_those_of_the_dropped_weights(kind, little_scratch, monkeypatch):
     """Forward and backward pass, windows and plain part, and all parts of PoPE drop the same weights."""
-    for module in (kernel_pope, kernel_flash):
-        monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
     name, options = KINDS[kind]
     shape = {"batch": B, "heads": H, "groups": G, **options}

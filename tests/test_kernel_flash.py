@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from tiny import slow_but
+from tiny import mask_of, slow_but
 from whatwhere import kernel_flash, kernel_launch
+from whatwhere.attention_mask import dense_mask
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_plain import plain_attention
 
@@ -43,43 +44,9 @@ PAIRS = [
 ]
 
 
-def ranges_of(kind: str, B: int, Q: int, K: int) -> torch.Tensor | None:
-    """int32 (B, 1, Q + K, 2) of a kind of mask."""
-    if kind == "causal":
-        return None
-    slots = torch.arange(K)
-    high = (K - Q + torch.arange(Q) + 1).repeat(B, 1)
-    low = torch.zeros(B, Q, dtype=torch.int64)
-    valid = torch.ones(B, K, dtype=torch.bool)
-    if kind == "padding":
-        # Left in even entries, right in odd ones.
-        for b in range(B):
-            valid[b] = slots >= K // 3 if b % 2 == 0 else slots < K - K // 4
-    elif kind == "packed":
-        for b in range(B):
-            for edge in sorted({(K * part) // (5 + b) for part in range(1, 5)}):
-                low[b, high[b] > edge] = edge
-    elif kind == "holes":
-        valid = torch.rand(B, K) > 0.3
-    else:
-        low, high = torch.randint(0, K, (B, Q)), torch.randint(0, K + 1, (B, Q))
-        valid = torch.rand(B, K) > 0.1
-    if kind in ("padding", "holes"):
-        own = valid[:, K - Q :]
-        low, high = low * own, high * own
-    ranges = torch.empty(B, 1, Q + K, 2, dtype=torch.int32)
-    ranges[:, 0, :Q, 0], ranges[:, 0, :Q, 1] = low, high
-    ranges[:, 0, Q:] = valid[..., None]
-    return ranges
-
-
 def visible_by(ranges: torch.Tensor | None, Q: int, K: int) -> torch.Tensor:
     """bool (1 or B, 1, Q, K)."""
-    slots = torch.arange(K)
-    if ranges is None:
-        return (slots <= torch.arange(Q)[:, None] + K - Q)[None, None]
-    low, high = ranges[:, :, :Q, :1], ranges[:, :, :Q, 1:]
-    return (slots >= low) & (slots < high) & (ranges[:, :, None, Q:, 0] != 0)
+    return torch.ones(1, 1, Q, K, dtype=torch.bool).tril(K - Q) if ranges is None else dense_mask(ranges, Q)
 
 
 def polar_of(R: int, B: int, H: int, K: int) -> tuple[torch.Tensor, ...]:
@@ -191,33 +158,37 @@ def check(shape, tiles, *, V=None, ranges=None, bound=None, dtype=torch.float32,
 @pytest.mark.parametrize(("shape", "tiles", "mask"), PAIRS)
 def test_equals_full_matrices(shape: tuple[int, ...], tiles: Tiles, mask: str) -> None:
     B, _, _, Q, K, _ = shape
-    check(shape, tiles, ranges=ranges_of(mask, B, Q, K))
+    check(shape, tiles, ranges=mask_of(mask, B, Q, K))
 
 
 @pytest.mark.parametrize(
-    ("mask", "shape"),
-    slow_but([("causal", "square-63"), ("packed", "longer-keys")], itertools.product(("causal", "packed"), FEW)),
+    ("mask", "shape", "rows"),
+    slow_but(
+        [("causal", "square-63", 16), ("packed", "longer-keys", 64)],
+        itertools.product(("causal", "packed"), FEW, (1, 16, 64)),
+    ),
 )
-def test_bound(mask: str, shape: str) -> None:
+def test_bound(mask: str, shape: str, rows: int) -> None:
     sizes, tiles = SHAPES[shape]
     B, H, _, Q, K, _ = sizes
-    rows = 16
     # Rising with the rows in the first head, in any order in the others, some of them 0.
     start = torch.randint(-1, K + 10, (B, H, -(-Q // rows)), dtype=torch.int32)
     start[:, 0] = start[:, 0].sort(-1).values
-    check(sizes, tiles, ranges=ranges_of(mask, B, Q, K), bound=(start, rows))
-
-
-@pytest.mark.parametrize("rows", slow_but([64], [1, 64]))
-def test_bound_of_other_rows_than_the_tiles(rows: int) -> None:
-    shape = (1, 2, 1, 100, 120, 16)
-    start = torch.randint(0, 120, (1, 2, -(-100 // rows)), dtype=torch.int32)
-    check(shape, Tiles(32, 16), bound=(start, rows))
+    check(sizes, tiles, ranges=mask_of(mask, B, Q, K), bound=(start, rows))
 
 
 def test_nothing_is_seen() -> None:
     ranges = torch.zeros(1, 1, 40 + 40, 2, dtype=torch.int32)
     check((1, 2, 1, 40, 40, 16), Tiles(16, 16), ranges=ranges)
+
+
+def first_attention(empty: torch.Tensor, D: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Output and log-sum-exp of rows over other keys, nothing where `empty` (B, H, Q); their logits and values."""
+    logits, value = 2 * torch.randn(*empty.shape, 5), torch.randn(*empty.shape[:2], 5, D)
+    logits[empty] = -math.inf
+    lse = torch.where(empty, 1e30, logits.logsumexp(-1))
+    out = torch.where(empty[..., None], 0.0, logits).softmax(-1) @ value * ~empty[..., None]
+    return (out, lse), (logits.double(), value.double())
 
 
 @pytest.mark.parametrize(
@@ -230,29 +201,24 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
     B, H, _, Q, K, D = sizes
     scaling = 0.3
     query, key, value, grad = tensors = inputs(sizes)
-    ranges = ranges_of(mask, B, Q, K)
+    ranges = mask_of(mask, B, Q, K)
     visible = visible_by(ranges, Q, K)
     bound = (torch.randint(0, K, (B, H, -(-Q // 16)), dtype=torch.int32), 16)
     visible = visible & (torch.arange(K) < bound[0][:, :, torch.arange(Q) // 16, None])
     constant = 3 * torch.randn(B, H, Q)
-    logits, other_value = 2 * torch.randn(B, H, Q, 5), torch.randn(B, H, 5, D)
     # The first attention saw nothing in some rows.
-    logits[:, :, ::3] = -math.inf
-    seen = logits[..., :1] > -math.inf
-    initial_lse = torch.where(seen[..., 0], logits.logsumexp(-1), 1e30)
-    initial = torch.where(seen, logits, 0.0).softmax(-1) @ other_value * seen
-
+    empty = torch.zeros(B, H, Q, dtype=torch.bool)
+    empty[:, :, ::3] = True
+    initial, others = first_attention(empty, D)
     wanted = leaves(tensors[:3])
-    out, lse = reference(
-        *wanted, visible, scaling, constant=constant.double(), others=(logits.double(), other_value.double())
-    )
+    out, lse = reference(*wanted, visible, scaling, constant=constant.double(), others=others)
     expected = torch.autograd.grad(out, wanted, grad.double())
     settings = {"scaling": scaling, "ranges": ranges, "bound": bound}
     first = torch.randn(B, H, Q, D)
     firsts = torch.randn_like(key.contiguous()), torch.randn_like(value.contiguous())
     with with_tiles(tiles):
         actual, actual_lse = kernel_flash.flash_forward(
-            query, key, value, constant=constant, initial=(initial, initial_lse), **settings
+            query, key, value, constant=constant, initial=initial, **settings
         )
         backward = (grad, query, key, value, actual_lse - constant, kernel_flash.row_products(grad, actual))
         grad_query, _ = kernel_flash.flash_backward_rows(*backward, initial=first, **settings)
@@ -274,7 +240,7 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
 def test_values_narrower_than_keys(shape: str, mask: str, V: int) -> None:
     sizes, tiles = SHAPES[shape]
     B, _, _, Q, K, _ = sizes
-    check(sizes, tiles, V=V, ranges=ranges_of(mask, B, Q, K))
+    check(sizes, tiles, V=V, ranges=mask_of(mask, B, Q, K))
 
 
 def _high(on: bool) -> None:
@@ -368,19 +334,14 @@ def test_decode_continues_an_attention(splits: int) -> None:
     start = torch.tensor([[[50], [0]], [[17], [70]]], dtype=torch.int32)
     visible = torch.arange(K) < start.repeat_interleave(H // G, 1)[..., None]
     constant = torch.randn(B, H, 1)
-    logits, other_value = torch.randn(B, H, 1, 5), torch.randn(B, H, 5, D)
     # One head saw nothing before, another neither before nor now.
-    logits[:, 2] = -math.inf
-    logits[0, 0] = -math.inf
-    seen = logits[..., :1] > -math.inf
-    initial_lse = torch.where(seen[..., 0], logits.logsumexp(-1), 1e30)
-    initial = torch.where(seen, logits, 0.0).softmax(-1) @ other_value * seen
-    expected, _ = reference(
-        *leaves(tensors[:3]), visible, 0.2, constant=constant.double(), others=(logits.double(), other_value.double())
-    )
+    empty = torch.zeros(B, H, 1, dtype=torch.bool)
+    empty[:, 2] = empty[0, 0] = True
+    initial, others = first_attention(empty, D)
+    expected, _ = reference(*leaves(tensors[:3]), visible, 0.2, constant=constant.double(), others=others)
     with decoding_with(splits):
         out = kernel_flash.flash_decode(
-            query, key, value, scaling=0.2, bound=(start, 1), constant=constant, initial=(initial, initial_lse)
+            query, key, value, scaling=0.2, bound=(start, 1), constant=constant, initial=initial
         )
     close(out, expected)
 
@@ -406,5 +367,7 @@ def test_wrong_arguments() -> None:
         plain_attention(query, key.half(), value, scaling=1.0)
     with pytest.raises(ValueError, match="scaling=-1"):
         plain_attention(query, key, value, scaling=-1.0)
+    with pytest.raises(ValueError, match=r"decay=\(1, 2, 4\)"):
+        plain_attention(query, key, value, scaling=1.0, decay=(torch.zeros(1, 2, 4), torch.zeros(1, 2, 5)))
     with pytest.raises(ValueError, match="ranges="):
         plain_attention(query, key, value, scaling=1.0, ranges=torch.zeros(1, 1, 40, 2, dtype=torch.int32))

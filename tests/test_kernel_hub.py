@@ -2,9 +2,7 @@
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from processes import python
 from test_kernel_cope import inputs as cope_inputs
 from test_kernel_cope import reference as cope_reference
 from test_kernel_pope import inputs as pope_inputs
@@ -122,10 +121,7 @@ def test_loads_and_computes(folder, tmp_path):
     }
     file = tmp_path / "cases.pt"
     torch.save(cases, file)
-    command = [sys.executable, "-c", WORKER, str(folder), str(file)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
+    python("-c", WORKER, folder, file, cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
     found = torch.load(file)
     assert found.pop("__all__") == FUNCTIONS
     assert list(found) == list(cases)

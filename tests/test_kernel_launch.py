@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import types
 
 import pytest
@@ -14,6 +12,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import OutOfResources
 
+from processes import python
 from whatwhere import kernel_launch
 from whatwhere.kernel_launch import Tiles
 from whatwhere.scripts import kernel_tiles
@@ -197,11 +196,8 @@ print(json.dumps({name: len(keys) for name, keys in found.items()}))
 def test_lengths_do_not_compile_kernels_again(tmp_path):
     """200 decoding steps and ten lengths, with and without ranges, as a GPU's driver would see them."""
     (tmp_path / "count.py").write_text(COUNT, encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "count.py"], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+    said = python("count.py", env={"TRITON_INTERPRET": None, "PYTHONPATH": os.path.dirname(__file__)}, cwd=tmp_path)
+    counts = json.loads(said.splitlines()[-1])
     assert counts.keys() >= {"forward_kernel", "decode_kernel", "_window_forward", "_window_columns", "turn_kernel"}
     print(counts)
     # Softmax and stick-breaking, rows and decoding.

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from compile_kernels import variants
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
-from tiny import ranges_of, slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_pope, kernel_scan
+from tiny import mask_of, slow_but
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_scan
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_plain import plain_attention
@@ -39,23 +39,6 @@ SHAPES = {
 }
 MASKS = ("causal", "padding", "packed", "any")
 PAIRS = [(shape, mask) for shape in SHAPES for mask in MASKS if shape != "small"]
-
-
-def mask_of(kind, shape):
-    """The mask `ranges` of a kind."""
-    B, _, _, Q, K, _ = shape
-    slots = torch.arange(K)
-    if kind == "causal":
-        return None
-    if kind == "padding":
-        # Left in even entries; right in odd ones, where the last rows see nothing.
-        valid = torch.stack([slots >= K // 3 if b % 2 == 0 else slots < K - K // 4 for b in range(B)])
-        return ranges_of(valid.long() - 1, Q)
-    if kind == "packed":
-        return ranges_of((slots * 4 // K).repeat(B, 1), Q)
-    ranges = torch.randint(0, K + 1, (B, 1, Q + K, 2), dtype=torch.int32)
-    ranges[:, :, Q:, 0] %= 5
-    return ranges
 
 
 def inputs(shape, dtype=torch.float32):
@@ -90,7 +73,7 @@ def search(attend, tensors, kernels):
 
 def search_plain(shape, mask, decay, dtype=torch.float32):
     B, H, _, Q, K, _ = shape
-    ranges = mask_of(mask, shape)
+    ranges = mask_of(mask, shape[0], *shape[3:5])
     numbers = -torch.rand(1 if decay == "one" else B, H, K).cumsum(-1).double()
 
     def attend(query, key, value, of_keys):
@@ -139,14 +122,12 @@ def test_plain_attention_with_other_tiles(tiles, mask, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "mask"), slow_but([("grouped", "padding"), ("one-row", "packed")], [("small", "causal"), *PAIRS])
 )
-def test_relative_positions(shape, mask, monkeypatch):
+def test_relative_positions(shape, mask, little_scratch, monkeypatch):
     """Positions that are distinct; tiles near and far; chunks of rows."""
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
     _, _, _, Q, K, D = shape = SHAPES[shape]
-    ranges, positions = mask_of(mask, shape), torch.arange(K)[None]
+    ranges, positions = mask_of(mask, shape[0], Q, K), torch.arange(K)[None]
 
     def attend(*tensors):
         *states, table = tensors
@@ -174,13 +155,13 @@ def test_relative_positions(shape, mask, monkeypatch):
         ],
     ),
 )
-def test_pope(shape, mask, rotated, chunks, monkeypatch):
+def test_pope(shape, mask, rotated, chunks, request):
     """All channels rotated or some, with a shift or without; in one part or a part for each key head."""
     shape = B, H, _, Q, K, D = SHAPES[shape]
     if chunks:
-        monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
+        request.getfixturevalue("little_scratch")
     R = D if rotated == "all" else D // 2 - 1
-    ranges = mask_of(mask, shape)
+    ranges = mask_of(mask, shape[0], *shape[3:5])
     # Tables of all batch entries, or of each.
     phases = torch.rand(B if rotated == "some" else 1, K, R) * 6
     cos, sin = phases.cos(), phases.sin()
@@ -210,7 +191,7 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     query[..., 0] = 4.0
     for gating in {"keys": [key], "values": [value], "own": own[:1], "knots": [key]}[gates]:
         gating[..., 0] = openness
-    ranges = mask_of(mask, shape)
+    ranges = mask_of(mask, shape[0], *shape[3:5])
 
     positions = torch.arange(K)[None]
 
@@ -233,13 +214,6 @@ def narrow(monkeypatch):
     """Several blocks of rows and keys in short inputs."""
     monkeypatch.setattr(kernel_cope, "WINDOW_ROWS", 32)
     monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
-
-
-@pytest.fixture
-def little_scratch(monkeypatch):
-    """A chunk for each block of rows."""
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
 
 
 @pytest.mark.parametrize(
@@ -296,12 +270,10 @@ def test_cope_with_its_own_tiles(dtype, mask, little_scratch):
         ],
     ),
 )
-def test_scan(shape, mask, softmax, monkeypatch):
+def test_scan(shape, mask, softmax, little_scratch, monkeypatch):
     """With a softmax or by stick-breaking; several blocks of rows and keys, and a chunk for each block of rows."""
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     monkeypatch.setattr(kernel_scan, "_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
-    ranges = mask_of(mask, SHAPES[shape])
+    ranges = mask_of(mask, SHAPES[shape][0], *SHAPES[shape][3:5])
 
     def attend(query, key, value, slopes):
         if softmax:

@@ -106,10 +106,8 @@ def test_low_precision(dtype):
 
 
 @pytest.mark.parametrize("kind", slow_but(["packed"], ["causal", "packed", "padded"]))
-def test_chunks_of_rows(kind, monkeypatch):
+def test_chunks_of_rows(kind, little_scratch, monkeypatch):
     """A small budget for scratch memory changes nothing but the number of passes."""
-    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
-    monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
     monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 8)
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
     compare(inputs(10, 14, 4), kind, 10, 14)

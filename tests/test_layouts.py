@@ -2,16 +2,14 @@
 
 import copy
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from layout_worker import copy_unfinished
+from processes import TORCHRUN, python
 from whatwhere.scripts.training import distributed
 from whatwhere.scripts.training import model as training_model
 from whatwhere.scripts.training.distributed import check_layout
@@ -59,23 +57,7 @@ def launch(folder: pathlib.Path, processes: int, cases: dict) -> None:
     }
     (folder / "cases.json").write_text(json.dumps(listed))
     worker = pathlib.Path(__file__).parent / "layout_worker.py"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(processes),
-            worker,
-            folder,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    python(*TORCHRUN, processes, worker, folder)
 
 
 def lines(folder):

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiny import tiny_model
+from tiny import LargestTensor, tiny_model
 from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import length as script
@@ -138,39 +137,15 @@ def test_logits_are_computed_in_pieces(texts):
     torch.testing.assert_close(pieces, whole)
 
 
-def test_edges_of_positions():
-    edges = windows.position_edges(1024)
-    assert edges[:6] == [0, 16, 23, 32, 45, 64]
-    assert edges[-3:] == [512, 724, 1024]
-    assert set(windows.position_edges(256)) < set(edges)
-    assert windows.position_edges(7) == [0, 7]
-
-
-class Largest(TorchDispatchMode):
-    """Keeps the number of elements of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                # A broadcast tensor takes the room of what it is made of.
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
-
-
 @pytest.mark.parametrize("encoding", ["rope", "pope", "cope", "relative"])
 def test_memory_is_linear_in_the_length(encoding):
     length = 4096
     fields = {"position_encoding_parameters": {"beyond": "last"}} if encoding == "relative" else {}
-    with Largest() as largest:
+    with LargestTensor() as largest:
         text = torch.zeros(length + 1, dtype=torch.int32)
         windows.measure_windows(small(encoding, **fields), [text], None, length, trained_length=16)
     # The logits of 1,024 tokens, or a block of attention: both are the same for any longer window.
-    assert largest.elements <= length**2 // 8
+    assert largest.largest <= length**2 // 8
 
 
 @pytest.mark.parametrize(("encoding", "limit"), [("absolute", TRAINED), ("rope", None), ("pope", None)])
@@ -271,14 +246,6 @@ def test_variants_that_do_not_apply(variant, encoding, fields):
 
 
 # --- the command
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Keeps the copies that `datasets` makes out of the user's cache."""
-    import datasets
-
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,11 @@
 """Follows CONTRIBUTING's steps for a new encoding in a copy of the tree; the contract tests must pass for it."""
 
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
+
+from processes import python
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Of the contract: what uses each implementation, caches, saving and gradients.
@@ -31,15 +30,6 @@ def test_the_example_of_contributing_holds_the_contract(tmp_path):
     registry.write_text(source, encoding="utf-8")
 
     options = ["-p", "no:cacheprovider", "-m", "slow or not slow", "-k", f"log_distance and ({TESTS})"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *options, str(ROOT / "tests" / "test_contract.py")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout[-3000:]
-    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
-    assert passed >= 12
+    tests = ROOT / "tests" / "test_contract.py"
+    said = python("-m", "pytest", "-q", *options, tests, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 12

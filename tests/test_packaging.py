@@ -15,6 +15,7 @@ import zipfile
 import pytest
 
 import whatwhere
+from processes import python
 from whatwhere.scripts.extras import EXTRAS
 
 if sys.version_info >= (3, 11):
@@ -71,9 +72,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         copy = source / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-    command = [sys.executable, "-m", "build", "--no-isolation"]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    python("-m", "build", "--no-isolation", cwd=source)
     return source / "dist"
 
 
@@ -89,9 +88,7 @@ def test_distributions_can_be_uploaded(distributions: pathlib.Path) -> None:
     files = [str(path) for path in distributions.iterdir()]
     assert len(files) == 2
     assert all(f"whatwhere-{whatwhere.__version__}" in name for name in files)
-    command = [sys.executable, "-m", "twine", "check", "--strict", *files]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "twine", "check", "--strict", *files)
 
 
 # Packages that are imported under another name.
@@ -232,9 +229,7 @@ print(model.generate(model.dummy_inputs["input_ids"] % 11, max_new_tokens=2).sha
 
 
 def test_the_core_runs_without_the_extras() -> None:
-    done = subprocess.run([sys.executable, "-c", CORE_ONLY], capture_output=True, text=True, cwd=os.path.sep)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) > 0
+    assert int(python("-c", CORE_ONLY, cwd=os.path.sep).split()[-1]) > 0
 
 
 def test_no_machine_paths_in_the_repository() -> None:
@@ -290,10 +285,7 @@ def test_base_install_is_told_the_extra(tmp_path):
         "reproduce": (["cope_2", "--small", "--seeds", "1"], "datasets", "train"),
     }
     asked = json.dumps([hidden, {name: arguments for name, (arguments, _, _) in scripts.items()}])
-    command = [sys.executable, "-c", BASE_INSTALL, asked]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    messages = json.loads(done.stdout.splitlines()[-1])
+    messages = json.loads(python("-c", BASE_INSTALL, asked, cwd=tmp_path).splitlines()[-1])
     for name, (_, module, extra) in scripts.items():
         message = str(messages.get(name))
         assert message.startswith("error: "), f"{name}: {message}"
@@ -336,10 +328,3 @@ def test_closed_pipe():
     done = subprocess.run([sys.executable, "-m", "whatwhere"], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_modules_of_the_command_are_not_shipped(tmp_path):
-    from tiny import tiny_model
-
-    tiny_model("llama", "rope").save_pretrained(tmp_path)
-    assert not {"__main__.py", "__init__.py"} & {file.name for file in tmp_path.iterdir()}

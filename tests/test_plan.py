@@ -14,6 +14,7 @@ pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 from accelerate.commands.config.config_args import load_config_from_file
 
 import whatwhere
+from processes import TORCHRUN, python
 from tiny import FAMILIES, causal_lm_class, tiny_config
 from whatwhere.scripts import cli
 from whatwhere.scripts.training.flops import flops_per_token, peak_flops
@@ -196,17 +197,12 @@ def test_memory_is_that_of_training(processes, shards, tmp_path):
         "training.warmup_steps": 1,
     }
     changes = [f"{key}={value}" for key, value in settings.items()]
-    launch = [] if processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    launch = [] if processes == 1 else [*TORCHRUN, processes]
     worker = [str(pathlib.Path(__file__).with_name("memory_worker.py")), "openwebtext"]
     options = [option for change in changes for option in ("--set", change)]
-    done = subprocess.run(
-        [sys.executable, *launch, *worker, "--train-file", str(tmp_path / "text.txt"), *options],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "100000", "WHATWHERE_CACHE": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    places = {"MALLOC_MMAP_THRESHOLD_": "100000", "WHATWHERE_CACHE": str(tmp_path)}
+    said = python(*launch, *worker, "--train-file", tmp_path / "text.txt", *options, env=places)
     found = plan(load_recipe("openwebtext", changes), processes, gpu=False)
     assert found.parameters > 100e6
-    for measured in json.loads(done.stdout.splitlines()[-1]):
+    for measured in json.loads(said.splitlines()[-1]):
         assert found.memory.total == pytest.approx(measured, rel=0.15)

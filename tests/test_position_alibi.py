@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import oracles
-from tiny import bias_of, position_context, ranges_of
-from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from bias_checks import POSITIONS, check_bias, states_of
+from tiny import bias_of, position_context
+from whatwhere.attention_blockwise import blockwise_attention
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
@@ -45,59 +46,19 @@ def test_share_of_heads(num_heads, fraction, expected):
 
 
 @pytest.mark.parametrize("num_heads", [2, 3])
-@pytest.mark.parametrize(
-    ("segments", "key_positions"),
-    [
-        (None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
-        (None, [0, 1, 2, 4, 5, 6, 9, 10, 11]),
-        ([-1, -1, 0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 2, 3, 4, 5, 6]),
-        ([0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2, 3, 4]),
-    ],
-    ids=["plain", "gaps", "left-padded", "packed"],
-)
+@pytest.mark.parametrize(("segments", "key_positions"), POSITIONS.values(), ids=POSITIONS)
 def test_equals_loops(num_heads, segments, key_positions):
-    """Outputs and every gradient, of the eager and of the blockwise path; positions decide, not slots."""
-    Q, K, H, scaling = 7, 9, num_heads, 0.5
-    layer = ALiBi(config(H), ALiBiParameters(), 0)
-    key_positions = torch.tensor([key_positions])
-    context = position_context(key_positions[:, K - Q :], key_positions)
-    shapes = [(2, H, Q, 4), (2, H, K, 4), (2, H, K, 3)]
-    states = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    visible = oracles.visible_oracle(Q, K, segments)
-    expected = torch.stack(
-        [
-            torch.stack(
-                [
-                    oracles.alibi_oracle(
-                        *(x[b, h] for x in states),
-                        alibi_slopes(H)[h].item(),
-                        context.query_positions[0],
-                        key_positions[0],
-                        visible,
-                        scaling,
-                    )
-                    for h in range(H)
-                ]
-            )
-            for b in range(2)
-        ]
-    )
-    grad = torch.randn_like(expected)
-    truth = torch.autograd.grad(expected, states, grad)
-    query, key, value = states
-    logits = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
-    weights = torch.softmax(logits + layer.bias(logits, query, context, scaling), -1)
-    mask = ranges_of(segments and [segments, segments], Q)
-    biases = [bias_of(layer, context, scaling)]
-    outs = (
-        weights * visible.any(-1, keepdim=True) @ value,
-        blockwise_attention(*states, mask=mask, scaling=scaling, biases=biases, block_size=4, direct=False),
-    )
-    for out in outs:
-        # Slopes are float32 numbers.
-        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
-        for one, other in zip(torch.autograd.grad(out, states, grad), truth):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    """Positions decide, not slots."""
+    keys = torch.tensor([key_positions])
+    rows = keys[:, 2:]
+    states, slopes = states_of(num_heads, num_heads, 7, 9), alibi_slopes(num_heads).tolist()
+
+    def oracle(b, h, g, visible):
+        return oracles.alibi_oracle(*(x[b, h] for x in states), slopes[h], rows[0], keys[0], visible, 0.5)
+
+    layer = ALiBi(config(num_heads), ALiBiParameters(), 0)
+    # Slopes are float32 numbers.
+    check_bias(layer, states, oracle, position_context(rows, keys), segments=segments, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("Q", [1, 6])

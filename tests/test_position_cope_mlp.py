@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import oracles
-from tiny import bias_of, position_context, ranges_of, tiny_config, tiny_model
-from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from bias_checks import SEGMENTS, check_bias, states_of
+from tiny import bias_of, position_context, tiny_config, tiny_model
+from whatwhere.attention_blockwise import blockwise_attention
 from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
 from whatwhere.position_registry import PositionEncodings
@@ -24,8 +25,6 @@ CONFIG = types.SimpleNamespace(
 )
 # It does not read positions.
 CONTEXT = position_context(torch.zeros(1, 1, dtype=torch.long))
-# A document after padding, another one, padding.
-SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
 
 
 def encoding(**parameters):
@@ -54,35 +53,20 @@ UNITS = {
 @pytest.mark.parametrize(("num_positions", "spread"), [(2, 1.0), (4, 0.3), (4, 9.0), (30, 1.0)])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["causal", "packed-padded"])
 def test_equals_the_network(units, num_positions, spread, segments):
-    """Outputs and every gradient of the eager and of the blockwise path; knots anywhere, units without one."""
-    H, G, Q, K, D, scaling = 4, 2, 7, 9, 4, 0.5
+    """Knots anywhere, units without one."""
     layer = encoding(hidden_units=5, num_positions=num_positions)
     if UNITS[units] is None:
         layer.network.output.data.normal_()
     else:
         set_units(layer, *UNITS[units])
-    query = (torch.randn(1, H, Q, D, dtype=torch.float64) * spread).requires_grad_()
-    key, value = (torch.randn(1, G, K, width, dtype=torch.float64, requires_grad=True) for width in (D, 3))
-    visible = oracles.visible_oracle(Q, K, segments)
-    mask = ranges_of(segments, Q)
-    heads = [
-        oracles.cope_mlp_oracle(
-            query[0, h], key[0, h // 2], value[0, h // 2], *layer.network(), visible, scaling, num_positions - 1
-        )
-        for h in range(H)
-    ]
-    expected = torch.stack(heads)[None]
-    content = (query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling).masked_fill(~visible, MASKED)
-    weights = torch.softmax(content + layer.bias(content, query, CONTEXT, scaling), -1)
-    eager = weights * visible.any(-1, keepdim=True) @ value.repeat_interleave(2, 1)
-    options = {"mask": mask, "scaling": scaling, "biases": [bias_of(layer, CONTEXT, scaling)]}
-    blocks = blockwise_attention(query, key, value, block_size=4, direct=False, **options)
-    inputs, grad = [query, key, value, *layer.network()], torch.randn_like(expected)
-    truth = torch.autograd.grad(expected, inputs, grad, materialize_grads=True)
-    for out in (eager, blocks):
-        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
-        for one, other in zip(torch.autograd.grad(out, inputs, grad), truth):
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    query, key, value = states = states_of(4, 2, 7, 9, spread)
+    network = layer.network()
+
+    def oracle(b, h, g, visible):
+        last = num_positions - 1
+        return oracles.cope_mlp_oracle(query[b, h], key[b, g], value[b, g], *network, visible, 0.5, last)
+
+    check_bias(layer, states, oracle, CONTEXT, segments=segments, inputs=list(network), tolerance=1e-8)
 
 
 def test_many_blocks():

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import oracles
-import whatwhere
 import whatwhere.attention_blockwise as blockwise
 import whatwhere.position_stick_breaking as module
-from test_attention_blockwise import LargestTensor
-from tiny import position_context, ranges_of, tiny_config
+from tiny import LargestTensor, position_context, ranges_of, tiny_config
 from whatwhere.position_stick_breaking import HeadNorm, StickBreaking, StickBreakingParameters, stick_breaking_attention
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
@@ -37,24 +35,15 @@ def context_of(**fields):
 
 def oracle(query, key, value, visible, own, *, inclusive, rest=None):
     """All heads: output, weights, remainders."""
-    n = query.shape[1] // key.shape[1]
-    heads = [
-        [
-            oracles.stick_breaking_oracle(
-                query[b, h],
-                key[b, h // n],
-                value[b, h // n],
-                visible,
-                own,
-                0.5,
-                inclusive,
-                None if rest is None else rest[b, h],
-            )
-            for h in range(query.shape[1])
-        ]
-        for b in range(query.shape[0])
-    ]
-    return [torch.stack([torch.stack([head[part] for head in batch]) for batch in heads]) for part in range(3)]
+    B, H, n = *query.shape[:2], query.shape[1] // key.shape[1]
+
+    def head(b, h):
+        states = query[b, h], key[b, h // n], value[b, h // n]
+        own_rest = None if rest is None else rest[b, h]
+        return oracles.stick_breaking_oracle(*states, visible, own, 0.5, inclusive, own_rest)
+
+    heads = [[head(b, h) for h in range(H)] for b in range(B)]
+    return [torch.stack([torch.stack([one[part] for one in batch]) for batch in heads]) for part in range(3)]
 
 
 def attention(query, key, value, **settings):
@@ -306,9 +295,3 @@ def test_parameters():
 def test_refusals(fields, message):
     with pytest.raises(ValueError, match=message):
         tiny_config("llama", "stick_breaking", **fields)
-
-
-def test_refuses_stock_implementations():
-    config = tiny_config("llama", "stick_breaking")
-    with pytest.raises(ValueError, match=r"sdpa.*Allowed: 'auto', 'triton', 'blockwise', 'eager'"):
-        whatwhere.WhatWhereLlamaForCausalLM._from_config(config, attn_implementation="sdpa")

@@ -208,7 +208,7 @@ def test_command(tmp_path, capfd, monkeypatch):
     assert "tokenised" not in said
     assert first.partition(", verified")[0] == second.partition(", verified")[0]
     for wrong, field in ((["--processes", "0"], "--processes=0"), (["--set", "data.streaming=true"], "streaming")):
-        with pytest.raises(SystemExit, match=field):
+        with pytest.raises(ValueError, match=field):
             command.main([*arguments, *wrong])
 
 

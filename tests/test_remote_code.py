@@ -1,11 +1,8 @@
 """A saved folder loads without the package, without Triton, from a folder and from a Hub-shaped cache."""
 
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-import whatwhere
+from processes import python
 from tiny import FAMILIES, tiny_model, tokens
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -88,19 +85,10 @@ for start in range(0, len(places), 3):
 def clean_process(places, folder):
     """Loads all places in one process, which takes seconds to start, and saves them again in folders; what it found."""
     torch.save(tokens(2, 12), folder / "ids.pt")
-    names = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder / "modules"), "HF_HOME": str(folder / "home")}
+    names = {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HOME": str(folder / "home")}
     outs = [folder / f"out-{index}.pt" for index in range(len(places))]
     arguments = [str(x) for (place, again), out in zip(places.items(), outs) for x in (place, out, again)]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder / "ids.pt"), *arguments],
-        env={**os.environ, **names},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout.splitlines()[-len(places) :]
+    said = python("-c", SCRIPT, folder / "ids.pt", *arguments, env=names, cwd=folder).splitlines()[-len(places) :]
     return [(torch.load(out), json.loads(line)) for out, line in zip(outs, said)]
 
 
@@ -140,18 +128,10 @@ def test_lora_targets_and_the_tokenizer_in_a_clean_process(tmp_path):
     for place in places:
         tiny_model(place.name, "cope").save_pretrained(place)
         PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(place)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.partition("import torch")[0] + LORA, *map(str, places)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-2:] == ["['q_proj', 'v_proj']", "['c_attn']"]
-    assert "custom code" not in done.stdout
+    script = SCRIPT.partition("import torch")[0] + LORA
+    said = python("-c", script, *places, env={"HF_MODULES_CACHE": str(tmp_path / "modules")}, cwd=tmp_path)
+    assert said.splitlines()[-2:] == ["['q_proj', 'v_proj']", "['c_attn']"]
+    assert "custom code" not in said
 
 
 @pytest.mark.parametrize(
@@ -339,13 +319,6 @@ def test_corrupt_checkpoints_are_refused(tmp_path):
 def test_only_safetensors_and_small_text(tmp_path):
     tiny_model("gpt2", "cope").save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".py", ".json", ".safetensors", ".md"}
-
-
-def test_shipped_files_import_siblings_in_the_one_form_that_travels():
-    for path in (ROOT / "modeling").glob("*.py"):
-        for line in re.findall(r"^\s*(?:from|import) \..*$", path.read_text(), flags=re.MULTILINE):
-            assert re.fullmatch(r"\s*from \.\w+ import .*", line), (path.name, line)
-    assert whatwhere.__file__ == str(ROOT / "modeling" / "__init__.py") or not (ROOT / "modeling").exists()
 
 
 def test_unwritable_folder_is_a_clear_error(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
+from whatwhere.scripts import cli
 from whatwhere.scripts.cards import command as cards
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA
@@ -471,7 +472,9 @@ def test_report_of_exact_runs(tmp_path, capsys):
 def test_report_of_nothing_is_refused(tmp_path):
     """So that it does not take the place of an earlier report."""
     with pytest.raises(SystemExit, match=r"--report-only is not valid: no run of pope_1 is finished in .*nowhere'"):
-        script.main(["pope_1", "--report-only", "--output", str(tmp_path / "nowhere"), "--cards", str(tmp_path)])
+        cli.main(
+            ["reproduce", "pope_1", "--report-only", "--output", str(tmp_path / "nowhere"), "--cards", str(tmp_path)]
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -626,7 +629,7 @@ def test_report_of_lift_off(tmp_path, capsys):
     assert (tmp_path / "indirect_indexing_small.png").is_file()
     (planned["pope", "accuracy"][0].folder / "metrics.jsonl").write_text("")
     with pytest.raises(SystemExit, match="was not evaluated during training"):
-        script.main(["indirect_indexing", "--small", "--report-only", "--output", str(tmp_path)])
+        cli.main(["reproduce", "indirect_indexing", "--small", "--report-only", "--output", str(tmp_path)])
 
 
 def test_report_of_music(tmp_path, capsys):
@@ -676,13 +679,13 @@ def test_changed_recipe_is_refused(tmp_path):
     arguments = ["pope_1", "--seeds", "1", "--output", str(tmp_path)]
     changed = [*arguments, "--set", "training.steps=5000"]
     with pytest.raises(SystemExit, match=r"training\.steps: 100000 → 5000"):
-        script.main([*changed, "--report-only"])
+        cli.main(["reproduce", *changed, "--report-only"])
     # before anything is trained
     with pytest.raises(SystemExit, match="100000 → 5000"):
-        script.main(changed)
+        cli.main(["reproduce", *changed])
     (planned["rope", "accuracy"][0].folder / "results.json").write_text("{")
     with pytest.raises(SystemExit, match="cannot be read"):
-        script.main([*arguments, "--report-only"])
+        cli.main(["reproduce", *arguments, "--report-only"])
 
 
 def test_overridden_runs_are_not_exact(tmp_path):
@@ -748,9 +751,9 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(Run, "train_step", interrupted)
         with pytest.raises(SystemExit) as caught:
-            script.main(arguments)
+            cli.main(["reproduce", *arguments])
     assert caught.value.code == 128 + signal.SIGTERM
-    assert "Continue with the same command:\n\n    whatwhere reproduce pope_1 --small" in (capsys.readouterr().err)
+    assert "with a checkpoint. Run the same command again.\n" in capsys.readouterr().err
     assert not (tmp_path / "pope_1_small.json").exists()
 
     script.main([*arguments, "--dry-run"])
@@ -849,4 +852,4 @@ def test_lengths_are_measured_after_training(tmp_path, monkeypatch, capsys):
     content["data"]["text_tokens"] = 7
     path.write_text(json.dumps(content))
     with pytest.raises(SystemExit, match=r"is of another text .*text_tokens: 7 → 20480"):
-        script.main([*arguments, "--report-only"])
+        cli.main(["reproduce", *arguments, "--report-only"])

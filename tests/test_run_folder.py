@@ -59,10 +59,10 @@ def test_differences():
 
 
 def test_errors_and_interruptions_end_the_process(capsys):
-    with pytest.raises(SystemExit) as stop, reported(lambda: "advice"):
+    with pytest.raises(SystemExit) as stop, reported("advice"):
         raise TrainingError("reason")
     assert stop.value.code == "error: reason"
-    with pytest.raises(SystemExit) as stop, reported(lambda: "advice"):
+    with pytest.raises(SystemExit) as stop, reported("advice"):
         raise KeyboardInterrupt
     assert stop.value.code == 130
     assert "advice" in capsys.readouterr().err

@@ -149,13 +149,7 @@ def check_all_ways(server, folders, encoding):
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected
 
 
-@pytest.mark.parametrize("encoding", ["rope", "pope", "cope"])
-def test_remote_code_is_served(server, folders, encoding):
-    check_all_ways(server, folders, encoding)
-
-
-@pytest.mark.slow
-@for_engine("serve")
+@for_engine("serve", ("rope", "pope", "cope"))
 def test_every_encoding_is_served(server, folders, encoding, expected):
     assert expected == "works"
     check_all_ways(server, folders, encoding)
@@ -245,17 +239,9 @@ def test_a_cancelled_stream_ends_its_generation(server, folders):
 def test_transformers_chat(server, folders, tmp_path):
     # The Hub's client connects to the server. No other address is used.
     names = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_ENDPOINT": server.url, "COLUMNS": "200"}
-    flags = [f"max_new_tokens={LENGTH}", "do_sample=False"]
+    chat = ["chat", folders.path("cope"), f"{server.url}/v1", f"max_new_tokens={LENGTH}", "do_sample=False"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "transformers.cli.transformers",
-            "chat",
-            folders.path("cope"),
-            f"{server.url}/v1",
-            *flags,
-        ],
+        [sys.executable, "-m", "transformers.cli.transformers", *chat],
         # The answer is cut off, which `chat` asks about.
         input="who are you\nn\n!exit\n",
         env={**os.environ, **names},

@@ -1,6 +1,7 @@
 """Our models equal the stock GPT-2 and Llama at the same weights."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from transformers import (
     GPT2ForQuestionAnswering,
     GPT2ForTokenClassification,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
@@ -21,19 +21,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tiny import tokens
-from whatwhere import (
-    WhatWhereGPT2Config,
-    WhatWhereGPT2ForCausalLM,
-    WhatWhereGPT2ForQuestionAnswering,
-    WhatWhereGPT2ForTokenClassification,
-    WhatWhereLlamaConfig,
-    WhatWhereLlamaForCausalLM,
-    WhatWhereLlamaForQuestionAnswering,
-    WhatWhereLlamaForSequenceClassification,
-    WhatWhereLlamaForTokenClassification,
-    list_position_encodings,
-)
+import whatwhere
+from tiny import slow_but, tokens
+from whatwhere import WhatWhereGPT2Config, WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA = {
@@ -70,62 +60,41 @@ ROPE = {
         "original_max_position_embeddings": 16,
     },
 }
-STOCK = [
-    pytest.param(LlamaConfig, LlamaForCausalLM, LLAMA, WhatWhereLlamaForCausalLM, id="llama"),
-    pytest.param(
-        LlamaConfig, LlamaForCausalLM, {**LLAMA, "tie_word_embeddings": True}, WhatWhereLlamaForCausalLM, id="tied"
-    ),
-    pytest.param(
-        LlamaConfig,
-        LlamaForCausalLM,
-        {**LLAMA, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
-        WhatWhereLlamaForCausalLM,
-        id="llama-biases",
-    ),
-    *(
-        pytest.param(
-            LlamaConfig,
-            LlamaForCausalLM,
-            {**LLAMA, "rope_parameters": rope},
-            WhatWhereLlamaForCausalLM,
-            id=f"rope-{name}",
-        )
-        for name, rope in ROPE.items()
-    ),
-    pytest.param(GPT2Config, GPT2LMHeadModel, GPT2, WhatWhereGPT2ForCausalLM, id="gpt2"),
-    pytest.param(
-        GPT2Config,
+STOCK = {
+    "llama": (LlamaForCausalLM, LLAMA),
+    "tied": (LlamaForCausalLM, {**LLAMA, "tie_word_embeddings": True}),
+    "llama-biases": (LlamaForCausalLM, {**LLAMA, "head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    **{f"rope-{name}": (LlamaForCausalLM, {**LLAMA, "rope_parameters": rope}) for name, rope in ROPE.items()},
+    "gpt2": (GPT2LMHeadModel, GPT2),
+    "gpt2-scaled": (
         GPT2LMHeadModel,
         {**GPT2, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True, "n_inner": 40},
-        WhatWhereGPT2ForCausalLM,
-        id="gpt2-scaled",
     ),
-]
+}
 
 
-def stock_model(config_class, model_class, fields, folder):
+def stock_model(model_class, fields, folder):
     torch.manual_seed(0)
-    model = model_class(config_class(**fields)).eval()
+    model = model_class(model_class.config_class(**fields)).eval()
     model.save_pretrained(folder)
     return model
 
 
+def our_class(stock_class):
+    return getattr(whatwhere, f"WhatWhere{stock_class.__name__.replace('LMHeadModel', 'ForCausalLM')}")
+
+
 # Every model with the implementation that is the default; the two plain ones with the others, too.
 @pytest.mark.parametrize(
-    ("config_class", "model_class", "fields", "ours", "implementation"),
-    [
-        pytest.param(
-            *case.values,
-            implementation,
-            id=f"{case.id}-{implementation}",
-            marks=[] if implementation == "sdpa" or case.id in ("llama", "gpt2") else [pytest.mark.slow],
-        )
-        for case in STOCK
-        for implementation in ("sdpa", "eager")
-    ],
+    ("name", "implementation"),
+    slow_but(
+        [*((name, "sdpa") for name in STOCK), ("llama", "eager"), ("gpt2", "eager")],
+        itertools.product(STOCK, ("sdpa", "eager")),
+    ),
 )
-def test_same_logits_gradients_and_generations(config_class, model_class, fields, ours, implementation, tmp_path):
-    stock = stock_model(config_class, model_class, fields, tmp_path)
+def test_same_logits_gradients_and_generations(name, implementation, tmp_path):
+    stock = stock_model(*STOCK[name], tmp_path)
+    ours = our_class(type(stock))
     model, info = ours.from_pretrained(tmp_path, attn_implementation=implementation, output_loading_info=True)
     model.eval()
     assert not info["missing_keys"]
@@ -152,19 +121,14 @@ def test_same_logits_gradients_and_generations(config_class, model_class, fields
     )
 
 
-@pytest.mark.parametrize(
-    ("stock_class", "our_class"),
-    [
-        (LlamaForCausalLM(LlamaConfig(**LLAMA)), WhatWhereLlamaForCausalLM(WhatWhereLlamaConfig(**LLAMA))),
-        (GPT2LMHeadModel(GPT2Config(**GPT2)), WhatWhereGPT2ForCausalLM(WhatWhereGPT2Config(**GPT2))),
-    ],
-    ids=["llama", "gpt2"],
-)
-def test_same_weight_names_and_shapes(stock_class, our_class):
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_same_weight_names_and_shapes(name, tmp_path):
     def shapes(model):
         return {name: tuple(p.shape) for name, p in model.state_dict().items()}
 
-    assert shapes(our_class) == shapes(stock_class)
+    stock = stock_model(*STOCK[name], tmp_path)
+    ours = our_class(type(stock))
+    assert shapes(ours(ours.config_class(**STOCK[name][1]))) == shapes(stock)
 
 
 def test_same_initialisation_statistics():
@@ -176,80 +140,57 @@ def test_same_initialisation_statistics():
         torch.testing.assert_close(parameter.std(), reference[name].std(), rtol=0.1, atol=1e-4, msg=name)
 
 
-def test_classifier_of_a_stock_checkpoint(tmp_path):
-    torch.manual_seed(0)
-    stock = LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=3)).eval()
-    stock.save_pretrained(tmp_path)
-    ours = WhatWhereLlamaForSequenceClassification.from_pretrained(tmp_path).eval()
-    ids = tokens(2, 9)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
-
-
 TOKEN_LABELS = {"labels": torch.tensor([[0, 1, 2, 0, 1, 2, 0, -100, 1], [2, 2, 1, 0, -100, 2, 0, 1, 1]])}
 SPANS = {"start_positions": torch.tensor([1, 4]), "end_positions": torch.tensor([3, 20])}
 
 
 @pytest.mark.parametrize(
-    ("stock_class", "config", "our_class", "targets"),
+    ("stock_class", "fields", "targets"),
     [
-        (
-            LlamaForTokenClassification,
-            LlamaConfig(**LLAMA, num_labels=3),
-            WhatWhereLlamaForTokenClassification,
-            "tokens",
-        ),
-        (LlamaForQuestionAnswering, LlamaConfig(**LLAMA), WhatWhereLlamaForQuestionAnswering, "spans"),
-        (GPT2ForTokenClassification, GPT2Config(**GPT2, num_labels=3), WhatWhereGPT2ForTokenClassification, "tokens"),
-        (GPT2ForQuestionAnswering, GPT2Config(**GPT2), WhatWhereGPT2ForQuestionAnswering, "spans"),
+        (LlamaForTokenClassification, {**LLAMA, "num_labels": 3}, TOKEN_LABELS),
+        (LlamaForQuestionAnswering, LLAMA, SPANS),
+        (LlamaForSequenceClassification, {**LLAMA, "num_labels": 3}, {"labels": torch.tensor([0, 2])}),
+        (GPT2ForTokenClassification, {**GPT2, "num_labels": 3}, TOKEN_LABELS),
+        (GPT2ForQuestionAnswering, GPT2, SPANS),
     ],
-    ids=["llama tokens", "llama spans", "gpt2 tokens", "gpt2 spans"],
+    ids=["llama tokens", "llama spans", "llama classes", "gpt2 tokens", "gpt2 spans"],
 )
-def test_token_and_span_heads_of_a_stock_checkpoint(stock_class, config, our_class, targets, tmp_path):
-    torch.manual_seed(0)
-    stock = stock_class(config).eval()
-    stock.save_pretrained(tmp_path / "stock")
-    ours, info = our_class.from_pretrained(tmp_path / "stock", output_loading_info=True)
+def test_heads_of_a_stock_checkpoint(stock_class, fields, targets, tmp_path):
+    stock, ours_class = stock_model(stock_class, fields, tmp_path / "stock"), our_class(stock_class)
+    ours, info = ours_class.from_pretrained(tmp_path / "stock", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    inputs = {"input_ids": tokens(2, 9), **(TOKEN_LABELS if targets == "tokens" else SPANS)}
+    inputs = {"input_ids": tokens(2, 9), **targets}
     expected, found = stock(**inputs), ours.eval()(**inputs)
-    assert set(found) >= {"loss", "logits"} if targets == "tokens" else {"loss", "start_logits", "end_logits"}
     for name in {"loss", "logits", "start_logits", "end_logits"} & set(expected):
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
     expected.loss.backward()
     found.loss.backward()
-    for one, other in (("score", "score"), ("classifier", "classifier"), ("qa_outputs", "qa_outputs")):
-        if hasattr(stock, one):
-            torch.testing.assert_close(
-                getattr(ours, other).weight.grad, getattr(stock, one).weight.grad, atol=1e-5, rtol=0
-            )
-    torch.testing.assert_close(
-        ours.get_input_embeddings().weight.grad, stock.get_input_embeddings().weight.grad, atol=1e-5, rtol=0
-    )
+    heads = {"score", "classifier", "qa_outputs"}
+    (head,) = heads & {name for name, _ in stock.named_children()}
+    for find in (lambda model: getattr(model, head), lambda model: model.get_input_embeddings()):
+        torch.testing.assert_close(find(ours).weight.grad, find(stock).weight.grad, atol=1e-5, rtol=0)
     # Both kinds of weights are found again, and so are those of a language model.
     ours.save_pretrained(tmp_path / "ours")
-    again, info = our_class.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    again, info = ours_class.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["missing_keys"]
     torch.testing.assert_close(dict(again.named_parameters()), dict(ours.named_parameters()), rtol=0, atol=0)
     _, info = AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["missing_keys"]
-    language_model = WhatWhereLlamaForCausalLM if "Llama" in our_class.__name__ else WhatWhereGPT2ForCausalLM
+    language_model = WhatWhereLlamaForCausalLM if "Llama" in stock_class.__name__ else WhatWhereGPT2ForCausalLM
     language_model(ours.config).save_pretrained(tmp_path / "lm")
-    _, info = our_class.from_pretrained(tmp_path / "lm", output_loading_info=True)
-    head = {"score", "classifier", "qa_outputs"}
-    assert {name.partition(".")[0] for name in info["missing_keys"]} <= head
+    _, info = ours_class.from_pretrained(tmp_path / "lm", output_loading_info=True)
+    assert {name.partition(".")[0] for name in info["missing_keys"]} <= heads
 
 
-@pytest.mark.parametrize("encoding", [*list_position_encodings(), ["rope", "none"], ["cope+rope", "fox"]], ids=str)
-@pytest.mark.parametrize(
-    ("config_class", "model_class", "fields", "ours"), [STOCK[0], STOCK[-2]], ids=["llama", "gpt2"]
-)
-def test_another_encoding_keeps_the_other_weights_and_says_which(
-    config_class, model_class, fields, ours, encoding, tmp_path
-):
-    stock = stock_model(config_class, model_class, fields, tmp_path)
-    model, info = ours.from_pretrained(tmp_path, position_encoding=encoding, output_loading_info=True)
+PLANS = (["rope", "none"], ["cope+rope", "fox"])
+
+
+@pytest.mark.parametrize("encoding", [*whatwhere.list_position_encodings(), *PLANS], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_another_encoding_keeps_the_other_weights_and_says_which(name, encoding, tmp_path):
+    stock = stock_model(*STOCK[name], tmp_path)
+    model, info = our_class(type(stock)).from_pretrained(tmp_path, position_encoding=encoding, output_loading_info=True)
     assert model.config.position_encoding == encoding
     state = stock.state_dict()
     new = {name for name in model.state_dict() if name not in state}
@@ -266,7 +207,7 @@ def test_another_encoding_keeps_the_other_weights_and_says_which(
 
 
 def test_a_named_weight_report_reaches_the_user(tmp_path, caplog):
-    stock_model(*STOCK[-2].values[:3], tmp_path)
+    stock_model(*STOCK["gpt2"], tmp_path)
     logging.enable_propagation()
     WhatWhereGPT2ForCausalLM.from_pretrained(tmp_path, position_encoding="cope")
     logging.disable_propagation()

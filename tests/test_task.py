@@ -10,6 +10,7 @@ import transformers
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
+from tiny import log_likelihood
 from toys import toy_recipe
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import task as script
@@ -189,17 +190,6 @@ def stock():
     return transformers.GPT2LMHeadModel(config).eval(), build_tokenizer("bytes")
 
 
-@torch.no_grad()
-def likelihoods_of(model, tokenizer, prompt, choices):
-    found = []
-    for choice in choices:
-        ids = tokenizer(prompt + choice)["input_ids"]
-        chances = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        start = len(tokenizer(prompt)["input_ids"])
-        found.append(sum(chances[place - 1, ids[place]].item() for place in range(start, len(ids))))
-    return found
-
-
 def test_alice_by_hand(stock):
     model, tokenizer = stock
     config = task_config("alice", {"test_samples": 6})
@@ -207,8 +197,8 @@ def test_alice_by_hand(stock):
     right, probability, answers = [], 0.0, []
     for index in range(6):
         row = config.row(config.sample("test", index))
-        choices = [f" {number}" for number in range(6)]
-        likelihoods = likelihoods_of(model, tokenizer, row["prompt"] + "\n\nAnswer:", choices)
+        prompt = row["prompt"] + "\n\nAnswer:"
+        likelihoods = [log_likelihood(model, tokenizer, prompt, f" {number}") for number in range(6)]
         weights = [math.exp(each - max(likelihoods)) for each in likelihoods]
         answers.append(int(row["answer"]))
         right.append(weights.index(max(weights)) == answers[-1])

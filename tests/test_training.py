@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import resource
-import shlex
 import shutil
 import signal
 import socket
@@ -24,9 +23,10 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from processes import TORCHRUN, python
 from tiny import slow_but
-from toys import SOLVABLE, toy_recipe
-from whatwhere.scripts.commands import train as train_command
+from toys import SOLVABLE, toy_recipe, with_changes
+from whatwhere.scripts import cli
 from whatwhere.scripts.training import data, estimate, loop, progress
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.flops import flops_per_token
@@ -44,14 +44,6 @@ CLOCK = {
     "tokens_per_second",
     "tokens_per_second_per_device",
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """Keeps the copies that `datasets` makes out of the user's cache."""
-    import datasets
-
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
 
 
 @pytest.fixture(scope="session")
@@ -92,13 +84,7 @@ def recipe(**changes):
         },
         "evaluation": {"every": 3, "blocks": 3},
     }
-    for key, value in changes.items():
-        *sections, last = key.split("__")
-        target = values
-        for section in sections:
-            target = target[section]
-        target[last] = value
-    return parse_recipe(values)
+    return parse_recipe(with_changes(values, changes))
 
 
 def metrics(folder):
@@ -116,6 +102,34 @@ def stop_after(monkeypatch, step, number=signal.SIGTERM):
         return train_step(self, batch)
 
     monkeypatch.setattr(Run, "train_step", interrupted)
+
+
+def interrupt(changed, output, step, data_dir=None, number=signal.SIGTERM):
+    """Trains until a signal in the step after `step`, which is finished."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, step, number)
+        with pytest.raises(Interrupted, match=f"after step {step + 1}") as caught:
+            train(changed, output, data_dir=data_dir)
+    assert caught.value.number == number
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill(changed, output, step, data_dir):
+    """Trains until the step after `step`, where nothing is saved any more."""
+    train_step = Run.train_step
+
+    def killed(self, batch):
+        if self.step == step:
+            raise Killed
+        return train_step(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "train_step", killed)
+        with pytest.raises(Killed):
+            train(changed, output, data_dir=data_dir)
 
 
 # --- a whole run
@@ -234,51 +248,30 @@ def assert_same_run(one, other):
     [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGUSR1))],
     ids=["SIGTERM", "SIGINT", "SIGUSR1"],
 )
-def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch, number):
+def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, number):
     output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3, number)
-        with pytest.raises(Interrupted, match="after step 4") as caught:
-            train(recipe(), output, data_dir=data_dir)
-    assert caught.value.number == number
+    interrupt(recipe(), output, 3, data_dir, number)
     assert not (output / "results.json").exists()
     torch.rand(7)
     train(recipe(), output, resume=True, data_dir=data_dir)
     assert_same_run(output, finished[0])
 
 
-def test_settings_of_memory_may_change(finished, data_dir, tmp_path, monkeypatch):
+def test_settings_of_memory_and_time_may_change(finished, data_dir, tmp_path):
     output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3, signal.SIGTERM)
-        with pytest.raises(Interrupted):
-            train(recipe(), output, data_dir=data_dir)
-    changes = {"micro_batch_size": 1, "activation_checkpointing": True, "chunked_loss": True}
+    interrupt(recipe(), output, 3, data_dir)
+    changes = {"micro_batch_size": 1, "activation_checkpointing": True, "chunked_loss": True, "ddp_timeout": 5}
     changed = recipe(**{f"training__{name}": value for name, value in changes.items()})
     train(changed, output, resume=True, data_dir=data_dir)
     for line, expected in zip(metrics(output), metrics(finished[0]), strict=True):
         assert line == pytest.approx(expected, rel=1e-4)
 
 
-def test_killed_run_resumes_exactly(finished, data_dir, tmp_path, monkeypatch):
+def test_killed_run_resumes_exactly(finished, data_dir, tmp_path):
     """Killed outright: the steps after the last checkpoint are made again, a half-written line and checkpoint go."""
     output = tmp_path / "run"
     changed = recipe(training__checkpoint_every=2)
-
-    class Killed(BaseException):
-        pass
-
-    train_step = Run.train_step
-
-    def killed(self, batch):
-        if self.step == 5:
-            raise Killed
-        return train_step(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", killed)
-        with pytest.raises(Killed):
-            train(changed, output, data_dir=data_dir)
+    kill(changed, output, 5, data_dir)
     assert [line["step"] for line in metrics(output)][-1] == 5
     with (output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
@@ -326,22 +319,16 @@ STREAM = {"data__streaming": True, "data__shuffle_buffer": 4, "evaluation__final
     ],
     ids=["stream", "two workers", "no worker", "streams", "mixture"],
 )
-def test_streams_and_mixtures_resume_exactly(changes, data_dir, tmp_path, monkeypatch):
+def test_streams_and_mixtures_resume_exactly(changes, data_dir, tmp_path):
     changed = recipe(**changes)
     train(changed, tmp_path / "whole", data_dir=data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2)
-        with pytest.raises(Interrupted):
-            train(changed, tmp_path / "run", data_dir=data_dir)
+    interrupt(changed, tmp_path / "run", 2, data_dir)
     train(changed, tmp_path / "run", resume=True, data_dir=data_dir)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_stream_is_resumed_by_as_many_workers(data_dir, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 2)
-        with pytest.raises(Interrupted):
-            train(recipe(**STREAM), tmp_path / "run", data_dir=data_dir)
+def test_a_stream_is_resumed_by_as_many_workers(data_dir, tmp_path):
+    interrupt(recipe(**STREAM), tmp_path / "run", 2, data_dir)
     with pytest.raises(ValueError, match="workers=2 is not valid: the run's stream was read by 1 in each process"):
         train(recipe(**STREAM, data__workers=2), tmp_path / "run", resume=True, data_dir=data_dir)
 
@@ -356,30 +343,9 @@ def test_results_of_a_mixture(data_dir, tmp_path):
     assert results["tokens"] == 8 * 23
 
 
-def test_random_state_matters(finished, data_dir, tmp_path, monkeypatch):
-    """The tests above would see it if the state of the random numbers were lost: dropout depends on it."""
+def test_what_resume_refuses(finished, data_dir, tmp_path):
     output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Interrupted):
-            train(recipe(), output, data_dir=data_dir)
-    load = Run.load_checkpoint
-
-    def forgetful(self, step):
-        load(self, step)
-        torch.manual_seed(123)
-
-    monkeypatch.setattr(Run, "load_checkpoint", forgetful)
-    train(recipe(), output, resume=True, data_dir=data_dir)
-    assert metrics(output) != metrics(finished[0])
-
-
-def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
-    output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Interrupted):
-            train(recipe(), output, data_dir=data_dir)
+    interrupt(recipe(), output, 1, data_dir)
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     with pytest.raises(TrainingError, match=r"training\.learning_rate: 0\.01 → 0\.02\."):
         train(recipe(training__learning_rate=0.02), output, resume=True, data_dir=data_dir)
@@ -403,15 +369,21 @@ def test_what_resume_refuses(finished, data_dir, tmp_path, monkeypatch):
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
 
+EVERY_TWO = recipe(training__checkpoint_every=2)
+
+
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory, data_dir):
     """The folder of a run with checkpoints after the steps 2 and 4; `finished` is what it comes to."""
     output = tmp_path_factory.mktemp("interrupted") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Interrupted):
-            train(recipe(training__checkpoint_every=2), output, data_dir=data_dir)
+    interrupt(EVERY_TWO, output, 3, data_dir)
     return output
+
+
+@pytest.fixture
+def copied(interrupted, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(interrupted, tmp_path / "run")
 
 
 class Trap:
@@ -424,36 +396,30 @@ class Trap:
         return open, (self.file, "w")
 
 
-def test_resume_executes_nothing(finished, interrupted, data_dir, tmp_path):
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    files = [path for path in output.rglob("*") if path.is_file() and path.name != ".lock"]
+def test_resume_executes_nothing(finished, copied, data_dir, tmp_path):
+    files = [path for path in copied.rglob("*") if path.is_file() and path.name != ".lock"]
     assert {path.suffix for path in files} == {".safetensors", ".json", ".jsonl", ".yaml"}
     for name in ("custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "scheduler.bin"):
-        (output / "checkpoints" / "step-00000004" / name).write_bytes(pickle.dumps(Trap(tmp_path / name)))
-    train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+        (copied / "checkpoints" / "step-00000004" / name).write_bytes(pickle.dumps(Trap(tmp_path / name)))
+    train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert_same_run(output, finished[0])
+    assert_same_run(copied, finished[0])
 
 
-def test_earlier_checkpoints_are_refused(interrupted, data_dir, tmp_path):
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    folder = output / "checkpoints" / "step-00000004"
+def test_earlier_checkpoints_are_refused(copied, data_dir, tmp_path):
+    folder = copied / "checkpoints" / "step-00000004"
     (folder / "manifest.json").unlink()
     (folder / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Trap(tmp_path / "trap")))
     with pytest.raises(TrainingError, match=r"step-00000004' was written by an earlier version.*pickled"):
-        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
     assert not (tmp_path / "trap").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
 @pytest.mark.parametrize("name", [SHARD, "run.json", "manifest.json"])
-def test_damaged_checkpoint(interrupted, data_dir, tmp_path, name, damage):
+def test_damaged_checkpoint(copied, data_dir, name, damage):
     """The file is named, nothing is changed, and the checkpoint before it is offered."""
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    file = output / "checkpoints" / "step-00000004" / name
+    file = copied / "checkpoints" / "step-00000004" / name
     content = bytearray(file.read_bytes())
     if damage == "changed":
         # a digit of a random state or of a checksum, or a bit of a weight
@@ -461,33 +427,29 @@ def test_damaged_checkpoint(interrupted, data_dir, tmp_path, name, damage):
     file.write_bytes(content[:-30] if damage == "cut" else content)
     if damage == "missing":
         file.unlink()
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     with pytest.raises(TrainingError) as caught:
-        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
     message = str(caught.value)
     assert str(file) in message or (name == "manifest.json" and "step-00000004" in message)
     assert message.endswith("'step-00000002' is intact: continue from it with --resume-from 2.")
-    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
-def test_resume_from_an_earlier_checkpoint(finished, interrupted, data_dir, tmp_path):
-    output, changed = tmp_path / "run", recipe(training__checkpoint_every=2)
-    shutil.copytree(interrupted, output)
-    (output / "checkpoints" / "step-00000004" / "run.json").write_text("")
+def test_resume_from_an_earlier_checkpoint(finished, copied, data_dir):
+    (copied / "checkpoints" / "step-00000004" / "run.json").write_text("")
     with pytest.raises(TrainingError, match=r"--resume-from 3 is not valid.*Allowed: 2, 4\.$"):
-        train(changed, output, resume_from=3, data_dir=data_dir)
-    train(changed, output, resume_from=2, data_dir=data_dir)
-    assert_same_run(output, finished[0])
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+        train(EVERY_TWO, copied, resume_from=3, data_dir=data_dir)
+    train(EVERY_TWO, copied, resume_from=2, data_dir=data_dir)
+    assert_same_run(copied, finished[0])
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
 
-def test_no_checkpoint_is_whole(interrupted, data_dir, tmp_path):
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    for file in output.rglob("shard-*"):
+def test_no_checkpoint_is_whole(copied, data_dir):
+    for file in copied.rglob("shard-*"):
         file.unlink()
     with pytest.raises(TrainingError, match=r"shard-00001-.*No earlier checkpoint is intact: start again"):
-        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
 
 
 def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
@@ -519,21 +481,19 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
     assert_same_run(output, finished[0])
 
 
-def test_leftovers_are_removed(finished, interrupted, data_dir, tmp_path):
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    for folder in (output / ".final", output / "checkpoints" / ".step-00000005"):
+def test_leftovers_are_removed(finished, copied, data_dir):
+    for folder in (copied / ".final", copied / "checkpoints" / ".step-00000005"):
         folder.mkdir()
         (folder / ".tmpAbCdEf").write_text("half a file")
-    for folder in (output, output / "checkpoints"):
+    for folder in (copied, copied / "checkpoints"):
         (folder / ".tmpAbCdEf").write_text("half a file")
-    (output / ".recipe.yaml.partial").write_text("half")
+    (copied / ".recipe.yaml.partial").write_text("half")
     # of a run that was killed
-    (output / ".lock").touch()
-    (output / ".lock.json").write_text('{"pid": 1, "host": "gone"}')
-    train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
-    assert [path.name for path in output.rglob(".*")] == [".lock"]
-    assert_same_run(output, finished[0])
+    (copied / ".lock").touch()
+    (copied / ".lock.json").write_text('{"pid": 1, "host": "gone"}')
+    train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
+    assert [path.name for path in copied.rglob(".*")] == [".lock"]
+    assert_same_run(copied, finished[0])
 
 
 def test_files_of_others_stay(data_dir, tmp_path):
@@ -549,13 +509,11 @@ def test_files_of_others_stay(data_dir, tmp_path):
     ]
 
 
-def test_files_are_replaced_as_a_whole(interrupted, data_dir, tmp_path, monkeypatch):
+def test_files_are_replaced_as_a_whole(copied, data_dir, monkeypatch):
     """A disk that fails while recipe.yaml or metrics.jsonl is written: the old file stays."""
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    with (output / "metrics.jsonl").open("a") as file:
+    with (copied / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0}\n')
-    before = {name: (output / name).read_bytes() for name in ("recipe.yaml", "metrics.jsonl")}
+    before = {name: (copied / name).read_bytes() for name in ("recipe.yaml", "metrics.jsonl")}
 
     def failing(descriptor):
         raise OSError(28, "No space left on device")
@@ -563,17 +521,15 @@ def test_files_are_replaced_as_a_whole(interrupted, data_dir, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing)
         with pytest.raises(TrainingError, match=r"metrics\.jsonl' cannot be written: No space left.*step-00000004'"):
-            train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
-    assert before == {name: (output / name).read_bytes() for name in before}
+            train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
+    assert before == {name: (copied / name).read_bytes() for name in before}
 
 
 @pytest.mark.parametrize("content", ["", "- 1", "{"], ids=["empty", "a list", "cut"])
-def test_damaged_recipe(interrupted, data_dir, tmp_path, content):
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    (output / "recipe.yaml").write_text(content)
+def test_damaged_recipe(copied, data_dir, content):
+    (copied / "recipe.yaml").write_text(content)
     with pytest.raises(TrainingError, match=r"recipe\.yaml' cannot be read"):
-        train(recipe(training__checkpoint_every=2), output, resume=True, data_dir=data_dir)
+        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
 
 
 def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
@@ -629,14 +585,6 @@ def test_lock_of_a_killed_process(tmp_path):
     with RunFolder(tmp_path).lock():
         assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-def test_another_time_out_may_resume(finished, interrupted, data_dir, tmp_path):
-    output = tmp_path / "run"
-    shutil.copytree(interrupted, output)
-    changed = recipe(training__checkpoint_every=2, training__ddp_timeout=5)
-    train(changed, output, resume=True, data_dir=data_dir)
-    assert_same_run(output, finished[0])
 
 
 # --- words that are no text, and the best model
@@ -706,7 +654,7 @@ def test_best_model_is_kept(finished_words, chorales):
     assert results["steps"] == 6
     assert mean_loss(output, chorales, "validation")[0] == pytest.approx(losses[best], rel=1e-5)
     names = [path.name for path in (output / "checkpoints").iterdir()]
-    assert sorted(names) == [f"best-{best:08d}", "step-00000006"]
+    assert sorted(names) == [f"step-{best:08d}", "step-00000006"]
 
 
 def test_last_model_is_kept_by_default(finished_words, chorales, tmp_path):
@@ -715,50 +663,32 @@ def test_last_model_is_kept_by_default(finished_words, chorales, tmp_path):
     assert "keep" not in results["recipe"]["evaluation"]
     assert metrics(tmp_path / "run") == metrics(finished_words[0])
     assert results["weights_sha256"] != finished_words[1]["weights_sha256"]
-    assert not list((tmp_path / "run" / "checkpoints").glob("*best*"))
 
 
 @pytest.mark.parametrize("killed_after", slow_but([3], [1, 3, 4, 5]))
-def test_best_model_survives_a_kill(finished_words, chorales, tmp_path, monkeypatch, killed_after):
+def test_best_model_survives_a_kill(finished_words, chorales, tmp_path, killed_after):
     """Wherever a run is killed, before or after the best step: the resumed one keeps the same model."""
     output = tmp_path / "run"
     changed = of_words(training__checkpoint_every=2)
-
-    class Killed(BaseException):
-        pass
-
-    train_step = Run.train_step
-
-    def killed(self, batch):
-        if self.step == killed_after:
-            raise Killed
-        return train_step(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", killed)
-        with pytest.raises(Killed):
-            train(changed, output, data_dir=chorales)
+    kill(changed, output, killed_after, chorales)
     (output / "checkpoints").mkdir(exist_ok=True)
-    (output / "checkpoints" / ".best-00000001").mkdir()
+    (output / "checkpoints" / ".step-00000001").mkdir()
     results = train(changed, output, resume=True, data_dir=chorales)
     assert_same_run(output, finished_words[0])
     assert results["kept"] == finished_words[1]["kept"]
-    names = [path.name for path in (output / "checkpoints").glob("*best*")]
-    assert names == [f"best-{results['kept']['step']:08d}"]
+    names = sorted(path.name for path in (output / "checkpoints").iterdir())
+    assert names == [f"step-{results['kept']['step']:08d}", "step-00000004", "step-00000006"]
 
 
-def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path, monkeypatch):
+def test_best_model_of_an_earlier_checkpoint(finished_words, chorales, tmp_path):
     """Falling back does not lose the best model that was known then; a damaged one is noticed."""
     output, changed = tmp_path / "run", of_words(training__checkpoint_every=1)
     last = finished_words[1]["kept"]["step"]
     assert last > 1
-    with monkeypatch.context() as patch:
-        stop_after(patch, last - 1)
-        with pytest.raises(Interrupted):
-            train(changed, output, data_dir=chorales)
+    interrupt(changed, output, last - 1, chorales)
     folder = output / "checkpoints"
-    (folder / f"best-{last:08d}" / SHARD).write_bytes(b"")
-    with pytest.raises(TrainingError, match=rf"best-{last:08d}/{SHARD}'.*damaged.*--resume-from {last - 1}\.$"):
+    (folder / f"step-{last:08d}" / SHARD).write_bytes(b"")
+    with pytest.raises(TrainingError, match=rf"step-{last:08d}/{SHARD}'.*damaged.*--resume-from {last - 1}\.$"):
         train(changed, output, resume=True, data_dir=chorales)
     results = train(changed, output, resume_from=last - 1, data_dir=chorales)
     assert_same_run(output, finished_words[0])
@@ -872,26 +802,20 @@ def test_seed_decides_the_toy_samples(finished_toy, tmp_path):
 
 
 @pytest.mark.parametrize("train_samples", [9, pytest.param(None, marks=pytest.mark.slow)], ids=["epochs", "stream"])
-def test_interrupted_toy_run_resumes_exactly(finished_toy, tmp_path, monkeypatch, train_samples):
+def test_interrupted_toy_run_resumes_exactly(finished_toy, tmp_path, train_samples):
     changed = short_toy(data__train_samples=train_samples)
     whole = finished_toy[0]
     if train_samples is None:
         whole = tmp_path / "whole"
         train(changed, whole)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Interrupted):
-            train(changed, tmp_path / "run")
+    interrupt(changed, tmp_path / "run", 3)
     torch.rand(7)
     train(changed, tmp_path / "run", resume=True)
     assert_same_run(tmp_path / "run", whole)
 
 
 def test_toy_resume_refuses_other_samples(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 1)
-        with pytest.raises(Interrupted):
-            train(short_toy(), tmp_path / "run")
+    interrupt(short_toy(), tmp_path / "run", 1)
     changed = short_toy(data__task_parameters={**SOLVABLE["counting"][0], "pass_weight": 3})
     with pytest.raises(TrainingError, match=r"data\.task_parameters\.pass_weight: 2\.0 → 3\.0"):
         train(changed, tmp_path / "run", resume=True)
@@ -959,9 +883,9 @@ def test_recipe_errors_come_before_the_folder(data_dir, tmp_path):
 # --- how a batch is divided
 
 
-def first_step(changes, data_dir, tmp_path):
+def first_step(changed, tmp_path, data_dir=None):
     """The loss of the first step, the norm of its gradient, and the gradient."""
-    run = Run(recipe(model__attention_dropout=0.0, training__clip_norm=None, **changes), tmp_path / "x", data_dir)
+    run = Run(changed, tmp_path / "x", data_dir)
     gradients = {}
 
     run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
@@ -969,50 +893,51 @@ def first_step(changes, data_dir, tmp_path):
     return loss, norm, gradients
 
 
-@pytest.mark.parametrize("pack", ["concat", "documents"])
-def test_accumulation_equals_the_whole_batch(data_dir, tmp_path, pack):
-    loss, norm, gradients = first_step({"data__pack": pack}, data_dir, tmp_path)
+def without_dropout(**changes):
+    return recipe(model__attention_dropout=0.0, training__clip_norm=None, **changes)
+
+
+def flip_flop(**changes):
+    return toy_recipe("flip_flop", training__batch_size=4, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (without_dropout, {"data__pack": "concat"}),
+        (without_dropout, {"data__pack": "documents"}),
+        # Rows of a batch have different numbers of labels: flip-flop has as many as there are reads.
+        (flip_flop, {"data__loss": "answer"}),
+        (flip_flop, {"data__loss": "all"}),
+    ],
+    ids=["concat", "documents", "answers", "toy"],
+)
+def test_accumulation_equals_the_whole_batch(make, changes, data_dir, tmp_path):
+    folder = data_dir if make is without_dropout else None
+    loss, norm, gradients = first_step(make(**changes), tmp_path, folder)
+    assert gradients
     for micro_batch_size in (1, 2):
-        changes = {"data__pack": pack, "training__micro_batch_size": micro_batch_size}
-        other_loss, other_norm, others = first_step(changes, data_dir, tmp_path)
-        torch.testing.assert_close(other_loss, loss, rtol=1e-5, atol=0)
-        torch.testing.assert_close(other_norm, norm, rtol=1e-5, atol=0)
+        changed = make(**changes, training__micro_batch_size=micro_batch_size)
+        other_loss, other_norm, others = first_step(changed, tmp_path, folder)
+        torch.testing.assert_close((other_loss, other_norm), (loss, norm), rtol=1e-5, atol=0)
         assert gradients.keys() == others.keys()
-        assert gradients
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("loss", ["answer", "all"])
-def test_accumulation_of_a_toy_task(tmp_path, loss):
-    """Rows of a batch have different numbers of labels: flip-flop has as many as there are reads."""
-
-    def step(micro_batch_size):
-        changes = {"training__batch_size": 4, "training__micro_batch_size": micro_batch_size, "data__loss": loss}
-        run = Run(toy_recipe("flip_flop", **changes), tmp_path / "x")
-        gradients = {}
-        run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
-        return *run.train_step(next(run.batches())), gradients
-
-    whole_loss, norm, gradients = step(None)
-    for micro_batch_size in (1, 2):
-        other_loss, other_norm, others = step(micro_batch_size)
-        torch.testing.assert_close((other_loss, other_norm), (whole_loss, norm), rtol=1e-5, atol=0)
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_activation_checkpointing_changes_nothing(data_dir, tmp_path):
-    loss, norm, _ = first_step({}, data_dir, tmp_path)
-    other_loss, other_norm, _ = first_step({"training__activation_checkpointing": True}, data_dir, tmp_path)
+    loss, norm, _ = first_step(without_dropout(), tmp_path, data_dir)
+    changed = without_dropout(training__activation_checkpointing=True)
+    other_loss, other_norm, _ = first_step(changed, tmp_path, data_dir)
     torch.testing.assert_close((other_loss, other_norm), (loss, norm), rtol=1e-5, atol=0)
 
 
 def test_bf16_is_used_and_close(data_dir, tmp_path):
-    loss, norm, _ = first_step({}, data_dir, tmp_path)
+    loss, norm, _ = first_step(without_dropout(), tmp_path, data_dir)
     # accelerate allows one precision a process
     AcceleratorState._reset_state(reset_partial_state=True)
-    other_loss, other_norm, _ = first_step({"training__mixed_precision": "bf16"}, data_dir, tmp_path)
+    changed = without_dropout(training__mixed_precision="bf16")
+    other_loss, other_norm, _ = first_step(changed, tmp_path, data_dir)
     assert other_loss != loss
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.testing.assert_close((other_loss, other_norm), (loss, norm), rtol=0.02, atol=0)
@@ -1043,11 +968,8 @@ def test_two_processes_equal_one(data_dir, tmp_path):
     (`accelerate launch --cpu --num_processes 2` would start one process.)
     """
     changed = recipe(model__attention_dropout=0.0, data__pack="documents", training__micro_batch_size=1)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launcher, *TRAIN, write_recipe(tmp_path, changed)]
-    process = launch([*command, "--output", str(tmp_path / "two"), "--data-dir", str(data_dir)])
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    command = [*TORCHRUN, 2, *TRAIN, write_recipe(tmp_path, changed)]
+    python(*command, "--output", tmp_path / "two", "--data-dir", data_dir)
     assert json.loads((tmp_path / "two" / "results.json").read_text())["processes"] == 2
     train(recipe(model__attention_dropout=0.0, data__pack="documents"), tmp_path / "one", data_dir=data_dir)
     lines, others = metrics(tmp_path / "one"), metrics(tmp_path / "two")
@@ -1080,22 +1002,19 @@ run.accelerator.end_training()
 def test_two_processes_share_a_stream(data_dir, tmp_path):
     """Each has its own documents; resumed, it is bitwise the same; one process cannot continue it."""
     changed = recipe(**STREAM, training__checkpoint_every=3)
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     file, whole, parts = write_recipe(tmp_path, changed), tmp_path / "whole", tmp_path / "parts"
     (tmp_path / "see.py").write_text(SEE_STREAM)
-    resumed = ["--output", str(parts), "--data-dir", str(data_dir), "--resume-from", "3"]
+    resumed = ["--output", parts, "--data-dir", data_dir, "--resume-from", "3"]
     for command in (
-        [str(tmp_path / "see.py"), file, str(tmp_path), str(data_dir)],
-        [*TRAIN, file, "--output", str(whole), "--data-dir", str(data_dir)],
+        [tmp_path / "see.py", file, tmp_path, data_dir],
+        [*TRAIN, file, "--output", whole, "--data-dir", data_dir],
         [*TRAIN, file, *resumed],
     ):
         if "--resume-from" in command:
             # As if it had been stopped after step 3.
             shutil.copytree(whole, parts)
             (parts / "results.json").unlink()
-        process = launch([*two, *command])
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, said
+        python(*TORCHRUN, 2, *command)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [{number % 2 for number in some} for some in seen] == [{0}, {1}]
     assert_same_run(parts, whole)
@@ -1176,7 +1095,7 @@ def test_speed_and_memory(data_dir, tmp_path, monkeypatch):
 
 
 def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
-    """A real SIGTERM to a real process; the command that it prints finishes the run."""
+    """A real SIGTERM to a real process; the advice that it prints is right."""
     changed = recipe(training__steps=2000, evaluation__every=None)
     output = tmp_path / "a run"
     command = [sys.executable, *TRAIN, write_recipe(tmp_path, changed), "--output", str(output)]
@@ -1189,19 +1108,16 @@ def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
     process.terminate()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert "Continue with" in said
+    assert "with a checkpoint. Run the same command again with --resume auto." in said
     assert "Traceback" not in said
     (checkpoint,) = (output / "checkpoints").glob("step-*")
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:])
 
-    line = next(line for line in said.splitlines() if "--resume" in line)
-    arguments = shlex.split(line)[2:]
-    assert arguments[-2:] == ["--data-dir", str(data_dir)]
     # finished in this process, after as many steps as it takes to see that it went on from there
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, int(checkpoint.name[5:]) + 1)
         with pytest.raises(SystemExit) as caught:
-            train_command.main(arguments)
+            cli.main([*command[3:], "--data-dir", str(data_dir), "--resume", "auto"])
     assert caught.value.code == 128 + signal.SIGTERM
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:]) + 2
 
@@ -1242,6 +1158,6 @@ def test_own_text(tmp_path, capsys):
 def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     with pytest.raises(SystemExit) as caught:
-        train_command.main([*arguments, "--output", str(tmp_path / "run")])
+        cli.main(["train", *arguments, "--output", str(tmp_path / "run")])
     assert message in str(caught.value.code)
     assert "\n" not in str(caught.value.code)

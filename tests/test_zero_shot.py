@@ -3,12 +3,9 @@
 import gzip
 import importlib.util
 import json
-import os
 import pathlib
 import random
 import re
-import subprocess
-import sys
 
 import datasets
 import peft
@@ -18,7 +15,8 @@ import transformers
 import yaml
 
 from engine_matrix import for_engine
-from tiny import slow_but, tiny_model
+from processes import python
+from tiny import log_likelihood, slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts.cards.command import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -361,15 +359,6 @@ def save_model(folder, encoding="pope", family="llama", **fields):
     return model
 
 
-def log_likelihood(model, tokenizer, context, choice):
-    """Of the tokens of `choice` after `context`, by one forward pass without padding."""
-    tokens = tokenizer(context + choice, return_tensors="pt")["input_ids"]
-    start = len(tokenizer(context)["input_ids"])
-    with torch.no_grad():
-        logs = model(tokens).logits[0].double().log_softmax(-1)
-    return sum(logs[place - 1, tokens[0, place]].item() for place in range(start, tokens.shape[1]))
-
-
 def test_cbt_scores_are_likelihoods(tmp_path):
     # Questions are longer than that; PoPE has no limit.
     model = save_model(tmp_path / "model", max_position_embeddings=64)
@@ -641,21 +630,8 @@ def test_lm_evals_command_line(launched, tmp_path, local_data, capsys):
     options += ["--tasks", "whatwhere_local_cbt,whatwhere_local_piqa", "--include_path", folder]
     (tmp_path / "command.py").write_text(COMMAND, encoding="utf-8")
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"] if launched else []
-    done = subprocess.run(
-        [sys.executable, *launcher, "command.py", "run", *options, "--output_path", "scores"],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "WHATWHERE_DATA_DIR": str(local_data),
-            "HF_HUB_OFFLINE": "1",
-            "HF_MODULES_CACHE": str(tmp_path / "modules"),
-            "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    places = {"WHATWHERE_DATA_DIR": str(local_data), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    python(*launcher, "command.py", "run", *options, "--output_path", "scores", cwd=tmp_path, env=places)
     tasks = lm_eval_tasks(report_in(tmp_path / "scores"))
     assert list(tasks) == ["piqa", "whatwhere_local_cbt"]
     assert tasks["whatwhere_local_cbt"]["samples"] == 16

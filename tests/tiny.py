@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import whatwhere
 from whatwhere.attention_blockwise import Bias
@@ -58,6 +60,29 @@ def tokens(batch, length, seed=0):
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def in_steps(model, ids, steps, cache, mask=None, positions=None):
+    """The logits of tokens that are given in steps of these lengths, with a cache."""
+    pieces, start = [], 0
+    for step in steps:
+        end = start + step
+        own = {
+            "attention_mask": None if mask is None else mask[:, :end],
+            "position_ids": None if positions is None else positions[:, start:end],
+        }
+        pieces.append(model(ids[:, start:end], past_key_values=cache, **own).logits)
+        start = end
+    return torch.cat(pieces, dim=1)
+
+
+def log_likelihood(model, tokenizer, context, choice):
+    """Of the tokens of `choice` after `context`, by one forward pass without padding."""
+    ids = tokenizer(context + choice, return_tensors="pt")["input_ids"]
+    start = len(tokenizer(context)["input_ids"])
+    with torch.no_grad():
+        logs = model(ids).logits[0].double().log_softmax(-1)
+    return logs[start - 1 : -1].gather(1, ids[0, start:, None]).sum().item()
+
+
 def ranges_of(segments, query_length):
     """The mask `ranges`, int32 (B, 1, Q + K, 2), of documents in one piece, (B, K) or one list of K; -1 is padding.
 
@@ -79,6 +104,24 @@ def ranges_of(segments, query_length):
     return ranges
 
 
+def mask_of(kind, B, Q, K):
+    """The mask `ranges` of a kind: None if it is "causal"."""
+    slots = torch.arange(K)
+    if kind == "causal":
+        return None
+    if kind == "any":
+        ranges = torch.randint(0, K + 1, (B, 1, Q + K, 2), dtype=torch.int32)
+        ranges[:, :, Q:, 0] %= 5
+        return ranges
+    # Padding is left in even entries, and right in odd ones, where the last rows see nothing.
+    documents = {
+        "padding": [torch.where(slots < K - K // 4 if b % 2 else slots >= K // 3, 0, -1) for b in range(B)],
+        "packed": [slots * (4 + b) // K for b in range(B)],
+        "holes": [torch.where(torch.rand(K) > 0.3, 0, -1) for b in range(B)],
+    }
+    return ranges_of(torch.stack(documents[kind]), Q)
+
+
 def position_context(query_positions, key_positions=None, **fields):
     """A context of positions, int64 (1 or B, Q) and (1 or B, K); without key positions, of as many keys as queries."""
     key_positions = query_positions if key_positions is None else key_positions
@@ -98,6 +141,22 @@ def check_operator(operator, tensors, *settings):
     arguments = ([tensors[place] for place in places], places, *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(operator, arguments, test_utils=tests)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                # A view takes the room of what it is made of.
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
 
 
 def slow_but(quick, cases):

@@ -11,6 +11,20 @@ SOLVABLE = {
 }
 
 
+def with_changes(values, changes):
+    """Sets keys of a recipe, written `data__source`; a value of `...` removes the key. Returns the recipe."""
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        target = values
+        for section in sections:
+            target = target.setdefault(section, {})
+        if value is ...:
+            del target[last]
+        else:
+            target[last] = value
+    return values
+
+
 def toy_recipe(task, **changes):
     """A recipe that solves a small version of the task; keys are written `training__steps`."""
     parameters, length, steps = SOLVABLE[task]
@@ -35,10 +49,4 @@ def toy_recipe(task, **changes):
         "training": {"steps": steps, "batch_size": 32, "learning_rate": 0.01, "log_every": 50},
         "evaluation": {"blocks": 64},
     }
-    for key, value in changes.items():
-        *sections, last = key.split("__")
-        target = values
-        for section in sections:
-            target = target[section]
-        target[last] = value
-    return parse_recipe(values)
+    return parse_recipe(with_changes(values, changes))

@@ -19,7 +19,7 @@ def command_parser(name: str, usage: str, description: str, **options: Any) -> a
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Adds the option `--resume`, with the values False, True and "auto"."""
+    """Adds the options `--resume`, with the values False, True and "auto", and `--resume-from`."""
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -27,6 +27,13 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         default=False,
         choices=["auto"],
         help="continue from the newest checkpoint; auto: or begin, or end if finished",
+    )
+    parser.add_argument(
+        "--resume-from",
+        type=int,
+        default=None,
+        metavar="STEP",
+        help="continue from this step; later checkpoints are deleted",
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...model_card import weights_fingerprint
 from ..evaluation.results import check_writable, lm_eval_tasks, provenance, versions, write_json
-from ..training.errors import TrainingError, reported
+from ..training.errors import TrainingError
 from .common import command_parser
 
 DESCRIPTION = "Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one of them."
@@ -64,19 +64,6 @@ def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
     print(f"=== {name}: {seconds[name]:.1f} s", flush=True)
 
 
-def is_finished(encoding: str, folder: pathlib.Path, overrides: list[str]) -> bool:
-    """Returns whether the folder contains a finished training run of the recipe.
-
-    Raises:
-        ValueError: the recipe is not valid.
-        TrainingError: the folder contains a finished run of another recipe.
-    """
-    from ..training.recipe import load_recipe
-    from ..training.run_folder import RunFolder
-
-    return RunFolder(folder).results(load_recipe(f"demo_{encoding}", overrides).resolved()) is not None
-
-
 def processes() -> int:
     """Returns how many models are trained in parallel; on CPUs, two processes are faster than two threads."""
     import torch
@@ -85,7 +72,7 @@ def processes() -> int:
 
 
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
-    """Trains each encoding in its own process, `processes()` at a time; continues interrupted runs.
+    """Trains each encoding in its own process, `processes()` at a time, unless it is finished; continues runs.
 
     Raises:
         TrainingError: training failed; its messages were printed.
@@ -94,10 +81,9 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
     def run(encoding: str) -> int:
-        folder = folders[encoding]
-        command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folder)]
+        command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folders[encoding])]
         command += [argument for override in overrides for argument in ("--set", override)]
-        command += ["--resume"] if (folder / "recipe.yaml").exists() else []
+        command += ["--resume", "auto"]
         # A pipe, so that each writes lines and not a progress bar.
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, env=environment, **streams) as job:
@@ -192,25 +178,24 @@ def main(arguments: list[str] | None = None) -> None:
     folders = {encoding: options.output / encoding for encoding in ENCODINGS}
     seconds: dict[str, float] = {}
     begin = time.perf_counter()
-    with reported(lambda: "Run the same command again to continue."):
-        check_writable(options.output)
-        # Raises ImportError now if an extra is not installed.
-        from ..cards.command import write_card
-        from ..training import loop  # noqa: F401
+    check_writable(options.output)
+    # Raises ImportError now if an extra is not installed.
+    from ..cards.command import write_card
+    from ..training import loop  # noqa: F401
 
-        options.output.mkdir(parents=True, exist_ok=True)
-        importlib.import_module("lm_eval")
-        with stage("train", seconds):
-            train({name: path for name, path in folders.items() if not is_finished(name, path, overrides)}, overrides)
-        with stage("length extrapolation", seconds):
-            measure_lengths(list(folders.values()), options.output, options.tokens)
-        with stage(f"lm-eval {CHOSEN}", seconds):
-            run_lm_eval(folders[CHOSEN], options.output, provenance("demo", arguments))
-        with stage("model cards", seconds):
-            for folder in folders.values():
-                print(write_card(folder))
-        with stage(f"{CHOSEN} in a clean process", seconds):
-            print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
+    options.output.mkdir(parents=True, exist_ok=True)
+    importlib.import_module("lm_eval")
+    with stage("train", seconds):
+        train(folders, overrides)
+    with stage("length extrapolation", seconds):
+        measure_lengths(list(folders.values()), options.output, options.tokens)
+    with stage(f"lm-eval {CHOSEN}", seconds):
+        run_lm_eval(folders[CHOSEN], options.output, provenance("demo", arguments))
+    with stage("model cards", seconds):
+        for folder in folders.values():
+            print(write_card(folder))
+    with stage(f"{CHOSEN} in a clean process", seconds):
+        print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
     total = round(time.perf_counter() - begin, 1)
     write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
     print(f"\nThe demo took {total:.0f} s. Results: {options.output}")

@@ -1,12 +1,9 @@
 """`whatwhere finetune`: see `training/finetune.py`."""
 
 import argparse
-import os
-import sys
 import typing
 
 from ..checks import parse
-from ..training.errors import reported
 from ..training.finetune import FinetuneError, Settings, finetune
 from .common import add_resume, command_parser, json_value, name_or_list
 
@@ -14,7 +11,6 @@ DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qw
 
 On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --output runs/mine
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
-
 Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume continues. On several GPUs: torchrun -m whatwhere finetune."""
 
 
@@ -48,28 +44,23 @@ def parser() -> argparse.ArgumentParser:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Returns the settings of a run; raises ValueError with all problems."""
-    values = {key: value for key, value in vars(options).items() if key not in ("output", "resume", "data_dir")}
+    others = ("output", "resume", "resume_from", "data_dir")
+    values = {key: value for key, value in vars(options).items() if key not in others}
     values.setdefault("data", "local" if values.get("train_file") else "stdlib")
     return parse(Settings, values, error=FinetuneError)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-
-    def advice() -> str:
-        started = os.path.exists(os.path.join(options.output, "finetune.json"))
-        return "Continue with the same command and --resume." if started else "Nothing was written: start again."
-
-    with reported(advice):
-        results = finetune(
-            settings_of(options),
-            options.output,
-            resume=options.resume,
-            data_dir=options.data_dir,
-            arguments=arguments,
-        )
-        for when, key in (("before", "metrics_before"), ("after", "metrics")) if results else ():
-            scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results[key].items())
-            print(f"{options.output}, {when} fine-tuning: {scores}")
+    results = finetune(
+        settings_of(options),
+        options.output,
+        resume=options.resume,
+        resume_from=options.resume_from,
+        data_dir=options.data_dir,
+        arguments=arguments,
+    )
+    for when, key in (("before", "metrics_before"), ("after", "metrics")) if results else ():
+        scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results[key].items())
+        print(f"{options.output}, {when} fine-tuning: {scores}")

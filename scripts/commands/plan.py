@@ -1,10 +1,8 @@
 """`whatwhere plan`: see `training/plan.py`."""
 
 import argparse
-import sys
 from typing import Any
 
-from ..training.errors import reported
 from .common import command_parser
 
 DESCRIPTION = """Print what a recipe needs: parameters, memory of a device, FLOPs and time. Loads no text or weights.
@@ -35,19 +33,18 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    with reported():
-        from ..training.plan import plan
-        from ..training.recipe import load_recipe
+    options = parser().parse_args(arguments)
+    from ..training.plan import plan
+    from ..training.recipe import load_recipe
 
-        for name in ("devices", "device_memory", "device_tflops", "utilisation"):
-            value = getattr(options, name)
-            if value is not None and not (0 < value <= 1 if name == "utilisation" else value > 0):
-                allowed = "above 0 and at most 1" if name == "utilisation" else "above 0"
-                raise ValueError(f"--{name.replace('_', '-')}={value!r} is not valid: it must be {allowed}.")
-        peak = _peak(options)
-        recipe = load_recipe(options.recipe, options.set)
-        print("\n".join(_report(recipe, plan(recipe, options.devices), options, peak)))
+    for name in ("devices", "device_memory", "device_tflops", "utilisation"):
+        value = getattr(options, name)
+        if value is not None and not (0 < value <= 1 if name == "utilisation" else value > 0):
+            allowed = "above 0 and at most 1" if name == "utilisation" else "above 0"
+            raise ValueError(f"--{name.replace('_', '-')}={value!r} is not valid: it must be {allowed}.")
+    peak = _peak(options)
+    recipe = load_recipe(options.recipe, options.set)
+    print("\n".join(_report(recipe, plan(recipe, options.devices), options, peak)))
 
 
 def _peak(options: argparse.Namespace) -> float | None:

@@ -1,10 +1,8 @@
 """`whatwhere prepare`: see `data/prepared.py`."""
 
 import argparse
-import sys
 import time
 
-from ..training.errors import reported
 from .common import command_parser
 
 DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
@@ -31,32 +29,31 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    options = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    with reported():
-        from ..data.prepared import MixedBlocks, PreparedText
-        from ..training.data import load_data
-        from ..training.recipe import load_recipe
+    options = parser().parse_args(arguments)
+    from ..data.prepared import MixedBlocks, PreparedText
+    from ..training.data import load_data
+    from ..training.recipe import load_recipe
 
-        if options.processes is not None and options.processes < 1:
-            raise ValueError(f"--processes={options.processes!r} is not valid: it must be at least 1.")
-        own = {"train_file": options.train_file, "validation_file": options.validation_file}
-        recipe = load_recipe(options.recipe, options.set, **own)
-        if recipe.data.source == "task" or recipe.data.streaming:
-            field = "streaming=True" if recipe.data.streaming else "source='task'"
-            advice = " Use --set data.streaming=false, also with `whatwhere train`." if recipe.data.streaming else ""
-            reason = "streams" if recipe.data.streaming else "samples of tasks, which are generated,"
-            raise ValueError(f"data.{field} is not valid: {reason} cannot be prepared.{advice}")
-        data = load_data(recipe, options.data_dir, processes=options.processes)
-        parts = [
-            (split, part)
-            for split, blocks in {"train": data.batches.blocks, **data.held_out}.items()
-            for part in (blocks.parts if isinstance(blocks, MixedBlocks) else [blocks])
-        ]
-        for split, blocks in parts:
-            started = time.monotonic()
-            text = PreparedText(blocks.text.folder, verify=True)
-            size = sum(file.stat().st_size for file in text.folder.iterdir())
-            print(
-                f"{split}: {text.tokens:,} tokens of {text.documents:,} documents, {size / 1e6:,.1f} MB in "
-                f"{str(text.folder)!r}, verified in {time.monotonic() - started:.1f} s"
-            )
+    if options.processes is not None and options.processes < 1:
+        raise ValueError(f"--processes={options.processes!r} is not valid: it must be at least 1.")
+    own = {"train_file": options.train_file, "validation_file": options.validation_file}
+    recipe = load_recipe(options.recipe, options.set, **own)
+    if recipe.data.source == "task" or recipe.data.streaming:
+        field = "streaming=True" if recipe.data.streaming else "source='task'"
+        advice = " Use --set data.streaming=false, also with `whatwhere train`." if recipe.data.streaming else ""
+        reason = "streams" if recipe.data.streaming else "samples of tasks, which are generated,"
+        raise ValueError(f"data.{field} is not valid: {reason} cannot be prepared.{advice}")
+    data = load_data(recipe, options.data_dir, processes=options.processes)
+    parts = [
+        (split, part)
+        for split, blocks in {"train": data.batches.blocks, **data.held_out}.items()
+        for part in (blocks.parts if isinstance(blocks, MixedBlocks) else [blocks])
+    ]
+    for split, blocks in parts:
+        started = time.monotonic()
+        text = PreparedText(blocks.text.folder, verify=True)
+        size = sum(file.stat().st_size for file in text.folder.iterdir())
+        print(
+            f"{split}: {text.tokens:,} tokens of {text.documents:,} documents, {size / 1e6:,.1f} MB in "
+            f"{str(text.folder)!r}, verified in {time.monotonic() - started:.1f} s"
+        )

@@ -3,14 +3,11 @@
 import argparse
 import os
 import pathlib
-import shlex
-import sys
 
 from ..evaluation.results import check_writable, provenance
 from ..reproduction import measures, report, runs
 from ..reproduction.runs import Run
 from ..reproduction.tables import TABLES, Table
-from ..training.errors import reported
 from ..training.estimate import describe_seconds, estimate_seconds
 from .common import command_parser
 
@@ -85,43 +82,41 @@ def listing(planned: dict[tuple[str, str], list[Run]], left_out: dict[str, str])
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
     # All processes of torchrun or accelerate launch train, and the first prints.
     speaks = int(os.environ.get("RANK", "0")) == 0
-    with reported(lambda: f"Continue with the same command:\n\n    whatwhere reproduce {shlex.join(arguments)}"):
-        if options.table == "conversion":
-            # Needs peft.
-            from ..reproduction import conversion
+    if options.table == "conversion":
+        # Needs peft.
+        from ..reproduction import conversion
 
-            conversion.main(options, arguments)
-            return
-        table = TABLES[options.table]
-        chosen = {"small": options.small, "seeds": options.seeds, "rows": options.rows, "sets": options.set}
-        planned = runs.plan(table, output=options.output, **chosen)
-        if options.dry_run:
-            if speaks:
-                print(listing(planned, report.left_out(table) if options.small else {}), flush=True)
-                print(estimate(planned))
-            return
-        # An empty report must not replace an earlier one.
-        if options.report_only and not any(run.state() == "done" for run in runs.unique(planned)):
-            raise runs.ReproduceError(
-                f"--report-only is not valid: no run of {table.name} is finished in {str(options.output)!r}. "
-                "--dry-run lists the folders."
-            )
-        check_writable(options.output)
-        if not options.report_only:
-            train_all(table, planned, options.data_dir, speaks)
+        conversion.main(options, arguments)
+        return
+    table = TABLES[options.table]
+    chosen = {"small": options.small, "seeds": options.seeds, "rows": options.rows, "sets": options.set}
+    planned = runs.plan(table, output=options.output, **chosen)
+    if options.dry_run:
         if speaks:
-            found = report.collect(table, planned, small=options.small) | provenance("reproduce", arguments)
-            name, text = report.name_of(found), report.markdown(found)
-            written = [report.write(found, text, options.output / f"{name}.md", f"{name}.json")]
-            if options.cards:
-                readme = options.cards / name / "README.md"
-                written.append(report.write(found, report.card(found), readme, "results.json"))
-            print(text)
-            print(f"Written: {', '.join(map(str, written))}")
+            print(listing(planned, report.left_out(table) if options.small else {}), flush=True)
+            print(estimate(planned))
+        return
+    # An empty report must not replace an earlier one.
+    if options.report_only and not any(run.state() == "done" for run in runs.unique(planned)):
+        raise runs.ReproduceError(
+            f"--report-only is not valid: no run of {table.name} is finished in {str(options.output)!r}. "
+            "--dry-run lists the folders."
+        )
+    check_writable(options.output)
+    if not options.report_only:
+        train_all(table, planned, options.data_dir, speaks)
+    if speaks:
+        found = report.collect(table, planned, small=options.small) | provenance("reproduce", arguments)
+        name, text = report.name_of(found), report.markdown(found)
+        written = [report.write(found, text, options.output / f"{name}.md", f"{name}.json")]
+        if options.cards:
+            readme = options.cards / name / "README.md"
+            written.append(report.write(found, report.card(found), readme, "results.json"))
+        print(text)
+        print(f"Written: {', '.join(map(str, written))}")
 
 
 def train_all(table: Table, planned: dict[tuple[str, str], list[Run]], data_dir: str | None, speaks: bool) -> None:

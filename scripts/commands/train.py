@@ -2,10 +2,7 @@
 
 import argparse
 import os
-import shlex
-import sys
 
-from ..training.errors import reported
 from .common import add_resume, command_parser
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
@@ -30,9 +27,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
     add_resume(result)
     result.add_argument(
-        "--resume-from", type=int, metavar="STEP", help="continue from this step; later checkpoints are deleted"
-    )
-    result.add_argument(
         "--train-file",
         nargs="+",
         metavar="FILE",
@@ -47,32 +41,18 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    output = options.output
+    from ..training.loop import train
+    from ..training.recipe import load_recipe
 
-    def advice() -> str:
-        record = os.path.join(str(output), "recipe.yaml")
-        if not os.path.exists(record):
-            return "Nothing was written: start again."
-        data_dir = ["--data-dir", options.data_dir] if options.data_dir else []
-        command = shlex.join([record, "--output", str(output), "--resume", *data_dir])
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return f"Continue with the same launcher and number of processes:\n\n    -m whatwhere train {command}"
-        return f"Continue with:\n\n    whatwhere train {command}"
+    if options.data_dir and options.train_file:
+        raise ValueError(f"--data-dir={options.data_dir!r} has no effect with --train-file.")
+    own = {"train_file": options.train_file, "validation_file": options.validation_file}
+    recipe = load_recipe(options.recipe, options.set, **own)
+    output = options.output or os.path.join("runs", recipe.name)
+    continued = {"resume": options.resume, "resume_from": options.resume_from}
+    results = train(recipe, output, **continued, data_dir=options.data_dir, arguments=arguments)
+    if results:
+        import yaml
 
-    with reported(advice):
-        from ..training.loop import train
-        from ..training.recipe import load_recipe
-
-        if options.data_dir and options.train_file:
-            raise ValueError(f"--data-dir={options.data_dir!r} has no effect with --train-file.")
-        own = {"train_file": options.train_file, "validation_file": options.validation_file}
-        recipe = load_recipe(options.recipe, options.set, **own)
-        output = output or os.path.join("runs", recipe.name)
-        continued = {"resume": options.resume, "resume_from": options.resume_from}
-        results = train(recipe, output, **continued, data_dir=options.data_dir, arguments=arguments)
-        if results:
-            import yaml
-
-            print(yaml.safe_dump({"output": str(output), "metrics": results["metrics"]}, sort_keys=False), end="")
+        print(yaml.safe_dump({"output": str(output), "metrics": results["metrics"]}, sort_keys=False), end="")

@@ -213,7 +213,7 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
     return save_figure(figure, stem)
 
 
-def main(options: Any, arguments: list[str]) -> None:
+def main(options: Any, arguments: list[str] | None) -> None:
     """Runs the command line of `whatwhere reproduce conversion`; raises ValueError for options that are not valid."""
     if not options.small:
         raise ValueError("conversion has only a small version: add --small.")

@@ -45,9 +45,9 @@ class DamagedCheckpoint(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run, and the weights of the best model so far. Each is written atomically.
+    """The checkpoints of a run: the newest ones, and those with the best models of these. Each is written atomically.
 
-    All processes must call `save`, `save_best` and `wait`; the folder must be the same for all.
+    All processes must call `save` and `wait`; the folder must be the same for all.
     """
 
     def __init__(self, folder: RunFolder, keep: int, timeout: int = DDP_TIMEOUT) -> None:
@@ -63,37 +63,43 @@ class Checkpoints:
         """Whether writing the last checkpoint failed in this process; `wait` raises the error."""
         return self._error is not None
 
-    def save(self, tensors: dict[str, torch.Tensor], state: dict[str, Any], best: dict[str, Any] | None) -> None:
+    def save(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Begins to write a checkpoint after step `state["step"]`; old ones are deleted when it is complete.
 
         Args:
             tensors: see `training_tensors`. They are copied before this function returns.
-            state: the contents of `run.json`.
+            state: the contents of `run.json`; `best` is None, or has the `step` of the best model so far.
 
         Raises:
             TrainingError: the previous checkpoint could not be written.
         """
         self.wait()
-        best_sha256 = file_sha256(self.best_folder(best) / MANIFEST) if best is not None else None
-        state = {**state, "best": best, "best_sha256": best_sha256}
-        folder = self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
+        folder = self.of(state)
         copied = _copies(tensors)
 
         def write() -> None:
             try:
                 self._write(folder, copied, state)
                 if _is_first():
-                    self._remove_old(best)
+                    self._remove_old()
             except BaseException as error:
                 self._error = error
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _remove_old(self, best: dict[str, Any] | None) -> None:
+    def of(self, state: dict[str, Any]) -> Path:
+        """Returns the folder of the checkpoint after `state["step"]`."""
+        return self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
+
+    def _remove_old(self) -> None:
+        folders = self.folder.checkpoints()
+        newest = folders[-self.keep :]
         try:
-            self.remove(self.folder.checkpoints()[: -self.keep], best)
-        except OSError as error:
+            states = [json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in newest]
+            kept = {*newest, *(self.of(state["best"]) for state in states if state["best"] is not None)}
+            self.remove([folder for folder in folders if folder not in kept])
+        except (OSError, ValueError) as error:
             # The new checkpoint is complete.
             print(f"an old checkpoint cannot be deleted: {error}", file=sys.stderr)
 
@@ -161,22 +167,13 @@ class Checkpoints:
         if problem := next(filter(None, problems.values()), ""):
             raise TrainingError(problem)
 
-    def remove(self, folders: list[Path], best: dict[str, Any] | None) -> None:
-        """Deletes checkpoints, and weights of former best models that no checkpoint needs."""
+    def remove(self, folders: list[Path]) -> None:
+        """Deletes checkpoints."""
         for folder in folders:
             # Renamed first: a process killed during the deletion leaves no incomplete checkpoint.
             draft = folder.with_name(f".{folder.name}")
             folder.rename(draft)
             shutil.rmtree(draft)
-        wanted = {self.best_folder(best)} if best is not None else set()
-        for folder in self.folder.checkpoints():
-            with contextlib.suppress(OSError, ValueError):
-                state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-                if state["best"] is not None:
-                    wanted.add(self.best_folder(state["best"]))
-        for file in self.folder.path.glob("checkpoints/best-*"):
-            if file not in wanted:
-                shutil.rmtree(file)
 
     def until(self, step: int | None) -> list[Path]:
         """Returns the checkpoints up to the one after `step`, or all.
@@ -213,34 +210,16 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         state = read_checkpoint(folder)
-        if state["best"] is not None:
-            best = self.best_folder(state["best"])
-            read_checkpoint(best)
-            if file_sha256(best / MANIFEST) != state["best_sha256"]:
-                raise DamagedCheckpoint(f"{str(best)!r}, the best model of {folder.name!r}, was changed")
+        if state["best"] is not None and self.of(state["best"]) != folder:
+            read_checkpoint(self.of(state["best"]))
         return state
 
-    def best_folder(self, best: dict[str, Any]) -> Path:
-        """Returns the folder of the best model; `best["step"]` is its step."""
-        return self.folder.path / "checkpoints" / f"best-{int(best['step']):08d}"
-
-    def save_best(self, tensors: dict[str, torch.Tensor], best: dict[str, Any]) -> None:
-        """Writes the weights of the best model, and deletes weights that are no longer needed.
-
-        Raises:
-            TrainingError: a file cannot be written.
-        """
-        self.wait()
-        self._write(self.best_folder(best), tensors, best)
-        if _is_first():
-            self.remove([], best)
-
-    def load_best(self, tensors: dict[str, torch.Tensor], best: dict[str, Any]) -> None:
+    def load_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
         """Loads the weights of the best model; raises TrainingError if they cannot be read."""
-        folder = self.best_folder(best)
+        folder = self.of(best)
         try:
             read_checkpoint(folder)
-            read_tensors(folder, tensors)
+            read_tensors(folder, {f"model.{name}": tensor for name, tensor in weights(model).items()})
         except (DamagedCheckpoint, OSError, SafetensorError, RuntimeError) as error:
             raise TrainingError(f"{str(folder)!r}, the best model, cannot be read: {error}") from error
 
@@ -269,9 +248,10 @@ class Checkpoints:
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Returns the weights of a model, and the tensors of its optimiser's state, by their names in a checkpoint.
 
-    The optimiser needs a state, see `initialise_optimizer`.
+    Frozen weights are left out. The optimiser needs a state, see `initialise_optimizer`.
     """
-    result = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    result = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in frozen}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             result[f"optimizer.{name}.{key}"] = value
@@ -355,7 +335,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpoint: a file is missing, truncated or changed, or the checkpoint has another format.
     """
-    if not (folder / "manifest.json").exists() and list(folder.glob("*.pkl")):
+    if not (folder / MANIFEST).exists() and [*folder.glob("*.pkl"), *folder.glob("*.pt")]:
         raise DamagedCheckpoint(
             f"{str(folder)!r} was written by an earlier version of this package with pickled files, which can execute "
             "code and are no longer read. Finish the run with that version"

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..data.samples import TaskSamples
 from ..data.stream import StreamedBatches, first_rows
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
-from .recipe import DataRecipe, Recipe
+from .recipe import Recipe
 
 
 @dataclasses.dataclass
@@ -56,26 +55,6 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
     else:
         tokenizer = build_tokenizer(data.tokenizer)
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
-    batch_size = recipe.training.batch_size
-    return tokenise(data, texts, tokenizer, limit=limit, batch_size=batch_size, seed=recipe.seed, processes=processes)
-
-
-def tokenise(
-    data: DataRecipe,
-    texts: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    limit: int | None,
-    batch_size: int,
-    seed: int,
-    processes: int | None = None,
-) -> TrainingData:
-    """Returns the data of a run on text.
-
-    Args:
-        limit: blocks of each held-out split; None, except for streams, for all.
-        batch_size: sequences in the batch of a step, in all processes.
-    """
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
     weights = data.weights()
 
@@ -96,7 +75,7 @@ def tokenise(
     held_out = {split: blocks(split, limit) for split in common}
     batches: ShuffledBatches | StreamedBatches
     sha256: dict[str, str | None] = {"train": None}
-    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed}
+    options: dict[str, Any] = {"batch_size": recipe.training.batch_size, "seed": recipe.seed}
     if data.streaming:
         options |= {"shuffle_buffer": data.shuffle_buffer, "weights": weights}
         batches = StreamedBatches([text["train"] for text in texts], tokenizer, **form, **options)

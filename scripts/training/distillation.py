@@ -12,13 +12,13 @@ Axes: B batch, T tokens of a sequence, S samples of a prediction.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -132,7 +132,7 @@ class LogitTargets:
         self._shape = (len(self.chosen), blocks.sequence_length - 1, SAMPLES)
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
 
-    def write(self, source: str, batch_size: int, seed: int, processes: PartialState) -> None:
+    def write(self, source: str, batch_size: int, seed: int, processes: Accelerator | PartialState) -> None:
         """Draws the tokens, in all processes, unless the file exists.
 
         Raises:
@@ -174,11 +174,11 @@ class LogitTargets:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns `input_ids`, int64 (T), and `targets`, int64 (T - 1, S)."""
+    def __getitem__(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns `input_ids`, int64 (B, T), and `targets`, int64 (B, T - 1, S)."""
         drawn = np.memmap(self.file, self._dtype, "r", shape=self._shape)
-        targets = torch.from_numpy(drawn[index].astype(np.int64))
-        return {**self.blocks[int(self.chosen[index])], "targets": targets}
+        targets = torch.from_numpy(drawn[rows].astype(np.int64))
+        return {**self.blocks[self.chosen[rows].tolist()], "targets": targets}
 
 
 def logit_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ..checks import Refused
 from ..extras import explain
@@ -23,8 +23,8 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def reported(advice: Callable[[], str] = lambda: "Run the same command again.") -> Iterator[None]:
-    """Exits with a one-line message for user errors, and with `advice()` for interruptions."""
+def reported(advice: str) -> Iterator[None]:
+    """Exits with a one-line message for user errors, and with `advice` for interruptions."""
     try:
         yield
     except BrokenPipeError:
@@ -34,5 +34,5 @@ def reported(advice: Callable[[], str] = lambda: "Run the same command again.") 
         sys.exit(1 if isinstance(error, Refused) and int(os.environ.get("RANK", "0")) else f"error: {explain(error)}")
     except (Interrupted, KeyboardInterrupt) as stop:
         if not int(os.environ.get("RANK", "0")):
-            print(f"{str(stop).strip() or 'interrupted'}. {advice()}", file=sys.stderr)
+            print(f"{str(stop).strip() or 'interrupted'}. {advice}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", signal.SIGINT))

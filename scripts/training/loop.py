@@ -92,14 +92,7 @@ def train(
             return results
         check_text_and_model(recipe, data_dir)
         run = Run(recipe, folder.path, data_dir)
-        with run.explaining_errors():
-            try:
-                run.begin(resume=resume, resume_from=resume_from)
-                run.train()
-                return run.finish(arguments)
-            except Exception:
-                run.checkpoints.wait(failed=True)
-                raise
+        return run.execute(resume=resume, resume_from=resume_from, arguments=arguments)
 
 
 def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
@@ -126,21 +119,41 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
 class Run:
     """The state of one training run."""
 
-    def __init__(self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None) -> None:
-        self.recipe, self.output, self.folder = recipe, output, RunFolder(output)
+    command, record = "train", "recipe.yaml"
+
+    def __init__(
+        self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None, *, cpu: bool = False
+    ) -> None:
+        self.recipe, self.output, self.folder = recipe, output, RunFolder(output, self.record)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
         self._flops_per_token: float | None = None
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
-        self.accelerator = build_accelerator(training, output)
+        self.accelerator = build_accelerator(training, output, cpu=cpu)
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        self.layout = check_layout(recipe, build_config(recipe), processes, rank)
+        self.layout = check_layout(recipe, self.config(), processes, rank)
         self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints, training.ddp_timeout)
         self.micro_batch_size = training.micro_batch_size or training.batch_size // self.layout.data_share[1]
         with self.explaining_errors():
             self._load_data_and_model()
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings of the run, for its folder and its results."""
+        return self.recipe.resolved()
+
+    def config(self) -> Any:
+        """Returns the model's configuration, before the data are read."""
+        return build_config(self.recipe)
+
+    def build_model(self) -> Any:
+        """Returns the model at the beginning of training."""
+        return build_model(self.recipe, build_config(self.recipe, self.data.tokenizer))
+
+    def build_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
+        """Returns the optimiser of `whole_model` and its schedule."""
+        return build_optimizer(self.whole_model, self.recipe.training)
 
     def _load_data_and_model(self) -> None:
         """Reads the data, and builds the model and the optimiser."""
@@ -151,10 +164,10 @@ class Run:
             self.accelerator.print(f"{recipe.name}: {self.data.note}")
         set_seed(recipe.seed)
         # The model without a data-parallel wrapper, and the model to train.
-        self.whole_model = build_model(recipe, build_config(recipe, self.data.tokenizer))
+        self.whole_model = self.build_model()
         self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
         self.model = distribute(self.whole_model, self.layout, self.accelerator, training)
-        self.optimizer, self.scheduler = build_optimizer(self.whole_model, training)
+        self.optimizer, self.scheduler = self.build_optimizer()
         self.say(
             f"{self.parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}"
             + (f", {self.layout}" if self.accelerator.num_processes > 1 else "")
@@ -173,18 +186,35 @@ class Run:
 
         return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
 
+    def execute(
+        self, *, resume: bool, resume_from: int | None = None, arguments: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Begins or resumes the run, trains, and returns `finish(arguments)`."""
+        with self.explaining_errors():
+            try:
+                self.begin(resume=resume, resume_from=resume_from)
+                self.train()
+                return self.finish(arguments)
+            except Exception:
+                self.checkpoints.wait(failed=True)
+                raise
+
     def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
         """Prepares the folder, and loads the checkpoint if the run is resumed."""
         if resume:
             self.load_checkpoint(resume_from)
-        if self.accelerator.is_main_process:
-            self.output.mkdir(parents=True, exist_ok=True)
-            self.folder.remove_leftovers()
-            with self.checkpoints.writing(self.output / self.folder.record):
-                self.folder.write_record(self.recipe.resolved())
+        self.write_settings()
         if self.recipe.training.trackers:
             self.accelerator.init_trackers(self.recipe.name, config={"recipe": json.dumps(self.recipe.resolved())})
         self.accelerator.wait_for_everyone()
+
+    def write_settings(self) -> None:
+        """Writes the settings into the folder, after deleting incomplete files of a killed run."""
+        if self.accelerator.is_main_process:
+            self.output.mkdir(parents=True, exist_ok=True)
+            self.folder.remove_leftovers()
+            with self.checkpoints.writing(self.output / self.record):
+                self.folder.write_record(self.settings())
 
     def train(self) -> None:
         """Trains from the current step to the last one.
@@ -223,12 +253,11 @@ class Run:
                     self.log({**values, "learning_rate": rate, **counts, **costs})
                     waited = 0.0
                 progress.advance(self.step, loss)
-                if every and (last or self.step % every == 0):
-                    self._validate(progress)
+                improved = bool(every) and (last or self.step % every == 0) and self._validate(progress)
                 stop = any_process(self.accelerator, bool(received) or self.checkpoints.has_failed)
                 self.seconds = time.monotonic() - started
                 due = training.checkpoint_every and self.step % training.checkpoint_every == 0
-                if due or last or stop:
+                if due or improved or last or stop:
                     self._check_divergence(loss, norm)
                     self.save_checkpoint()
                 if stop and not last:
@@ -287,7 +316,7 @@ class Run:
                     name: tensor[part.start : part.stop].to(self.accelerator.device, non_blocking=True)
                     for name, tensor in batch.items()
                 }
-                loss = self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
+                loss = self.loss(inputs, predictions)
                 total += loss.detach()
                 # Data-parallel training averages gradients over processes, but the sum is needed here.
                 (loss * self.layout.data_share[1]).backward()
@@ -296,6 +325,10 @@ class Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return self.sum(total), norm
+
+    def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
+        """Returns the loss of a part of a batch with this number of predictions: its share in the mean."""
+        return self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Returns the sum of a tensor over the shares of the batch."""
@@ -319,18 +352,20 @@ class Run:
                 )
         return values
 
-    def _validate(self, progress: Progress) -> None:
-        """Evaluates on the validation split, and saves the model if it is the best so far and the recipe keeps it."""
+    def _validate(self, progress: Progress) -> bool:
+        """Evaluates on the validation split; returns whether the recipe keeps the model, as the best so far."""
         scores = self.evaluate("validation", self.recipe.evaluation.blocks)
         self.log({f"validation_{name}": value for name, value in scores.items()})
-        if self.recipe.evaluation.keep == "best" and not (self.best and scores["loss"] >= self.best["validation_loss"]):
-            self.best = {"step": self.step, "validation_loss": scores["loss"]}
-            self.checkpoints.save_best(weights(self.whole_model), self.best)
+        loss, keep = scores["loss"], self.recipe.evaluation.keep
+        improved = keep == "best" and (self.best is None or loss < self.best["validation_loss"])
+        if improved:
+            self.best = {"step": self.step, "validation_loss": loss}
         if self.accelerator.is_main_process:
             shown = ("token_error", "bits_per_byte", "loss", "perplexity")
             report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown if name in scores)
             progress.bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
         progress.mark(self.step)
+        return improved
 
     def evaluate(self, split: str, limit: int | None = None) -> dict[str, float]:
         """Returns the scores of a held-out split, see `held_out.evaluate`."""
@@ -361,8 +396,9 @@ class Run:
             "random": gather_object([random_state(self.accelerator.device)]),
             "streams": streams and streams[:: self.layout.tp],
             "parameter_groups": parameter_groups(self.whole_model, self.optimizer),
+            "best": self.best,
         }
-        self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state, self.best)
+        self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state)
 
     def load_checkpoint(self, step: int | None = None) -> None:
         """Loads the newest checkpoint, or the one after `step`; without checkpoints, the run starts at step 0.
@@ -386,12 +422,12 @@ class Run:
                 set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
             else:
                 set_seed(self.recipe.seed + state["step"])
-                self.say("resuming with another layout: the batches are the same, random numbers of dropout differ")
+                self.say("resuming with another layout: random numbers of dropout differ")
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
         # Wait until all processes have read the checkpoint.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            self.checkpoints.remove(self.folder.checkpoints()[len(folders) :], self.best)
+            self.checkpoints.remove(self.folder.checkpoints()[len(folders) :])
             self._cut_metrics()
 
     def _read(self, folders: list[Path]) -> dict[str, Any]:
@@ -438,7 +474,7 @@ class Run:
         with self.checkpoints.writing(metrics):
             write_text(metrics, "".join(kept))
 
-    def _scores(self) -> dict[str, Any]:
+    def scores(self) -> dict[str, Any]:
         """Returns the data and scores of `results.json`."""
         data, samples = self.recipe.data, self.step * self.recipe.training.batch_size
         if self.data.unit == "samples":
@@ -456,13 +492,26 @@ class Run:
         return {**about, "tokens_trained": samples * data.sequence_length}
 
     def _full_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the whole weights, in the memory of the first process; the others return nothing."""
+        """Returns the whole weights of a sharded model, in the memory of the first process."""
         result = {}
         for name, tensor in weights(self.whole_model).items():
             full = whole(tensor)
             if self.accelerator.is_main_process:
                 result[name] = full.cpu()
         return result
+
+    def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
+        """Saves the trained model, in the first process; `state_dict` are the weights of a sharded model."""
+        model = self.whole_model
+        if state_dict is not None:
+            # FSDP changes the class of a model.
+            with torch.device("meta"):
+                model = FAMILIES[self.recipe.model["family"]]._from_config(model.config, dtype=model.dtype)
+        model.save_pretrained(folder, state_dict=state_dict)
+
+    def about(self) -> dict[str, Any]:
+        """Returns more contents of `results.json`."""
+        return {}
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
         """Evaluates on the test split (or validation, without a test split) and saves model, results and card.
@@ -473,20 +522,17 @@ class Run:
         recipe, model = self.recipe, self.whole_model
         self.checkpoints.wait()
         if self.best is not None:
-            self.checkpoints.load_best(weights(model), self.best)
-        scores = self._scores()
-        state_dict = self._full_weights()
+            self.checkpoints.load_best(model, self.best)
+        scores = self.scores()
+        state_dict = self._full_weights() if self.layout.is_sharded else None
         results: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             with self.checkpoints.writing(self.output), self.folder.draft() as draft:
-                # The trained model may have another class, made by FSDP.
-                with torch.device("meta"):
-                    plain = FAMILIES[recipe.model["family"]](model.config)
-                plain.save_pretrained(draft, state_dict=state_dict)
+                self.save(draft, state_dict)
                 self.data.tokenizer.save_pretrained(draft)
                 results = {
                     **scores,
-                    "recipe": recipe.resolved(),
+                    "recipe": self.settings(),
                     "seed": recipe.seed,
                     "steps": self.step,
                     **({"kept": self.best} if self.best is not None else {}),
@@ -496,12 +542,15 @@ class Run:
                     **({"layout": str(self.layout)} if self.layout.is_sharded else {}),
                     "device": str(self.accelerator.device),
                     "text_sha256": self.data.splits_sha256["train"],
+                    **self.about(),
                     "weights_sha256": weights_fingerprint(draft),
                     "commit": _commit(),
-                    **provenance("train", arguments),
+                    **provenance(self.command, arguments),
                 }
                 write_json(draft / "results.json", results)
-                write_card(draft, name=self.output.resolve().name)
+                # Adapters have peft's card.
+                if (draft / "config.json").exists():
+                    write_card(draft, name=self.output.resolve().name)
         # All processes must still exist: gloo can wait forever for one that has ended.
         del model, self.whole_model, self.model, self.optimizer
         self.accelerator.free_memory()

@@ -1,6 +1,7 @@
 """The model and the optimiser of a recipe."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,7 +63,13 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
 
 def build_model(recipe: Recipe, config: Any) -> Any:
     """Builds the model with random weights, from the seed of the process."""
-    model, training = FAMILIES[recipe.model["family"]](config), recipe.training
+    model = FAMILIES[recipe.model["family"]](config)
+    prepare_model(model, recipe.training)
+    return model
+
+
+def prepare_model(model: Any, training: TrainingRecipe) -> None:
+    """Applies the settings of a recipe that save memory or time to a model."""
     if training.activation_checkpointing:
         # Transformers before 5.23 has the other name only.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -78,7 +85,6 @@ def build_model(recipe: Recipe, config: Any) -> Any:
             layer.compile()
     elif training.compile:
         model.compile()
-    return model
 
 
 # Operators whose results selective activation checkpointing keeps.
@@ -127,19 +133,26 @@ def _use_chunked_loss(model: Any, *, liger: bool) -> None:
     model.loss_function = loss
 
 
-def build_optimizer(model: torch.nn.Module, training: TrainingRecipe) -> tuple[torch.optim.Optimizer, Any]:
+def build_optimizer(
+    model: torch.nn.Module, training: TrainingRecipe, rates: Mapping[str, float] | None = None
+) -> tuple[torch.optim.Optimizer, Any]:
     """Returns AdamW and its learning rate schedule.
 
     Weight decay acts on tensors of two and more dimensions (matrices, embeddings, position tables), not on norms and
     biases.
+
+    Args:
+        rates: learning rates of parameters by name, where they are not the recipe's.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = {parameter: (rates or {}).get(name) for name, parameter in model.named_parameters()}
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        decay = training.weight_decay if parameter.ndim >= 2 else 0.0
+        kinds.setdefault((decay, own[parameter]), []).append(parameter)
     groups = [
-        {"params": group, "weight_decay": decay}
-        for decay, chosen in (
-            (training.weight_decay, [p for p in parameters if p.ndim >= 2]),
-            (0.0, [p for p in parameters if p.ndim < 2]),
-        )
+        {"params": group, "weight_decay": decay, "lr": training.learning_rate if rate is None else rate}
+        for (decay, rate), chosen in kinds.items()
         for group in by_mesh(chosen)
     ]
     optimizer = torch.optim.AdamW(
