@@ -118,15 +118,14 @@ def _innermost(annotation: Any) -> Any:
 def _place(cls: type[Checked], place: tuple[int | str, ...]) -> tuple[list[str], type[Checked]]:
     """Returns the field names on the path to an error, and the class of the last field."""
     names: list[str] = []
-    for number, part in enumerate(place, 1):
-        names.append(str(part))
+    owner = cls
+    inner: Any = cls
+    for part in place:
         if isinstance(part, int):
-            names[-2:] = [f"{names[-2]}[{part}]"]
-            continue
-        field = cls.model_fields.get(part)
-        inner = _innermost(field.annotation) if field else None
-        if number == len(place) or not (isinstance(inner, type) and issubclass(inner, Checked)):
-            names[-1] += "".join(f"[{index}]" for index in place[number:] if isinstance(index, int))
-            break
-        cls = inner
-    return names, cls
+            names[-1] += f"[{part}]"
+        # Otherwise, it is the type of a union that the value was compared with.
+        elif isinstance(inner, type) and issubclass(inner, Checked):
+            names.append(part)
+            owner, field = inner, inner.model_fields.get(part)
+            inner = _innermost(field.annotation) if field else None
+    return names, owner

@@ -34,13 +34,8 @@ from .evaluation.checkpoints import checked_loading
 
 logger = logging.get_logger(__name__)
 
-# Model types that a family's own class reads.
-FAMILIES: dict[str, Any] = {
-    "gpt2": WhatWhereGPT2ForCausalLM,
-    "whatwhere_gpt2": WhatWhereGPT2ForCausalLM,
-    "llama": WhatWhereLlamaForCausalLM,
-    "whatwhere_llama": WhatWhereLlamaForCausalLM,
-}
+# The class that reads a family's checkpoints, stock ones and ours.
+FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhereLlamaForCausalLM}
 # The file in a converted folder that lists the parameters that are new.
 RECORD = "conversion.json"
 # Fields of Qwen's configurations that say which layers have a sliding window.
@@ -58,10 +53,10 @@ def load_source(source: str) -> Any:
     """
     with checked_loading(source):
         config = AutoConfig.from_pretrained(source)
-    if config.model_type in FAMILIES:
-        return _load(FAMILIES[config.model_type], source)
+    if family := FAMILIES.get(config.model_type.removeprefix("whatwhere_")):
+        return _load(family, source)
     if config.model_type not in ("qwen2", "qwen3"):
-        kinds = ", ".join(map(repr, (*FAMILIES, "qwen2", "qwen3")))
+        kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), "qwen2", "qwen3")))
         raise ValueError(
             f"checkpoint={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
         )

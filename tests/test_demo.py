@@ -1,6 +1,7 @@
 """`make demo`, whole, with models that learn nothing; its continuation after an interruption."""
 
 import json
+import re
 
 import pytest
 from huggingface_hub import ModelCard
@@ -101,11 +102,8 @@ def test_lm_eval_and_clean_process(finished):
 
 @pytest.mark.slow
 def test_wall_times(finished):
-    folder, printed = finished
-    seconds = json.loads((folder / "demo.json").read_text(encoding="utf-8"))["seconds"]
-    assert len(seconds) == 6
-    assert seconds["total"] >= max(value for name, value in seconds.items() if name != "total")
-    assert all(f"=== {name}: " in printed for name in seconds if name != "total")
+    _, printed = finished
+    assert len(re.findall(r"^=== .*: \d+\.\d s$", printed, re.MULTILINE)) == 5
 
 
 @pytest.mark.slow

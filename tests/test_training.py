@@ -834,7 +834,7 @@ def test_toy_resume_refuses_other_samples(tmp_path, monkeypatch):
 def test_unwritable_output(data_dir, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     monkeypatch.setattr(data, "load_text", lambda *a, **k: pytest.fail("work was done before the folder was checked"))
-    with pytest.raises(TrainingError, match="cannot be written"):
+    with pytest.raises(OSError, match="cannot be written"):
         train(recipe(), tmp_path / "file" / "run", data_dir=data_dir)
 
 

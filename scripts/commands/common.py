@@ -18,6 +18,22 @@ def command_parser(name: str, usage: str, description: str, **options: Any) -> a
     )
 
 
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument RECIPE and the options for its keys and its text."""
+    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
+    parser.add_argument(
+        "--train-file",
+        nargs="+",
+        metavar="FILE",
+        help="your text: UTF-8 text, jsonl or parquet files, folders, patterns",
+    )
+    parser.add_argument(
+        "--validation-file", nargs="+", metavar="FILE", help="text to evaluate on; default: a part of --train-file"
+    )
+    parser.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+
+
 def add_resume(parser: argparse.ArgumentParser) -> None:
     """Adds the options `--resume`, with the values False, True and "auto", and `--resume-from`."""
     parser.add_argument(

@@ -1,8 +1,8 @@
 """`whatwhere demo`: trains, evaluates and loads models on a laptop (at most 8 minutes on 2 CPU cores, no downloads).
 
-The output folder gets a checkpoint folder for each encoding, `length.json`, `length.png`, `length.svg`, `lm_eval.log`,
-and `demo.json` with the duration of every stage in seconds. Running the command again continues after an interruption,
-and reuses finished training runs of the same recipe.
+The output folder gets a checkpoint folder for each encoding, `length.json`, `length.png`, `length.svg` and
+`lm_eval.log`. Running the command again continues after an interruption, and reuses finished training runs of the same
+recipe.
 """
 
 import concurrent.futures
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ..evaluation.results import check_writable, lm_eval_tasks, provenance, versions, write_json
+from ..evaluation.results import check_writable, lm_eval_tasks, provenance, write_json
 from ..training.errors import TrainingError
 from .common import command_parser
 
@@ -55,13 +55,12 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 @contextlib.contextmanager
-def stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Prints the name and the duration of a stage, and adds the duration to `seconds`."""
+def stage(name: str) -> Iterator[None]:
+    """Prints the name and the duration of a stage."""
     print(f"\n=== {name}", flush=True)
     start = time.perf_counter()
     yield
-    seconds[name] = round(time.perf_counter() - start, 1)
-    print(f"=== {name}: {seconds[name]:.1f} s", flush=True)
+    print(f"=== {name}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
 def processes() -> int:
@@ -176,7 +175,6 @@ def main(arguments: list[str] | None = None) -> None:
     overrides += options.set
 
     folders = {encoding: options.output / encoding for encoding in ENCODINGS}
-    seconds: dict[str, float] = {}
     begin = time.perf_counter()
     check_writable(options.output)
     # Raises ImportError now if an extra is not installed.
@@ -185,17 +183,15 @@ def main(arguments: list[str] | None = None) -> None:
 
     options.output.mkdir(parents=True, exist_ok=True)
     importlib.import_module("lm_eval")
-    with stage("train", seconds):
+    with stage("train"):
         train(folders, overrides)
-    with stage("length extrapolation", seconds):
+    with stage("length extrapolation"):
         measure_lengths(list(folders.values()), options.output, options.tokens)
-    with stage(f"lm-eval {CHOSEN}", seconds):
+    with stage(f"lm-eval {CHOSEN}"):
         run_lm_eval(folders[CHOSEN], options.output, provenance("demo", arguments))
-    with stage("model cards", seconds):
+    with stage("model cards"):
         for folder in folders.values():
             print(write_card(folder))
-    with stage(f"{CHOSEN} in a clean process", seconds):
+    with stage(f"{CHOSEN} in a clean process"):
         print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
-    total = round(time.perf_counter() - begin, 1)
-    write_json(options.output / "demo.json", {"seconds": {**seconds, "total": total}, "versions": versions()})
-    print(f"\nThe demo took {total:.0f} s. Results: {options.output}")
+    print(f"\nThe demo took {time.perf_counter() - begin:.0f} s. Results: {options.output}")

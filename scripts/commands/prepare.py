@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from .common import command_parser
+from .common import add_recipe, command_parser
 
 DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
 
@@ -18,12 +18,8 @@ checks the SHA-256 of all files."""
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser("prepare", "RECIPE [OPTIONS]", DESCRIPTION)
-    result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
-    result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
+    add_recipe(result)
     result.add_argument("--processes", type=int, metavar="N", help="number of processes; default: one for each core")
-    result.add_argument("--train-file", nargs="+", metavar="FILE", help="your text, as for `whatwhere train`")
-    result.add_argument("--validation-file", nargs="+", metavar="FILE", help="text to evaluate on")
-    result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
     return result
 
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from .common import add_resume, command_parser
+from .common import add_recipe, add_resume, command_parser
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -22,20 +22,9 @@ last 5 % of each."""
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser("train", "RECIPE [OPTIONS]", DESCRIPTION, epilog=EPILOG)
-    result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
-    result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
+    add_recipe(result)
     result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
     add_resume(result)
-    result.add_argument(
-        "--train-file",
-        nargs="+",
-        metavar="FILE",
-        help="your text: UTF-8 text, jsonl or parquet files, folders or patterns",
-    )
-    result.add_argument(
-        "--validation-file", nargs="+", metavar="FILE", help="text to evaluate on; default: a part of --train-file"
-    )
-    result.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
     return result
 
 

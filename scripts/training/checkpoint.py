@@ -126,8 +126,6 @@ class Checkpoints:
         draft = folder.with_name(f".{folder.name}")
         if _is_first():
             shutil.rmtree(draft, ignore_errors=True)
-        with self._agreed(folder):
-            draft.mkdir(parents=True, exist_ok=True)
         try:
             own: dict[str, str] = {}
             with self._agreed(folder):

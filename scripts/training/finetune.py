@@ -6,6 +6,7 @@ peft's.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_registry import max_length
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
-from ..conversion import RECORD, card_metadata, convert, load_source
+from ..conversion import FAMILIES, RECORD, card_metadata, convert, load_source
 from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
 from ..data.rows import data_folder
@@ -32,7 +33,7 @@ from ..evaluation.results import read_json, write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import TrainingError
 from .loop import Run
-from .model import FAMILIES, build_optimizer, prepare_model
+from .model import build_optimizer, prepare_model
 from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Recipe, TrainingRecipe
 from .run_folder import RunFolder
 
@@ -303,6 +304,10 @@ class Finetuning(Run):
         targets = inputs.pop("targets")
         outputs = self.model(**inputs, num_items_in_batch=predictions, use_cache=False)
         return (outputs.loss + logit_loss(outputs.logits, targets) * part) / 2
+
+    def largest_loss(self) -> float:
+        """Returns the loss above which training has diverged: a conversion can leave a model with any finite loss."""
+        return math.inf
 
     def log(self, values: dict[str, float]) -> None:
         """Appends a line to `metrics.jsonl`; the loss of distillation is not that of the text alone."""

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from .model import FAMILIES
+from ..conversion import FAMILIES
 
 # Dense bf16 TFLOP/s, from the manufacturers' data sheets. A name has all words of its key; longer keys come first.
 PEAK_TFLOPS = {

@@ -27,6 +27,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from whatwhere.model_card import weights_fingerprint
 
 from ..cards.command import write_card
+from ..conversion import FAMILIES
 from ..data.pack import IGNORED, Steps
 from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
@@ -54,7 +55,7 @@ from .distributed import (
 from .errors import Interrupted, TrainingError
 from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate
-from .model import FAMILIES, build_config, build_model, build_optimizer
+from .model import build_config, build_model, build_optimizer
 from .progress import Progress, peak_memory, stop_signals
 from .recipe import Recipe, RecipeError
 from .run_folder import RunFolder
@@ -81,7 +82,8 @@ def train(
         resume_from: continue from the checkpoint after this step, and delete later ones.
 
     Raises:
-        TrainingError: the folder is not usable, it has another run, or the loss is not finite.
+        TrainingError: the folder has another run, or the loss is not finite.
+        OSError: the folder cannot be written.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived.
         ValueError: the recipe's model or data are not valid.
     """
@@ -253,7 +255,9 @@ class Run:
                     self.log({**values, "learning_rate": rate, **counts, **costs})
                     waited = 0.0
                 progress.advance(self.step, loss)
-                improved = bool(every) and (last or self.step % every == 0) and self._validate(progress)
+                improved = False
+                if every and (last or self.step % every == 0):
+                    improved = self._validate(progress)
                 stop = any_process(self.accelerator, bool(received) or self.checkpoints.has_failed)
                 self.seconds = time.monotonic() - started
                 due = training.checkpoint_every and self.step % training.checkpoint_every == 0
@@ -340,8 +344,7 @@ class Run:
     def _check_divergence(self, loss: torch.Tensor, norm: torch.Tensor) -> dict[str, float]:
         """Returns both values; raises TrainingError if one is not finite, or the loss is far above that of guessing."""
         values = {"loss": loss.item(), "gradient_norm": norm.item()}
-        # A uniform guess has the logarithm of the vocabulary's size.
-        limits = {"loss": 3 * math.log(self.whole_model.config.vocab_size), "gradient_norm": math.inf}
+        limits = {"loss": self.largest_loss(), "gradient_norm": math.inf}
         for name, value in values.items():
             if not math.isfinite(value) or value > limits[name]:
                 self.checkpoints.wait()
@@ -351,6 +354,10 @@ class Run:
                     f"{self.checkpoints.advice()}"
                 )
         return values
+
+    def largest_loss(self) -> float:
+        """Returns the loss above which training has diverged: three times that of a uniform guess."""
+        return 3 * math.log(self.whole_model.config.vocab_size)
 
     def _validate(self, progress: Progress) -> bool:
         """Evaluates on the validation split; returns whether the recipe keeps the model, as the best so far."""

@@ -8,14 +8,12 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 from whatwhere.position_registry import max_length
 
+from ..conversion import FAMILIES
 from ..data.pack import IGNORED
 from .distributed import by_mesh, decoder_layers
 from .recipe import Recipe, RecipeError, TrainingRecipe, model_problem
-
-FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhereLlamaForCausalLM}
 
 
 def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:

@@ -168,12 +168,10 @@ class RunFolder:
         The lock file stays in the folder: if it were deleted, two later processes could lock two files of this name.
 
         Raises:
-            TrainingError: another run has the lock, or the folder cannot be written.
+            TrainingError: another run has the lock.
+            OSError: the folder cannot be written.
         """
-        try:
-            check_writable(self.path)
-        except OSError as error:
-            raise TrainingError(str(error)) from error
+        check_writable(self.path)
         if int(os.environ.get("RANK", "0")):
             yield
             return
