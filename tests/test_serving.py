@@ -186,15 +186,6 @@ def test_eight_requests_at_once(server, folders):
     assert found == expected
 
 
-def test_stop_strings(server, folders):
-    whole = folders.answer("rope", "hello", length=20)
-    stop = whole[4:6]
-    # Transformers keeps the string that ended the text.
-    expected = whole[: whole.index(stop) + 2]
-    for given in (stop, ["no such text", stop]):
-        assert text_of(server, folders.path("rope"), "hello", length=20, stop=given) == (expected, "stop")
-
-
 @pytest.mark.parametrize("encoding", ["absolute", "relative"])
 @pytest.mark.parametrize("prompt", ["a" * 200, "a" * 120], ids=["prompt", "answer"])
 def test_too_long_is_refused_in_our_words(server, folders, encoding, prompt):
@@ -220,20 +211,6 @@ def test_too_long_is_refused_in_our_words(server, folders, encoding, prompt):
     assert message in last.response.error.message
     # The server goes on.
     assert text_of(server, folders.path(encoding), "hello")[0] == folders.answer(encoding, "hello")
-
-
-def test_a_cancelled_stream_ends_its_generation(server, folders):
-    # It would take minutes. The server generates one text of a model after the other: the next would not begin.
-    length = 100_000
-    stream = server.client.completions.create(
-        model=folders.path("cope"), prompt="hello", max_tokens=length, temperature=0, stream=True
-    )
-    for _ in range(5):
-        next(stream)
-    stream.close()
-    quick = server.client.with_options(timeout=20).completions
-    again = quick.create(model=folders.path("cope"), prompt="hello", max_tokens=LENGTH, temperature=0)
-    assert again.choices[0].text == folders.answer("cope", "hello")
 
 
 def test_transformers_chat(server, folders, tmp_path):
