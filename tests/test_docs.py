@@ -29,12 +29,15 @@ def test_readme_is_short():
     assert len(PAGES["README.md"].splitlines()) <= 120
 
 
+# Trainer pins memory on CPUs, too.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_snippets_run(page, tmp_path, monkeypatch):
     # The two checkpoints that the text names, and the one call that needs a network.
     monkeypatch.chdir(tmp_path)
-    tiny_model("llama", "pope").save_pretrained("demo/pope")
-    build_tokenizer("bytes").save_pretrained("demo/pope")
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.save_pretrained("demo/pope")
+    tiny_model("llama", "pope", vocab_size=len(tokenizer)).save_pretrained("demo/pope")
     GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4)).save_pretrained("openai-community/gpt2")
     pushed = []
     monkeypatch.setattr(PreTrainedModel, "push_to_hub", lambda self, name: pushed.append((name, self)))

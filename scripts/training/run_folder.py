@@ -3,7 +3,7 @@
 | file | contents |
 |---|---|
 | `recipe.yaml` or `finetune.json` | the record: every setting of the run |
-| `checkpoints/` | `step-<n>` (or Trainer's `checkpoint-<n>`) |
+| `checkpoints/` | `step-<n>` (`checkpoint-<n>`, of earlier versions, is refused) |
 | `results.json` | the results; written last, when the run is finished |
 | `.lock`, `.lock.json` | the lock of the process that writes to the folder, and its host and process id |
 

@@ -1,0 +1,68 @@
+"""Our models in Transformers' own `Trainer`: they train as the stock model does, and resume exactly."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
+from whatwhere.scripts.data.tokenize import build_tokenizer
+
+
+def trainer(model, folder, **arguments):
+    """A Trainer for four steps of two rows, of different lengths, so that batches are padded."""
+    rows = [{"input_ids": row[:length]} for row, length in zip(tokens(8, 12), (12, 5, 9, 12, 3, 7, 11, 12))]
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.pad_token_id = 0
+    options = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "seed": 0, **arguments}
+    return Trainer(
+        model,
+        TrainingArguments(str(folder), use_cpu=True, report_to="none", logging_steps=1, save_steps=2, **options),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], msg=name)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rope_trains_as_the_stock_model(parts, tmp_path):
+    config = tiny_config("llama", "rope")
+    stock = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in config.to_dict().items() if "position_enc" not in k}))
+    ours = causal_lm_class("llama")._from_config(config)
+    ours.load_state_dict(stock.state_dict())
+    losses = []
+    for name, model in (("stock", stock), ("ours", ours)):
+        training = trainer(model, tmp_path / name, gradient_accumulation_steps=parts)
+        training.train()
+        losses.append([line["loss"] for line in training.state.log_history if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert len(set(losses[0])) == 4
+    assert_same(dict(stock.state_dict()), dict(ours.state_dict()))
+
+
+@pytest.mark.parametrize("encoding", ["pope", "cope", "cope+rope", "fox", ["rope", "none"]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_learns_and_resumes_exactly(family, encoding, tmp_path):
+    whole = trainer(tiny_model(family, encoding), tmp_path / "run")
+    before = whole.evaluate()["eval_loss"]
+    start = {name: parameter.detach().clone() for name, parameter in whole.model.named_parameters()}
+    whole.train()
+    assert whole.evaluate()["eval_loss"] < before
+    assert all(not torch.equal(parameter, start[name]) for name, parameter in whole.model.named_parameters())
+    resumed = trainer(tiny_model(family, encoding), tmp_path / "run")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert_same(dict(whole.model.state_dict()), dict(resumed.model.state_dict()))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    torch.testing.assert_close(loaded(tokens(1, 9)).logits, whole.model(tokens(1, 9)).logits)
