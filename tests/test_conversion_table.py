@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
 
 from whatwhere.scripts.commands import reproduce
-from whatwhere.scripts.reproduction import conversion
+from whatwhere.scripts.reproduction import conversion, measures
 from whatwhere.scripts.training.recipe import load_recipe
 
 TINY = [
@@ -41,17 +41,17 @@ def tiny(monkeypatch):
     monkeypatch.setattr(conversion, "load_recipe", lambda name: recipe)
     monkeypatch.setattr(conversion, "SYSTEMS", SYSTEMS)
     monkeypatch.setattr(conversion, "PERCENT", (10,))
-    monkeypatch.setattr(conversion, "WINDOWS", "1x,2x")
-    monkeypatch.setattr(conversion, "TEXTS", {"stdlib": ("--tokens", "64")})
+    monkeypatch.setattr(conversion, "MULTIPLES", (1, 2))
+    monkeypatch.setattr(conversion, "TEXTS", ({"corpus": "stdlib", "document_limit": None, "text_tokens": 64},))
     monkeypatch.setattr(conversion, "TEXT", "stdlib")
-    measure = conversion.length.main
+    measure = measures.length.main
 
     def main(words):
         measure(words)
         # Only results of named corpora have the text in their name.
         (Path(words[0]) / "length.json").rename(Path(words[0]) / "length_stdlib.json")
 
-    monkeypatch.setattr(conversion.length, "main", main)
+    monkeypatch.setattr(measures.length, "main", main)
 
 
 @pytest.mark.slow

@@ -17,20 +17,23 @@ from typing import Any
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ..commands import convert as convert_command
-from ..evaluation import length
 from ..evaluation.figures import new_figure, save_figure
 from ..evaluation.results import markdown_table, provenance, read_json, write_json, write_text
 from ..training import loop
 from ..training.finetune import Settings, finetune
 from ..training.recipe import load_recipe
 from ..training.run_folder import RunFolder
+from .measures import BOOKS, measure_lengths, measured
 
 RECIPE = "convert_small"
 PERCENT = (1, 3, 10)
-# The text of training; texts of the measurements, with their options.
+# The text of training; the texts of the measurements, and the lengths in multiples of the trained length.
 TEXT = "wikipedia_en"
-TEXTS = {"pg19": ("--documents", "4", "--tokens", "8192"), "wikitext103": ("--tokens", "32768")}
-WINDOWS = "1x,2x,4x,8x,16x"
+TEXTS: tuple[dict[str, Any], ...] = (
+    {**BOOKS, "text_tokens": 8192},
+    {"corpus": "wikitext103", "split": "test", "document_limit": None, "text_tokens": 32768, "joined": True},
+)
+MULTIPLES = (1, 2, 4, 8, 16)
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
 
 
@@ -77,13 +80,12 @@ SYSTEMS = {
 
 def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     """Trains, converts and measures what is missing; interrupted runs are continued."""
-    place = [] if data_dir is None else ["--data-dir", data_dir]
     recipe = load_recipe(RECIPE)
     source = output / RECIPE / "source"
     folder = RunFolder(source)
     if folder.results(recipe.resolved()) is None:
         loop.train(recipe, source, resume=folder.is_begun, data_dir=data_dir)
-    _measure(source, place)
+    _measure(source, data_dir)
     for name in systems:
         system = SYSTEMS[name]
         start = output / RECIPE / f"{name}-0"
@@ -94,9 +96,10 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
             encoding = json.dumps(system.encoding) if isinstance(system.encoding, list) else system.encoding
             words = [str(source), "--position-encoding", encoding, *given, "--output", str(start)]
             convert_command.main(words)
-        _measure(start, place)
+        _measure(start, data_dir)
         for percent in system.percent or PERCENT:
-            _measure(_finetune(system, source, start, output / RECIPE / f"{name}-{percent}", percent, data_dir), place)
+            trained = _finetune(system, source, start, output / RECIPE / f"{name}-{percent}", percent, data_dir)
+            _measure(trained, data_dir)
 
 
 def _finetune(system: System, source: Path, start: Path, output: Path, percent: int, data_dir: str | None) -> Path:
@@ -129,18 +132,9 @@ def _finetune(system: System, source: Path, start: Path, output: Path, percent: 
     return output
 
 
-def _measure(folder: Path, place: Sequence[str]) -> None:
-    for text, options in TEXTS.items():
-        if not _lengths(folder, text):
-            length.main([str(folder), "--data", text, "--windows", WINDOWS, *options, *place])
-
-
-def _lengths(folder: Path, text: str) -> dict[int, dict[str, Any]]:
-    """Returns the cells of a finished measurement of these weights, by the multiple of the trained length."""
-    file = folder / f"length_{text}.json"
-    entries = read_json(file)["checkpoints"] if file.is_file() else []
-    cells = entries[0]["cells"] if entries and entries[0]["weights"] == weights_fingerprint(folder) else []
-    return {int(cell["multiple"]): cell for cell in cells} if len(cells) == len(WINDOWS.split(",")) else {}
+def _measure(folder: Path, data_dir: str | None) -> None:
+    for text in TEXTS:
+        measure_lengths(folder, MULTIPLES, data_dir, text)
 
 
 def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
@@ -151,9 +145,9 @@ def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
             folders[name, SYSTEMS[name].label, percent] = output / RECIPE / f"{name}-{percent}"
     rows = []
     for (name, label, percent), folder in folders.items():
-        found = {text: _lengths(folder, text) for text in TEXTS}
-        if all(found.values()):
-            cells = {text: {str(k): cell["perplexity"] for k, cell in one.items()} for text, one in found.items()}
+        found = {text["corpus"]: measured(folder, weights_fingerprint(folder), text) for text in TEXTS}
+        if all(set(MULTIPLES) <= set(one) for one in found.values()):
+            cells = {text: {str(k): one[k]["perplexity"] for k in MULTIPLES} for text, one in found.items()}
             rows.append({"system": name, "label": label or "the source", "percent": percent, "perplexity": cells})
     if not rows or rows[0]["system"] != "source":
         raise ValueError(f"{str(folders['source', None, 0])!r} is not a finished and measured run: there is no report.")
@@ -170,7 +164,7 @@ def write(report: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
 def markdown(report: Mapping[str, Any]) -> str:
     """Returns the table."""
     length, tokens = report["source"]["length"], report["source"]["tokens_trained"]
-    multiples = [window.removesuffix("x") for window in WINDOWS.split(",")]
+    multiples = [str(multiple) for multiple in MULTIPLES]
     columns = [("wikitext103", "WikiText-103", k) for k in (multiples[0], multiples[-1])]
     columns += [("pg19", "PG-19", k) for k in multiples]
     head = ["system", "tokens, % of the source's"]

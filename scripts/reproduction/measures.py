@@ -7,14 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from whatwhere.model_card import weights_fingerprint
+
 from ..analysis import deltas
 from ..checks import differences
 from ..evaluation import length
 from ..evaluation.checkpoints import Loading
 from ..evaluation.results import read_json
 
-# The text of all length measurements: the first tokens of some books, which are cut into windows one by one.
-BOOKS = {"corpus": "pg19", "split": "test", "document_limit": 4, "text_tokens": 20480, "joined": False}
+# A text of length measurements, as in their results: the first tokens of books, which are cut into windows one by one.
+BOOKS: Mapping[str, Any] = {
+    "corpus": "pg19",
+    "split": "test",
+    "document_limit": 4,
+    "text_tokens": 20480,
+    "joined": False,
+}
 
 
 def _error(results: Mapping[str, Any], folder: Path, test_set: str) -> float:
@@ -47,17 +55,17 @@ def lift_off(folder: Path, lifted: float) -> int | None:
     return next((step for step, error in errors.items() if 100 - 100 * error >= lifted), None)
 
 
-def _windows(folder: Path, weights: str) -> dict[float, dict[str, Any]]:
-    """Returns the cells of a run's length measurement, by multiples of the trained length.
+def measured(folder: Path, weights: str, text: Mapping[str, Any] = BOOKS) -> dict[float, dict[str, Any]]:
+    """Returns the cells of a checkpoint's length measurement on a text, by multiples of the trained length.
 
     Raises:
         ValueError: the file is of another text.
     """
-    path = folder / f"length_{BOOKS['corpus']}.json"
+    path = folder / f"length_{text['corpus']}.json"
     if not path.is_file():
         return {}
     content = read_json(path)
-    if changed := differences({key: content["data"].get(key) for key in BOOKS}, BOOKS):
+    if changed := differences({key: content["data"].get(key) for key in text}, text):
         raise ValueError(f"{str(path)!r} is of another text (there → needed): {'; '.join(changed)}. Move it away.")
     entries = [one for one in content["checkpoints"] if (one["variant"], one["weights"]) == (None, weights)]
     return {cell["multiple"]: cell for entry in entries for cell in entry["cells"]}
@@ -65,21 +73,26 @@ def _windows(folder: Path, weights: str) -> dict[float, dict[str, Any]]:
 
 def _length(results: Mapping[str, Any], folder: Path, multiple: str) -> float | None:
     """The perplexity per token in windows of a multiple of the trained length."""
-    cell = _windows(folder, results["weights_sha256"]).get(float(multiple))
+    cell = measured(folder, results["weights_sha256"]).get(float(multiple))
     return None if cell is None else cell["perplexity"] if cell["reached"] else math.nan
 
 
-def measure_lengths(folder: Path, multiples: Sequence[int], data_dir: str | os.PathLike[str] | None = None) -> None:
-    """Measures a finished run as `whatwhere length` does, in all windows that it has no results of.
+def measure_lengths(
+    folder: Path,
+    multiples: Sequence[int],
+    data_dir: str | os.PathLike[str] | None = None,
+    text: Mapping[str, Any] = BOOKS,
+) -> None:
+    """Measures a checkpoint as `whatwhere length` does, in all windows that it has no results of.
 
     Raises:
-        ValueError: the books cannot be read, or the run has results on another text.
+        ValueError: the text cannot be read, or the checkpoint has results on another text.
     """
-    measured = _windows(folder, read_json(folder / "results.json")["weights_sha256"])
-    if missing := [f"{multiple}x" for multiple in multiples if multiple not in measured]:
-        limits = ["--documents", str(BOOKS["document_limit"]), "--tokens", str(BOOKS["text_tokens"])]
-        data = ["--data", str(BOOKS["corpus"]), *(["--data-dir", str(data_dir)] if data_dir else [])]
-        length.main([str(folder), "--windows", ",".join(missing), *data, *limits])
+    known = measured(folder, weights_fingerprint(folder), text)
+    if missing := [f"{multiple}x" for multiple in multiples if multiple not in known]:
+        options = {"--documents": text["document_limit"], "--tokens": text["text_tokens"], "--data-dir": data_dir}
+        given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        length.main([str(folder), "--data", text["corpus"], "--windows", ",".join(missing), *given])
 
 
 def _deltas(results: Mapping[str, Any], folder: Path, name: str) -> float:
