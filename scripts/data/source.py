@@ -13,6 +13,16 @@ from .files import OWN_TEXT, find_all, kind_of_all
 from .rows import DATA_DIR_VARIABLE, check_split_names, data_folder
 
 SOURCES = ("stdlib", "hub", "local", "corpus")
+# The sources for which an option has an effect.
+_USED_BY = {
+    "dataset": ("hub",),
+    "dataset_config": ("hub",),
+    "splits": ("hub", "local", "corpus"),
+    "train_file": ("local",),
+    "validation_file": ("local",),
+    "text_field": ("hub", "local"),
+    "streaming": ("hub", "local", "corpus", "mixture"),
+}
 
 
 class TextSource(Checked):
@@ -53,24 +63,9 @@ class TextSource(Checked):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, reason) for problems across fields."""
-        useless = {
-            "stdlib": (
-                "dataset",
-                "dataset_config",
-                "splits",
-                "streaming",
-                "train_file",
-                "validation_file",
-                "text_field",
-            ),
-            "hub": ("train_file", "validation_file"),
-            "local": ("dataset", "dataset_config"),
-            "corpus": ("dataset", "dataset_config", "train_file", "validation_file", "text_field"),
-            "mixture": tuple(name for name in TextSource.model_fields if name not in ("source", "streaming")),
-        }.get(self.source, tuple(TextSource.model_fields)[1:])
-        for key in useless:
-            if getattr(self, key) != TextSource.model_fields[key].default:
-                yield key, f"it has no effect with source={self.source!r}"
+        for name, sources in _USED_BY.items():
+            if self.source not in sources and getattr(self, name) != TextSource.model_fields[name].default:
+                yield name, f"it has no effect with source={self.source!r}"
         if self.source == "hub" and not self.dataset:
             yield "dataset", "source='hub' needs the id of a dataset"
         if self.source == "local" and not self.splits and not self.train_file:
@@ -109,44 +104,33 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
         data_dir: the folder of `splits`; by default the environment variable WHATWHERE_DATA_DIR.
 
     Returns:
-        for each split the option that names it, for messages, and its files. There is no `validation` if a part of the
+        for each split its option and value, for messages, and its files. There is no `validation` if a part of the
         training text is to be held out.
 
     Raises:
         ValueError: a file is missing or has an unknown ending, or all are text files and `text_field` has no effect.
     """
-    result = _find_files(text, data_dir)
+    root = None
+    if text.train_file:
+        given = {"train": ("train_file", text.train_file), "validation": ("validation_file", text.validation_file)}
+    else:
+        root, splits = data_folder(data_dir), text.splits or {}
+        if root is None:
+            raise ValueError(
+                f"splits={splits!r} are patterns inside a data folder: give --data-dir, or set {DATA_DIR_VARIABLE}."
+            )
+        check_split_names(splits)
+        given = {name: (f"splits[{name!r}]", patterns) for name, patterns in splits.items()}
+    result = {}
+    for name, (option, value) in given.items():
+        entries = value if isinstance(value, list) else [] if value is None else [value]
+        if root and any(Path(str(entry)).is_absolute() or ".." in Path(str(entry)).parts for entry in entries):
+            raise ValueError(
+                f"{option}={value!r} is not valid: patterns must be relative to the data folder and without '..'."
+            )
+        if entries:
+            result[name] = f"{option}={value!r}", find_all(option, entries, root)
     kinds = {kind_of_all(files, what) for what, files in result.values()}
     if kinds == {"text"} and text.text_field != TextSource.model_fields["text_field"].default:
         raise ValueError(f"text_field={text.text_field!r} has no effect: all files are text files.")
-    return result
-
-
-def _find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, tuple[str, list[str]]]:
-    own = {"train_file": text.train_file, "validation_file": text.validation_file}
-    if text.train_file:
-        return {
-            name.removesuffix("_file"): (name, find_all(name, [value] if isinstance(value, str) else value))
-            for name, value in own.items()
-            if value
-        }
-    splits, root = text.splits or {}, data_folder(data_dir)
-    if root is None:
-        raise ValueError(
-            f"splits={splits!r} are patterns inside a data folder: give --data-dir, or set {DATA_DIR_VARIABLE}."
-        )
-    check_split_names(splits)
-    result = {}
-    for name, patterns in splits.items():
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        if not isinstance(patterns, (list, tuple)) or not all(
-            isinstance(pattern, str) and pattern and not Path(pattern).is_absolute() and ".." not in Path(pattern).parts
-            for pattern in patterns
-        ):
-            raise ValueError(
-                f"splits[{name!r}]={patterns!r} is not valid: it must be a pattern, or a list of patterns, relative to "
-                "the data folder and without '..'."
-            )
-        option = f"splits[{name!r}]"
-        result[name] = f"{option}={patterns!r}", find_all(option, patterns, root)
     return result
