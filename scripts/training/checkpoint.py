@@ -74,7 +74,7 @@ class Checkpoints:
             TrainingError: the previous checkpoint could not be written.
         """
         self.wait()
-        folder = self.of(state)
+        folder = self.path_of(state)
         copied = _copies(tensors)
 
         def write() -> None:
@@ -88,7 +88,7 @@ class Checkpoints:
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def of(self, state: dict[str, Any]) -> Path:
+    def path_of(self, state: dict[str, Any]) -> Path:
         """Returns the folder of the checkpoint after `state["step"]`."""
         return self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
 
@@ -97,7 +97,7 @@ class Checkpoints:
         newest = folders[-self.keep :]
         try:
             states = [json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in newest]
-            kept = {*newest, *(self.of(state["best"]) for state in states if state["best"] is not None)}
+            kept = {*newest, *(self.path_of(state["best"]) for state in states if state["best"] is not None)}
             self.remove([folder for folder in folders if folder not in kept])
         except (OSError, ValueError) as error:
             # The new checkpoint is complete.
@@ -208,13 +208,13 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         state = read_checkpoint(folder)
-        if state["best"] is not None and self.of(state["best"]) != folder:
-            read_checkpoint(self.of(state["best"]))
+        if state["best"] is not None and self.path_of(state["best"]) != folder:
+            read_checkpoint(self.path_of(state["best"]))
         return state
 
     def load_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
         """Loads the weights of the best model; raises TrainingError if they cannot be read."""
-        folder = self.of(best)
+        folder = self.path_of(best)
         try:
             read_checkpoint(folder)
             read_tensors(folder, {f"model.{name}": tensor for name, tensor in weights(model).items()})

@@ -325,8 +325,8 @@ class Finetuning(Run):
             # The next run may still give these their own learning rate.
             write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
 
-    def about(self) -> dict[str, Any]:
-        """Returns more contents of `results.json`."""
+    def more_results(self) -> dict[str, Any]:
+        """Returns what fine-tuning adds to `results.json`."""
         checkpoint = self.options.checkpoint
         stated = card_metadata(checkpoint)
         local = Path(checkpoint) if os.path.exists(checkpoint) else None

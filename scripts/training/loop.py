@@ -516,8 +516,8 @@ class Run:
                 model = FAMILIES[self.recipe.model["family"]]._from_config(model.config, dtype=model.dtype)
         model.save_pretrained(folder, state_dict=state_dict)
 
-    def about(self) -> dict[str, Any]:
-        """Returns more contents of `results.json`."""
+    def more_results(self) -> dict[str, Any]:
+        """Returns what a kind of run adds to `results.json`."""
         return {}
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
@@ -549,7 +549,7 @@ class Run:
                     **({"layout": str(self.layout)} if self.layout.is_sharded else {}),
                     "device": str(self.accelerator.device),
                     "text_sha256": self.data.splits_sha256["train"],
-                    **self.about(),
+                    **self.more_results(),
                     "weights_sha256": weights_fingerprint(draft),
                     "commit": _commit(),
                     **provenance(self.command, arguments),
