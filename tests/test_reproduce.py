@@ -469,6 +469,21 @@ def test_report_of_exact_runs(tmp_path, capsys):
     assert "- finished runs: 7, with 0.0 to 0.0 minutes of training each" in text
 
 
+def test_card_with_other_results_is_kept(tmp_path):
+    """Results of runs whose folders are gone, or that were trained elsewhere, are in the card only."""
+    planned = plan(TABLES["pope_indexing"], output=tmp_path / "old", rows=["rope"])["rope", "accuracy"]
+    pretend(planned[1], 0.9)
+    arguments = ["pope_indexing", "--rows", "rope", "--report-only", "--cards", str(tmp_path / "cards")]
+    script.main([*arguments, "--output", str(tmp_path / "old")])
+    pretend(plan(TABLES["pope_indexing"], output=tmp_path / "new", rows=["rope"])["rope", "accuracy"][0], 0.9)
+    before = {file: file.read_bytes() for file in (tmp_path / "cards").rglob("*") if file.is_file()}
+    with pytest.raises(runs.ReproduceError, match=r"other runs .*'indirect_indexing/rope-seed1'"):
+        script.main([*arguments, "--output", str(tmp_path / "new")])
+    assert {file: file.read_bytes() for file in (tmp_path / "cards").rglob("*") if file.is_file()} == before
+    pretend(plan(TABLES["pope_indexing"], output=tmp_path / "new", rows=["rope"])["rope", "accuracy"][1], 0.9)
+    script.main([*arguments, "--output", str(tmp_path / "new")])
+
+
 def test_report_of_nothing_is_refused(tmp_path):
     """So that it does not take the place of an earlier report."""
     with pytest.raises(SystemExit, match=r"--report-only is not valid: no run of pope_1 is finished in .*nowhere'"):

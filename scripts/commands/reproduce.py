@@ -106,11 +106,15 @@ def main(arguments: list[str] | None = None) -> None:
             "--dry-run lists the folders."
         )
     check_writable(options.output)
+    name = report.name_of({"table": table.name, "small": options.small})
+    if options.cards:
+        wanted = [run for run in runs.unique(planned) if not options.report_only or run.state() == "done"]
+        report.check_replaces(options.cards / name / "results.json", wanted)
     if not options.report_only:
         train_all(table, planned, options.data_dir, speaks)
     if speaks:
         found = report.collect(table, planned, small=options.small) | provenance("reproduce", arguments)
-        name, text = report.name_of(found), report.markdown(found)
+        text = report.markdown(found)
         written = [report.write(found, text, options.output / f"{name}.md", f"{name}.json")]
         if options.cards:
             readme = options.cards / name / "README.md"

@@ -15,10 +15,10 @@ from typing import Any
 import jinja2
 
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import write_json
+from ..evaluation.results import read_json, write_json
 from .drawing import draw, has_figure
 from .measures import lift_off
-from .runs import Run, unique
+from .runs import ReproduceError, Run, unique
 from .tables import Table
 from .verdict import DIFFERS, ORDER, Cell, judge
 
@@ -115,7 +115,12 @@ def _seed(table: Table, run: Run, results: Mapping[str, Any], value: float) -> d
     if table.lifted is not None:
         others["lift_off"] = lift_off(run.folder, table.lifted)
     made = {key: results[key] for key in ("steps", "parameters", "seconds")}
-    return {"seed": run.seed, "value": value, "folder": "/".join(run.folder.parts[-2:]), **made, **others}
+    return {"seed": run.seed, "value": value, "folder": folder_name(run.folder), **made, **others}
+
+
+def folder_name(folder: Path) -> str:
+    """Returns the name of a run's folder in reports: `<recipe>/<row>-seed<k>`."""
+    return "/".join(folder.parts[-2:])
 
 
 def _paired(
@@ -298,6 +303,18 @@ def markdown(report: Mapping[str, Any]) -> str:
 def name_of(report: Mapping[str, Any]) -> str:
     """Returns the name of a report's files: `<table>[_small]`."""
     return report["table"] + ("_small" if report["small"] else "")
+
+
+def check_replaces(results: Path, wanted: Iterable[Run]) -> None:
+    """Raises ReproduceError if a report has results of other runs than `wanted`, which a new one would lose."""
+    if not results.exists():
+        return
+    seeds = [seed for cell in read_json(results)["cells"] for seed in cell["ours"]["seeds"]]
+    if lost := sorted({seed["folder"] for seed in seeds} - {folder_name(run.folder) for run in wanted}):
+        raise ReproduceError(
+            f"--cards is not valid: {str(results)!r} has results of other runs ({len(lost)}), such as {lost[0]!r}, that "
+            "the new report would not have. Choose another folder, or move that file away."
+        )
 
 
 def write(report: Mapping[str, Any], text: str, path: Path, results: str) -> Path:
