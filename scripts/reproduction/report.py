@@ -312,8 +312,8 @@ def check_replaces(results: Path, wanted: Iterable[Run]) -> None:
     seeds = [seed for cell in read_json(results)["cells"] for seed in cell["ours"]["seeds"]]
     if lost := sorted({seed["folder"] for seed in seeds} - {folder_name(run.folder) for run in wanted}):
         raise ReproduceError(
-            f"--cards is not valid: {str(results)!r} has results of other runs ({len(lost)}), such as {lost[0]!r}, that "
-            "the new report would not have. Choose another folder, or move that file away."
+            f"--cards is not valid: {str(results)!r} has results of other runs ({len(lost)}), such as {lost[0]!r}, "
+            "that the new report would not have. Choose another folder, or move that file away."
         )
 
 
