@@ -132,7 +132,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place of this process after the last batch of `loader`; it is JSON."""
-        return {"parts": self._states, "next": self._next}
+        return {"parts": list(self._states), "next": self._next}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], share: tuple[int, int]) -> None:
         """Sets the place of a process; `states` are those of all processes, in order, and `share` is as in `loader`.

@@ -257,8 +257,8 @@ class Finetuning(Run):
     def _add_adapter(self, model: Any) -> Any:
         """Returns the model with low-rank adapters on its linear layers; saves the model itself if it is a new one."""
         options, base = self.options, self.options.checkpoint
-        encoding = (options.position_encoding, options.position_encoding_parameters)
-        if encoding != (None, None) or not _model_type(base).startswith("whatwhere_"):
+        changes = (options.position_encoding, options.position_encoding_parameters, options.rope_parameters)
+        if changes != (None, None, None) or not _model_type(base).startswith("whatwhere_"):
             base = str(self.output / "base")
             if self.accelerator.is_main_process:
                 model.save_pretrained(base)
@@ -320,6 +320,7 @@ class Finetuning(Run):
         if self.options.merge:
             self.whole_model.save_pretrained(self.output / "adapter")
             self.whole_model = self.whole_model.merge_and_unload()
+            self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
         super().save(folder, state_dict)
         if self.attention is not None and not isinstance(self.whole_model, peft.PeftModel):
             # The next run may still give these their own learning rate.

@@ -514,6 +514,7 @@ class Run:
             # FSDP changes the class of a model.
             with torch.device("meta"):
                 model = FAMILIES[self.recipe.model["family"]]._from_config(model.config, dtype=model.dtype)
+            model.generation_config = self.whole_model.generation_config
         model.save_pretrained(folder, state_dict=state_dict)
 
     def more_results(self) -> dict[str, Any]:
