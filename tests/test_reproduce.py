@@ -613,7 +613,9 @@ def test_report_by_group(tmp_path, capsys):
         pretend_own(planned[row, "test"][0], 100 + number**2, [200 + number] * 5)
     script.main(["token_budget", "--small", "--report-only", "--output", str(tmp_path), "--rows", *rows])
     text = capsys.readouterr().out
-    assert "Differences to RoPE or PoPE or FoX, 1/2 of the tokens (the first row of the group), paired by seed:\n" in text
+    assert (
+        "Differences to RoPE or PoPE or FoX, 1/2 of the tokens (the first row of the group), paired by seed:\n" in text
+    )
     for row, test, others in (("RoPE", 4, 2), ("PoPE", 8, 2), ("FoX", 9, 1)):
         assert f"| {row}, 1/8 of the tokens | 1 | +{test}.0 |{f' +{others}.0 |' * 5}\n" in text
     assert (tmp_path / "token_budget_small.png").is_file()
