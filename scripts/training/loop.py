@@ -264,8 +264,10 @@ class Run:
                 if due or improved or last or stop:
                     self._check_divergence(loss, norm)
                     self.save_checkpoint()
-                if stop and not last:
+                if stop or last:
+                    # Until it is written, signals must not end the process.
                     self.checkpoints.wait()
+                if stop and not last:
                     raise Interrupted(gather_object(received[:1])[0], self.step)
 
     def costs(self, speed: float) -> dict[str, float]:
