@@ -142,7 +142,8 @@ def test_full(run, stock, data_dir, family, encoding, fresh):
 
 @pytest.mark.parametrize(("family", "encoding"), slow_but([("gpt2", "cope")], [("gpt2", "cope"), ("llama", "pope")]))
 def test_lora_with_a_new_encoding(run, stock, family, encoding):
-    output, _ = run(stock[family], "--position-encoding", encoding, "--lora", "--lora-rank", "2", "--merge")
+    output, results = run(stock[family], "--position-encoding", encoding, "--lora", "--lora-rank", "2", "--merge")
+    assert results["parameters"] == AutoModelForCausalLM.from_pretrained(output).num_parameters()
     adapter = load_file(output / "adapter" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in adapter)
     position = {name: tensor for name, tensor in adapter.items() if "encodings." in name and "lora" not in name}
@@ -197,6 +198,8 @@ def test_rope_parameters_replace_those_of_the_checkpoint(run, stock):
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
     output, _ = run(stock["llama"], "--rope-parameters", json.dumps(yarn))
     assert AutoModelForCausalLM.from_pretrained(output).config.rope_parameters == yarn
+    adapter, _ = run(str(output), "--rope-parameters", json.dumps({**yarn, "factor": 4.0}), "--lora", output="lora")
+    assert AutoModelForCausalLM.from_pretrained(adapter).config.rope_parameters == {**yarn, "factor": 4.0}
     with pytest.raises(ValueError, match="rope_parameters"):
         run(stock["gpt2"], "--rope-parameters", json.dumps(yarn), output="other")
 
@@ -520,6 +523,8 @@ def test_what_resume_refuses(run, stock):
         run(stock["llama"])
     with pytest.raises(TrainingError, match="finished run"):
         run(stock["llama"], "--resume")
+    with pytest.raises(TrainingError, match="finished run"):
+        run(stock["llama"], "--resume", "auto", "--resume-from", "1")
     (output / "results.json").unlink()
     with pytest.raises(TrainingError, match=r"weight_decay: 0\.0 → 0\.5"):
         run(stock["llama"], "--resume", "--weight-decay", "0.5")
@@ -594,6 +599,9 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
     """FSDP2, and two copies of it, train what one process trains; the folder loads by remote code."""
     converted = str(tmp_path / "converted")
     convert_command.main([stock["llama"], "--position-encoding", "pope", "--output", converted])
+    generation = AutoModelForCausalLM.from_pretrained(converted).generation_config
+    generation.update(repetition_penalty=1.3)
+    generation.save_pretrained(converted)
     expected, results = run(converted, "--batch-size", "4")
     splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
     arguments = [converted, "--data", "local", "--data-dir", str(data_dir)]
@@ -607,6 +615,7 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
         AutoModelForCausalLM.from_pretrained(f, trust_remote_code=True) for f in (expected, tmp_path / "sharded")
     )
     torch.testing.assert_close(logits(other), logits(one), rtol=1e-4, atol=1e-4)
+    assert other.generation_config.repetition_penalty == 1.3
     python(*command, "--resume", "auto")
 
 

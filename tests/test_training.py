@@ -439,7 +439,7 @@ def test_damaged_checkpoint(copied, data_dir, name, damage):
 def test_resume_from_an_earlier_checkpoint(finished, copied, data_dir):
     (copied / "checkpoints" / "step-00000004" / "run.json").write_text("")
     with pytest.raises(TrainingError, match=r"--resume-from 3 is not valid.*Allowed: 2, 4\.$"):
-        train(EVERY_TWO, copied, resume_from=3, data_dir=data_dir)
+        train(EVERY_TWO, copied, resume="auto", resume_from=3, data_dir=data_dir)
     train(EVERY_TWO, copied, resume_from=2, data_dir=data_dir)
     assert_same_run(copied, finished[0])
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
+from ..evaluation.checkpoints import at_least_one
 from ..evaluation.results import check_writable, lm_eval_tasks, provenance, write_json
 from ..training.errors import TrainingError
 from .common import command_parser
@@ -166,8 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
     )
-    parser.add_argument("--tokens", type=int, help="tokens to score (default: 16 of the longest windows)")
-    parser.add_argument("--new-tokens", type=int, default=120, help="length of the continuation (default %(default)s)")
+    parser.add_argument("--tokens", type=at_least_one, help="tokens to score (default: 16 of the longest windows)")
+    parser.add_argument("--new-tokens", type=at_least_one, default=120, help="length of the continuation; default 120")
     options = parser.parse_args(arguments)
     steps = options.steps
     # As in the recipes, warm-up takes a twentieth of the steps.

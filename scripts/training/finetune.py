@@ -191,7 +191,7 @@ def finetune(
         find_files(settings.text(), data_dir)
     folder = RunFolder(Path(output), Finetuning.record)
     with folder.lock():
-        resume, results = folder.begin(resume or resume_from is not None, settings.model_dump())
+        resume, results = folder.begin(resume_from is not None or resume, settings.model_dump())
         if results is not None:
             return results
         run = Finetuning(settings, folder.path, data_dir)

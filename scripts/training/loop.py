@@ -89,7 +89,7 @@ def train(
     """
     folder = RunFolder(Path(output))
     with folder.lock():
-        resume, results = folder.begin(resume or resume_from is not None, recipe.resolved())
+        resume, results = folder.begin(resume_from is not None or resume, recipe.resolved())
         if results is not None:
             return results
         check_text_and_model(recipe, data_dir)
