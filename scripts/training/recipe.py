@@ -269,6 +269,10 @@ IMMATERIAL = {
     "training.log_every",
     "training.micro_batch_size",
     "training.trackers",
+    # Of `finetune`, whose settings are not nested.
+    "activation_checkpointing",
+    "dp_shard",
+    "save_every",
 }
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
