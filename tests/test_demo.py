@@ -134,3 +134,12 @@ def test_bad_output(tmp_path):
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", "--output", str(tmp_path / "file")])
     assert str(stop.value.code).startswith("error: output=")
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--new-tokens"])
+def test_numbers_are_checked_before_anything_is_trained(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        demo.main([option, "0"])
+    assert f"{option}: '0' is not valid: it must be a whole number, at least 1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,6 +166,22 @@ def test_lora_with_a_new_encoding(run, stock, family, encoding):
     assert model.config.position_encoding == encoding
     torch.testing.assert_close(logits(model), logits(merged), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits(merged), logits(before), atol=1e-3)
+
+
+def test_bfloat16_checkpoint_is_trained_in_float32(run, stock, tmp_path):
+    """A step that bfloat16 cannot represent is not lost; the result has the checkpoint's dtype."""
+    half = tmp_path / "half"
+    LlamaForCausalLM.from_pretrained(stock["llama"]).bfloat16().save_pretrained(half)
+    AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(half)
+    output, _ = run(str(half), "--position-encoding", "pope")
+    saved = load_file(output / "model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
+    (shard,) = (output / "checkpoints" / "step-00000004").glob("*.safetensors")
+    trained = load_file(shard)
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    for name, weight in saved.items():
+        assert torch.equal(trained[f"model.{name}"].bfloat16(), weight), name
 
 
 def test_lora_of_our_own_checkpoint(run, stock):
@@ -332,13 +349,15 @@ def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkey
         def __getitem__(self, index):
             return {"input_ids": torch.arange(6)[None] + torch.tensor(index)[:, None] * 10}
 
+    model = LlamaForCausalLM.from_pretrained(stock["llama"])
     targets = distillation.LogitTargets(Blocks(), 2, 0, tmp_path / "targets.bin", 258)
-    targets.write(stock["llama"], 1, 0, PartialState(cpu=True))
+    assert not targets.is_written()
+    targets.write(model, 1, 0, PartialState(cpu=True))
+    assert targets.is_written()
     drawn = torch.from_numpy(np.fromfile(tmp_path / "targets.bin", dtype="uint16").astype("int64")).view(2, 5, 4096)
     longer = distillation.LogitTargets(Blocks(), 3, 0, tmp_path / "targets.bin", 258)
     with pytest.raises(ValueError, match="another number of processes"):
-        longer.write(stock["llama"], 1, 0, PartialState(cpu=True))
-    model = LlamaForCausalLM.from_pretrained(stock["llama"]).eval()
+        longer.is_written()
     with torch.no_grad():
         expected = model(Blocks()[[int(i) for i in targets.chosen]]["input_ids"]).logits[:, :-1].softmax(-1)
     found = torch.nn.functional.one_hot(drawn, 258).double().mean(-2)
@@ -347,6 +366,41 @@ def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkey
     logits = torch.randn(2, 6, 258)
     full = -(expected * logits[:, :-1].log_softmax(-1)).sum(-1).mean()
     assert distillation.logit_loss(logits, drawn).item() == pytest.approx(full.item(), rel=0.01)
+
+
+def test_drawn_tokens_are_kept_until_the_run_is_finished(run, stock, monkeypatch, tmp_path):
+    """A disk that is full while the model is saved costs no second drawing."""
+    arguments = [stock["llama"], "--distill-from", stock["llama"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Run, "save", lambda *_: Path("/dev/full").write_bytes(b"x"))
+        with pytest.raises(TrainingError, match="No space left on device"):
+            run(*arguments)
+    assert (tmp_path / "run" / script.TARGETS).exists()
+    monkeypatch.setattr(script.LogitTargets, "write", lambda *_: pytest.fail("drawn again"))
+    output, _ = run(*arguments, "--resume")
+    assert not (output / script.TARGETS).exists()
+
+
+def test_full_disk_while_tokens_are_drawn(run, stock, monkeypatch, tmp_path):
+    open_file = script.Path.open
+
+    def full(self, *arguments, **options):
+        return open_file(Path("/dev/full") if self.name == "targets.partial" else self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.Path, "open", full)
+        with pytest.raises(TrainingError, match=r"targets\.bin' cannot be written: No space left on device"):
+            run(stock["llama"], "--distill-from", stock["llama"])
+    run(stock["llama"], "--distill-from", stock["llama"], "--resume")
+
+
+def test_a_source_that_cannot_be_loaded_leaves_no_folder(run, stock, tmp_path):
+    folder = tmp_path / "source"
+    LlamaForCausalLM.from_pretrained(stock["llama"]).save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="source"):
+        run(stock["llama"], "--distill-from", str(folder))
+    assert not (tmp_path / "run").exists()
 
 
 def test_attention_refuses_other_sources(run, stock, tmp_path):
@@ -401,12 +455,13 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
         (["--data", "pg19", "--text-field", "page"], "text_field='page'"),
         (["--data", "wikitext103"], "split='train' of corpus 'wikitext103' is not known"),
         (["--data", "pg19", "--train-file", "a.txt"], r"train_file=\['a.txt'\]"),
-        (["--train-file", "a.txt"], "data_dir=.* has no effect with train_file"),
+        (["--train-file", "a.txt"], "data_dir=.* has no effect"),
+        (["--data", "stdlib"], "data_dir=.* has no effect"),
     ],
 )
 def test_text_options_without_effect(stock, tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
-        finetune([stock["llama"], *arguments, "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")])
+        command.main([stock["llama"], *arguments, "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")])
 
 
 @pytest.mark.parametrize(
@@ -482,6 +537,37 @@ def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
     saved = [name for file in files for name in load_file(file)]
     assert len([name for name in saved if name.startswith("optimizer.")]) == 3 * len(weights)
     assert len([name for name in saved if name.startswith("model.")]) == len(weights), "frozen weights are not saved"
+
+
+@pytest.mark.parametrize("method", ["lora", "attention"])
+def test_resume_refuses_other_frozen_weights(run, stock, tmp_path, method, monkeypatch):
+    """They are not in the checkpoint."""
+    model = LlamaForCausalLM.from_pretrained(stock["llama"])
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(base)
+    distilled = ["--position-encoding", "pope", "--distill", "attention", "--distill-from", str(base)]
+    arguments = [str(base), *(["--lora"] if method == "lora" else distilled)]
+    with monkeypatch.context() as patch:
+        stop_in_step_2(patch)
+        with pytest.raises(Interrupted):
+            run(*arguments)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(0.01)
+    model.save_pretrained(base)
+    with pytest.raises(TrainingError, match=r"with other weights of checkpoint=.*base"):
+        run(*arguments, "--resume")
+
+
+def test_resume_refuses_another_batch_size(run, stock, monkeypatch):
+    """`--batch-size` is for each device, so the number of processes changes it."""
+    with monkeypatch.context() as patch:
+        stop_in_step_2(patch)
+        patch.setattr(script.Finetuning, "more_state", lambda self: {"batch_size": 8})
+        with pytest.raises(Interrupted):
+            run(stock["llama"])
+    with pytest.raises(TrainingError, match=r"with 8 sequences a step, now these are .* as before, 1\."):
+        run(stock["llama"], "--resume")
 
 
 def stop_in_step_2(patch):
@@ -596,14 +682,15 @@ def test_options_out_of_range(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
+@pytest.mark.parametrize(("processes", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)], ids=str)
+def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes, dtype):
     """FSDP2, and two copies of it, train what one process trains; the folder loads by remote code."""
     converted = str(tmp_path / "converted")
     convert_command.main([stock["llama"], "--position-encoding", "pope", "--output", converted])
     generation = AutoModelForCausalLM.from_pretrained(converted).generation_config
     generation.update(repetition_penalty=1.3)
     generation.save_pretrained(converted)
+    AutoModelForCausalLM.from_pretrained(converted).to(dtype).save_pretrained(converted)
     expected, results = run(converted, "--batch-size", "4")
     splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
     arguments = [converted, "--data", "local", "--data-dir", str(data_dir)]
@@ -616,7 +703,9 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes):
     one, other = (
         AutoModelForCausalLM.from_pretrained(f, trust_remote_code=True) for f in (expected, tmp_path / "sharded")
     )
-    torch.testing.assert_close(logits(other), logits(one), rtol=1e-4, atol=1e-4)
+    assert other.dtype == one.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(logits(other), logits(one), rtol=tolerance, atol=tolerance)
     assert other.generation_config.repetition_penalty == 1.3
     python(*command, "--resume", "auto")
 

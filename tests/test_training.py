@@ -28,6 +28,7 @@ from tiny import slow_but
 from toys import SOLVABLE, toy_recipe, with_changes
 from whatwhere.scripts import cli
 from whatwhere.scripts.training import data, estimate, loop, progress
+from whatwhere.scripts.training.checkpoint import Checkpoints
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.flops import flops_per_token
 from whatwhere.scripts.training.loop import Run, train
@@ -255,6 +256,21 @@ def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, number):
     torch.rand(7)
     train(recipe(), output, resume=True, data_dir=data_dir)
     assert_same_run(output, finished[0])
+
+
+def test_signals_are_held_until_the_checkpoint_is_written(data_dir, tmp_path, monkeypatch):
+    """Also until the last one."""
+    write, before, during = Checkpoints._write, signal.getsignal(signal.SIGTERM), []
+
+    def slowly(self, *arguments):
+        time.sleep(0.3)
+        write(self, *arguments)
+        during.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(Checkpoints, "_write", slowly)
+    loop.train(recipe(), tmp_path / "run", data_dir=data_dir, arguments=[])
+    assert during
+    assert before not in during
 
 
 def test_settings_of_memory_and_time_may_change(finished, data_dir, tmp_path):
@@ -1152,7 +1168,8 @@ def test_own_text(tmp_path, capsys):
             ["demo_rope", "--train-file", "no.txt"],
             "error: data.train_file='no.txt' is not valid: there is no such file",
         ),
-        (["demo_rope", "--train-file", "no.txt", "--data-dir", "x"], "--data-dir='x' has no effect with --train-file"),
+        (["demo_rope", "--train-file", "no.txt", "--data-dir", "x"], "error: data_dir='x' has no effect"),
+        (["demo_rope", "--data-dir", "x"], "error: data_dir='x' has no effect: the run reads no text"),
     ],
 )
 def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypatch):

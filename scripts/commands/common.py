@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -32,6 +33,19 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         "--validation-file", nargs="+", metavar="FILE", help="text to evaluate on; default: a part of --train-file"
     )
     parser.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+
+
+def check_data_dir(data_dir: str | None, texts: Iterable[Any]) -> None:
+    """Raises ValueError if the option is given and none of the texts is read from that folder.
+
+    Args:
+        texts: of the class `TextSource`, which is slow to import.
+    """
+    if data_dir is not None and not any(text.splits and text.source in ("local", "corpus") for text in texts):
+        raise ValueError(
+            f"data_dir={data_dir!r} has no effect: the run reads no text from the folder of local data, as "
+            "source='corpus' and, with splits, source='local' do."
+        )
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import typing
 
 from ..checks import parse
 from ..training.finetune import FinetuneError, Settings, finetune
-from .common import add_resume, command_parser, json_value, name_or_list
+from .common import add_resume, check_data_dir, command_parser, json_value, name_or_list
 
 DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qwen3: CHECKPOINT is a folder or a Hub id.
 
@@ -53,8 +53,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parser().parse_args(arguments)
+    settings = settings_of(options)
+    check_data_dir(options.data_dir, [settings.text(options.data_dir)])
     results = finetune(
-        settings_of(options),
+        settings,
         options.output,
         resume=options.resume,
         resume_from=options.resume_from,

@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from .common import add_recipe, command_parser
+from .common import add_recipe, check_data_dir, command_parser
 
 DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
 
@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"--processes={options.processes!r} is not valid: it must be at least 1.")
     own = {"train_file": options.train_file, "validation_file": options.validation_file}
     recipe = load_recipe(options.recipe, options.set, **own)
+    check_data_dir(options.data_dir, recipe.data.texts())
     if recipe.data.source == "task" or recipe.data.streaming:
         field = "streaming=True" if recipe.data.streaming else "source='task'"
         advice = " Use --set data.streaming=false, also with `whatwhere train`." if recipe.data.streaming else ""

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from .common import add_recipe, add_resume, command_parser
+from .common import add_recipe, add_resume, check_data_dir, command_parser
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -34,10 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
     from ..training.loop import train
     from ..training.recipe import load_recipe
 
-    if options.data_dir and options.train_file:
-        raise ValueError(f"--data-dir={options.data_dir!r} has no effect with --train-file.")
     own = {"train_file": options.train_file, "validation_file": options.validation_file}
     recipe = load_recipe(options.recipe, options.set, **own)
+    check_data_dir(options.data_dir, recipe.data.texts())
     output = options.output or os.path.join("runs", recipe.name)
     continued = {"resume": options.resume, "resume_from": options.resume_from}
     results = train(recipe, output, **continued, data_dir=options.data_dir, arguments=arguments)

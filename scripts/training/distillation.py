@@ -45,7 +45,7 @@ class AttentionTargets:
             ValueError: the source has other sizes or other weights beside the changed attention, the same encoding in
                 every layer, or other positions in the embeddings.
         """
-        self.source = load_source(source).to(model.device).eval()
+        self.source = load_source(source).to(model.device, model.dtype).eval()
         config: Any = model.config
         before, after = layer_plan(self.source.config), layer_plan(config)
         layers = [index for index, pair in enumerate(zip(before, after)) if pair[0] != pair[1]]
@@ -64,7 +64,7 @@ class AttentionTargets:
             if id(parameter) in changed:
                 continue
             own = ours.get(name)
-            if own is None or own.dtype != parameter.dtype or not torch.equal(own, parameter):
+            if own is None or not torch.equal(own, parameter):
                 raise ValueError(
                     f"distill_from={source!r} is not valid with distill='attention': its {name} is not the model's. "
                     "All weights except those of changed attention must be equal, as after `whatwhere convert`."
@@ -132,40 +132,48 @@ class LogitTargets:
         self._shape = (len(self.chosen), blocks.sequence_length - 1, SAMPLES)
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
 
-    def write(self, source: str, batch_size: int, seed: int, processes: Accelerator | PartialState) -> None:
-        """Draws the tokens, in all processes, unless the file exists.
+    def is_written(self) -> bool:
+        """Returns whether the file exists.
 
         Raises:
-            ValueError: the source is not valid, or the file was written for another number of processes.
+            ValueError: it was written for another number of processes.
+        """
+        if not self.file.exists():
+            return False
+        size, needed = self.file.stat().st_size, math.prod(self._shape) * np.dtype(self._dtype).itemsize
+        if size != needed:
+            raise ValueError(
+                f"{str(self.file)!r} has {size} bytes instead of {needed}: it was written by a run on another "
+                "number of processes. Resume on that number, or choose another folder."
+            )
+        return True
+
+    def write(self, source: Any, batch_size: int, seed: int, processes: Accelerator | PartialState) -> None:
+        """Draws the tokens from a model's predictions, in all processes.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         device = processes.device
+        source.to(device).eval()
         draft = self.file.with_suffix(".partial")
-        # Another process may be about to rename it.
-        done = self.file.exists()
-        processes.wait_for_everyone()
-        if done:
-            size, needed = self.file.stat().st_size, math.prod(self._shape) * np.dtype(self._dtype).itemsize
-            if size != needed:
-                raise ValueError(
-                    f"{str(self.file)!r} has {size} bytes instead of {needed}: it was written by a run on another "
-                    "number of processes. Resume on that number, or choose another folder."
-                )
-            return
-        model = load_source(source).to(device).eval()
         if processes.is_main_process:
-            np.memmap(draft, self._dtype, "w+", shape=self._shape)
+            draft.touch()
         processes.wait_for_everyone()
-        drawn = np.memmap(draft, self._dtype, "r+", shape=self._shape)
         generator = torch.Generator(device).manual_seed(seed + processes.process_index)
         mine = range(processes.process_index, len(self.chosen), processes.num_processes)
-        for start in tqdm(range(0, len(mine), batch_size), desc="reading by the source", disable=None):
-            places = list(mine[start : start + batch_size])
-            input_ids = self.blocks[[int(self.chosen[place]) for place in places]]["input_ids"].to(device)
-            with torch.no_grad():
-                logits = model(input_ids, use_cache=False).logits[:, :-1].float()
-            tokens = torch.multinomial(logits.softmax(-1).flatten(0, 1), SAMPLES, True, generator=generator)
-            drawn[places] = tokens.view(len(places), -1, SAMPLES).cpu().numpy()
-        drawn.flush()
+        # Not through a memory map: a full disk would end the process without an error.
+        with draft.open("r+b") as file:
+            for start in tqdm(range(0, len(mine), batch_size), desc="reading by the source", disable=None):
+                places = list(mine[start : start + batch_size])
+                input_ids = self.blocks[[int(self.chosen[place]) for place in places]]["input_ids"].to(device)
+                with torch.no_grad():
+                    logits = source(input_ids, use_cache=False).logits[:, :-1].float()
+                tokens = torch.multinomial(logits.softmax(-1).flatten(0, 1), SAMPLES, True, generator=generator)
+                rows = tokens.view(len(places), -1, SAMPLES).cpu().numpy().astype(self._dtype)
+                for place, row in zip(places, rows):
+                    file.seek(place * row.nbytes)
+                    file.write(row)
         processes.wait_for_everyone()
         if processes.is_main_process:
             draft.rename(self.file)

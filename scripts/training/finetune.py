@@ -6,6 +6,8 @@ peft's.
 """
 
 import contextlib
+import functools
+import hashlib
 import math
 import os
 from collections.abc import Iterator
@@ -186,8 +188,6 @@ def finetune(
         Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
     """
     if settings.data == "local":
-        if settings.train_file and data_dir:
-            raise FinetuneError(f"data_dir={data_dir!r} has no effect with train_file.")
         find_files(settings.text(), data_dir)
     folder = RunFolder(Path(output), Finetuning.record)
     with folder.lock():
@@ -233,19 +233,21 @@ class Finetuning(Run):
                     f"distill_from={options.distill_from!r} is not valid: it has {vocabulary} tokens, the checkpoint "
                     f"has {model.config.vocab_size}."
                 )
+        if options.distill == "logits" and options.distill_from is not None:
+            # The source and the model are not in memory at the same time.
+            del model
+            self._draw_targets(options.distill_from, vocabulary)
+            set_seed(options.seed)
+            model, _ = load_model(options)
+        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        if not options.lora:
+            # Small updates of bfloat16 weights would be rounded away.
+            model.float()
         if options.distill == "attention":
             self.attention = AttentionTargets(str(options.distill_from), model.to(self.accelerator.device))
         self.write_settings()
         if self.fresh:
             self.accelerator.print(f"new parameters: {', '.join(sorted(self.fresh))}")
-        if options.distill_from is not None and self.attention is None:
-            # The source and the model are not in memory at the same time.
-            del model
-            count, batches = training.steps * training.batch_size, self.data.batches
-            batches.blocks = LogitTargets(batches.blocks, count, options.seed, self.output / TARGETS, vocabulary)
-            batches.blocks.write(options.distill_from, options.batch_size, options.seed, self.accelerator)
-            set_seed(options.seed)
-            model, _ = load_model(options)
         prepare_model(model, training)
         if options.lora:
             model = self._add_adapter(model)
@@ -253,6 +255,18 @@ class Finetuning(Run):
             new = {id(parameter) for name, parameter in model.named_parameters() if original_name(name) in self.fresh}
             self.attention.freeze(model, new)
         return model
+
+    def _draw_targets(self, source: str, vocab_size: int) -> None:
+        """Adds the source's predictions to the batches for training."""
+        training, batches, seed = self.recipe.training, self.data.batches, self.options.seed
+        file, count = self.output / TARGETS, training.steps * training.batch_size
+        batches.blocks = LogitTargets(batches.blocks, count, seed, file, vocab_size)
+        if batches.blocks.is_written():
+            return
+        model = load_source(source)
+        self.write_settings()
+        with self.checkpoints.writing(file):
+            batches.blocks.write(model, self.options.batch_size, seed, self.accelerator)
 
     def _add_adapter(self, model: Any) -> Any:
         """Returns the model with low-rank adapters on its linear layers; saves the model itself if it is a new one."""
@@ -305,6 +319,30 @@ class Finetuning(Run):
         outputs = self.model(**inputs, num_items_in_batch=predictions, use_cache=False)
         return (outputs.loss + logit_loss(outputs.logits, targets) * part) / 2
 
+    def more_state(self) -> dict[str, Any]:
+        """Returns the sequences of a step, and a fingerprint of the weights that checkpoints do not contain."""
+        return {"batch_size": self.recipe.training.batch_size, "frozen_sha256": self._frozen_sha256}
+
+    @functools.cached_property
+    def _frozen_sha256(self) -> str:
+        digest = hashlib.sha256()
+        for name, parameter in self.whole_model.named_parameters():
+            if not parameter.requires_grad:
+                digest.update(name.encode())
+                digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def _check_origin(self, state: dict[str, Any]) -> None:
+        super()._check_origin(state)
+        made, size = f"the run in {str(self.output)!r} was trained", self.recipe.training.batch_size
+        if state["batch_size"] != size:
+            raise TrainingError(
+                f"{made} with {state['batch_size']} sequences a step, now these are {size}: --batch-size is for each "
+                f"process. Resume on as many processes as before, {len(state['random'])}."
+            )
+        if state["frozen_sha256"] != self._frozen_sha256:
+            raise TrainingError(f"{made} with other weights of checkpoint={self.options.checkpoint!r}: it has changed.")
+
     def largest_loss(self) -> float:
         """Returns the loss above which training has diverged: a conversion can leave a model with any finite loss."""
         return math.inf
@@ -316,15 +354,26 @@ class Finetuning(Run):
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
         """Saves the trained model or adapter, in the first process."""
-        (self.output / TARGETS).unlink(missing_ok=True)
         if self.options.merge:
             self.whole_model.save_pretrained(self.output / "adapter")
             self.whole_model = self.whole_model.merge_and_unload()
             self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
+        elif not self.options.lora:
+            for name, parameter in self.whole_model.named_parameters():
+                if state_dict is None:
+                    parameter.data = parameter.data.to(self.dtypes[name])
+                elif name in state_dict:
+                    state_dict[name] = state_dict[name].to(self.dtypes[name])
         super().save(folder, state_dict)
         if self.attention is not None and not isinstance(self.whole_model, peft.PeftModel):
             # The next run may still give these their own learning rate.
             write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
+
+    def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
+        """Does what `Run.finish` does, and deletes the drawn tokens."""
+        results = super().finish(arguments)
+        (self.output / TARGETS).unlink(missing_ok=True)
+        return results
 
     def more_results(self) -> dict[str, Any]:
         """Returns what fine-tuning adds to `results.json`."""

@@ -406,8 +406,13 @@ class Run:
             "streams": streams and streams[:: self.layout.tp],
             "parameter_groups": parameter_groups(self.whole_model, self.optimizer),
             "best": self.best,
+            **self.more_state(),
         }
         self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state)
+
+    def more_state(self) -> dict[str, Any]:
+        """Returns what a kind of run adds to `run.json` of its checkpoints."""
+        return {}
 
     def load_checkpoint(self, step: int | None = None) -> None:
         """Loads the newest checkpoint, or the one after `step`; without checkpoints, the run starts at step 0.
@@ -514,8 +519,9 @@ class Run:
         model = self.whole_model
         if state_dict is not None:
             # FSDP changes the class of a model.
+            dtype = next(iter(state_dict.values())).dtype
             with torch.device("meta"):
-                model = FAMILIES[self.recipe.model["family"]]._from_config(model.config, dtype=model.dtype)
+                model = FAMILIES[self.recipe.model["family"]]._from_config(model.config, dtype=dtype)
             model.generation_config = self.whole_model.generation_config
         model.save_pretrained(folder, state_dict=state_dict)
 
