@@ -84,7 +84,7 @@ def run(data_dir, tmp_path):
 
     def run(checkpoint, *arguments, output="run"):
         splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
-        fixed = ["--data", "local", "--data-dir", str(data_dir), "--splits", splits, "--cpu"]
+        fixed = ["--data", "local", "--data-dir", str(data_dir), "--splits", splits]
         fixed += ["--output", str(tmp_path / output)]
         fast = ["--steps", "4", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "4"]
         return tmp_path / output, finetune([checkpoint, *fixed, *fast, "--learning-rate", "0.01", *arguments])
@@ -350,12 +350,13 @@ def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkey
             return {"input_ids": torch.arange(6)[None] + torch.tensor(index)[:, None] * 10}
 
     model = LlamaForCausalLM.from_pretrained(stock["llama"])
-    targets = distillation.LogitTargets(Blocks(), 2, 0, tmp_path / "targets.bin", 258)
+    targets = distillation.LogitTargets(Blocks(), np.array([0, 2]), tmp_path / "targets.bin", 258)
     assert not targets.is_written()
     targets.write(model, 1, 0, PartialState(cpu=True))
     assert targets.is_written()
     drawn = torch.from_numpy(np.fromfile(tmp_path / "targets.bin", dtype="uint16").astype("int64")).view(2, 5, 4096)
-    longer = distillation.LogitTargets(Blocks(), 3, 0, tmp_path / "targets.bin", 258)
+    assert torch.equal(targets[[2, 0]]["targets"], drawn.flip(0))
+    longer = distillation.LogitTargets(Blocks(), np.arange(3), tmp_path / "targets.bin", 258)
     with pytest.raises(ValueError, match="another number of processes"):
         longer.is_written()
     with torch.no_grad():
@@ -366,6 +367,28 @@ def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkey
     logits = torch.randn(2, 6, 258)
     full = -(expected * logits[:, :-1].log_softmax(-1)).sum(-1).mean()
     assert distillation.logit_loss(logits, drawn).item() == pytest.approx(full.item(), rel=0.01)
+
+
+@pytest.mark.parametrize("distil", [False, True], ids=["text", "predictions"])
+def test_mixture(stock, tmp_path, monkeypatch, distil):
+    """Each text has its share of the training sequences; predictions of the source are drawn for these sequences."""
+    for name, character in (("a", "a"), ("b", "b")):
+        (tmp_path / f"{name}.txt").write_text(character * 640)
+    mixture = [{"train_file": str(tmp_path / f"{name}.txt"), "weight": weight} for name, weight in (("a", 3), ("b", 1))]
+    seen, loss = [], script.Finetuning.loss
+
+    def keep(self, inputs, predictions):
+        seen.extend(inputs["input_ids"][:, 0].tolist())
+        return loss(self, inputs, predictions)
+
+    monkeypatch.setattr(script.Finetuning, "loss", keep)
+    arguments = [stock["llama"], "--mixture", json.dumps(mixture), "--output", str(tmp_path / "run"), "--steps", "20"]
+    arguments += ["--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "4"]
+    results = finetune(arguments + (["--distill-from", stock["llama"]] if distil else []))
+    assert seen.count(ord("a")) > 20
+    assert 2 <= seen.count(ord("b")) < 20
+    assert len(seen) == 40
+    assert results["recipe"]["mixture"][0]["weight"] == 3
 
 
 def test_drawn_tokens_are_kept_until_the_run_is_finished(run, stock, monkeypatch, tmp_path):
@@ -441,7 +464,7 @@ def corpus(tmp_path, monkeypatch):
 
 
 def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
-    fixed = ["--data", "pg19", "--data-dir", str(corpus), "--streaming", "--shuffle-buffer", "8", "--cpu"]
+    fixed = ["--data", "pg19", "--data-dir", str(corpus), "--streaming", "--shuffle-buffer", "8"]
     sizes = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "2"]
     results = finetune([stock["llama"], *fixed, *sizes, "--output", str(tmp_path / "run")])
     assert results["data"]["splits"] == {"train": "pg19:train", "validation": "pg19:test"}
@@ -457,6 +480,10 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
         (["--data", "pg19", "--train-file", "a.txt"], r"train_file=\['a.txt'\]"),
         (["--train-file", "a.txt"], "data_dir=.* has no effect"),
         (["--data", "stdlib"], "data_dir=.* has no effect"),
+        (["--data", "mixture"], "mixture=None is not valid: data='mixture' needs a list"),
+        (["--mixture", '[{"train_file": "a.txt", "weight": 1}]', "--data", "stdlib"], "with data.mixture, it must be"),
+        (["--mixture", '[{"train_file": "a.txt"}]'], r"mixture\[0\]\.weight"),
+        (["--mixture", '[{"train_file": "a.txt", "weight": 1}]', "--train-file", "b"], "train_file=.*no effect"),
     ],
 )
 def test_text_options_without_effect(stock, tmp_path, arguments, message):
@@ -488,7 +515,7 @@ def test_what_is_not_json_is_named(value, capsys):
 
 def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("how now brown cow, " * 100)
-    arguments = [stock["llama"], "--train-file", str(tmp_path / "a.txt"), "--cpu", "--output", str(tmp_path / "run")]
+    arguments = [stock["llama"], "--train-file", str(tmp_path / "a.txt"), "--output", str(tmp_path / "run")]
     fast = ["--steps", "4", "--batch-size", "2", "--sequence-length", "16", "--learning-rate", "0.01"]
     command.main([*arguments, *fast])
     said = capsys.readouterr().out
@@ -694,7 +721,7 @@ def test_sharded_fine_tuning(run, stock, data_dir, tmp_path, processes, dtype):
     expected, results = run(converted, "--batch-size", "4")
     splits = json.dumps({"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"})
     arguments = [converted, "--data", "local", "--data-dir", str(data_dir)]
-    arguments += ["--splits", splits, "--cpu", "--steps", "4", "--batch-size", str(4 // processes)]
+    arguments += ["--splits", splits, "--steps", "4", "--batch-size", str(4 // processes)]
     arguments += ["--sequence-length", "16", "--evaluation-blocks", "4", "--learning-rate", "0.01", "--dp-shard", "2"]
     command = [*TORCHRUN, processes, "-m", "whatwhere", "finetune", *arguments, "--output", tmp_path / "sharded"]
     python(*command)

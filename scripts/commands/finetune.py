@@ -32,6 +32,8 @@ def parser() -> argparse.ArgumentParser:
             result.add_argument(option, action="store_true", help=text)
         elif name == "position_encoding":
             result.add_argument(option, type=name_or_list, metavar="NAME", help=text)
+        elif name == "mixture":
+            result.add_argument(option, type=json_value, metavar="JSON", help=text)
         elif kind is list:
             result.add_argument(option, nargs="+", metavar="FILE", help=text)
         elif kind is dict:
@@ -46,7 +48,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """Returns the settings of a run; raises ValueError with all problems."""
     others = ("output", "resume", "resume_from", "data_dir")
     values = {key: value for key, value in vars(options).items() if key not in others}
-    values.setdefault("data", "local" if values.get("train_file") else "stdlib")
+    found = [source for name, source in (("mixture", "mixture"), ("train_file", "local")) if values.get(name)]
+    values.setdefault("data", (*found, "stdlib")[0])
     return parse(Settings, values, error=FinetuneError)
 
 

@@ -105,6 +105,10 @@ class ShuffledBatches:
         first, stop = (step * self.batch_size + part * self.batch_size // share[1] for part in (share[0], share[0] + 1))
         return self.blocks[[self._index(place) for place in range(first, stop)]]
 
+    def visited(self, steps: int) -> np.ndarray:
+        """Returns the sorted indices of the blocks of the first steps, each once."""
+        return np.unique([self._index(place) for place in range(steps * self.batch_size)])
+
     def _index(self, place: int) -> int:
         if self.seed is None:
             return place

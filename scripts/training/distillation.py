@@ -123,12 +123,17 @@ def _attention_blocks(model: nn.Module) -> list[AttentionBlock]:
 
 
 class LogitTargets:
-    """Blocks for training, with tokens drawn from a source's predictions."""
+    """Blocks for training, with tokens drawn from a source's predictions.
 
-    def __init__(self, blocks: TextBlocks, count: int, seed: int, file: Path, vocab_size: int) -> None:
-        """Chooses `count` of the blocks; `file` is where the drawn tokens are, or will be."""
-        self.blocks, self.file = blocks, file
-        self.chosen = np.random.default_rng(seed).permutation(len(blocks))[:count]
+    Attributes:
+        chosen: sorted indices of the blocks that have drawn tokens.
+        file: where these are, or will be.
+    """
+
+    def __init__(self, blocks: TextBlocks, chosen: np.ndarray, file: Path, vocab_size: int) -> None:
+        self.blocks, self.chosen, self.file = blocks, chosen, file
+        # The places of the texts of a mixture.
+        self.starts = getattr(blocks, "starts", None)
         self._shape = (len(self.chosen), blocks.sequence_length - 1, SAMPLES)
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
 
@@ -180,13 +185,13 @@ class LogitTargets:
         processes.wait_for_everyone()
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.blocks)
 
-    def __getitem__(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Returns `input_ids`, int64 (B, T), and `targets`, int64 (B, T - 1, S)."""
+    def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns `input_ids`, int64 (B, T), and `targets`, int64 (B, T - 1, S), of blocks among `chosen`."""
         drawn = np.memmap(self.file, self._dtype, "r", shape=self._shape)
-        targets = torch.from_numpy(drawn[rows].astype(np.int64))
-        return {**self.blocks[self.chosen[rows].tolist()], "targets": targets}
+        targets = torch.from_numpy(drawn[np.searchsorted(self.chosen, indices)].astype(np.int64))
+        return {**self.blocks[indices], "targets": targets}
 
 
 def logit_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

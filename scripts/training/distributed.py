@@ -114,8 +114,8 @@ def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
             raise RecipeError(f"training.{name}={value!r} is not valid with distributed.tp={tp!r}. Allowed: False.")
 
 
-def build_accelerator(training: TrainingRecipe, output: Path, *, cpu: bool = False) -> Accelerator:
-    """Returns the accelerator of a run; `output` is the folder for trackers, and with `cpu` no GPU is used.
+def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
+    """Returns the accelerator of a run; `output` is the folder for trackers.
 
     Raises:
         TrainingError: a tracker is not installed, or accelerate is configured to shard the model itself.
@@ -131,7 +131,7 @@ def build_accelerator(training: TrainingRecipe, output: Path, *, cpu: bool = Fal
         log_with=training.trackers or None,
         project_dir=str(output),
         # Without a GPU, accelerate would otherwise not set up the process group.
-        cpu=cpu or not torch.accelerator.is_available(),
+        cpu=not torch.accelerator.is_available(),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=training.ddp_timeout))],
     )
     device = accelerator.device

@@ -28,7 +28,7 @@ from ..conversion import FAMILIES, RECORD, card_metadata, convert, load_source
 from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
 from ..data.rows import data_folder
-from ..data.source import SOURCES, TextSource, find_files
+from ..data.source import SOURCES, MixedText, TextSource, find_files
 from ..data.tokenize import build_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import read_json, write_json
@@ -66,6 +66,9 @@ class Settings(Checked):
     dataset: str | None = Field(None, description="data set of --data hub")
     dataset_config: str | None = Field(None, description="its configuration")
     splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/corpus.py)")
+    mixture: Annotated[list[MixedText], Field(min_length=1)] | None = Field(
+        None, description="several texts with weights, as data.mixture in a recipe"
+    )
     text_field: str = Field("text", description="column of the documents; default text")
     streaming: bool = Field(False, description="stream the training text")
     shuffle_buffer: Count = Field(256, description="documents in the shuffle buffer of --streaming; default 256")
@@ -89,7 +92,6 @@ class Settings(Checked):
     bf16: bool = Field(False, description="mixed precision")
     activation_checkpointing: bool = Field(False, description="use less memory and more time")
     dp_shard: Count = Field(1, description="processes that share the model and the optimiser (FSDP2); default 1")
-    cpu: bool = Field(False, description="do not use a GPU")
     lora: bool = Field(False, description="train low-rank adapters (peft)")
     lora_rank: Count = Field(16, description="default 16")
     lora_alpha: Positive = Field(32.0, description="default 32")
@@ -103,14 +105,14 @@ class Settings(Checked):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, reason) for problems across fields."""
         if self.data in CORPORA:
-            for name in set(TextSource.model_fields) - {"source", "streaming"}:
-                if getattr(self, name) != TextSource.model_fields[name].default:
+            for name in {*TextSource.model_fields, "mixture"} - {"source", "streaming"}:
+                if getattr(self, name) != DataRecipe.model_fields[name].default:
                     yield name, f"it has no effect with data={self.data!r}"
-        elif self.data in SOURCES:
-            for name, reason in TextSource.problems(self.text()):
-                yield name, reason.replace("source=", "data=")
+        elif self.data in (*SOURCES, "mixture"):
+            for name, reason in DataRecipe.problems(self.text()):
+                yield "data" if name == "source" else name, reason.replace("source=", "data=")
         else:
-            yield "data", f"allowed: {', '.join((*SOURCES, *CORPORA))}"
+            yield "data", f"allowed: {', '.join((*SOURCES, 'mixture', *CORPORA))}"
         for needed, names in (
             ("lora", ("merge", "lora_rank", "lora_alpha", "lora_dropout")),
             ("streaming", ("shuffle_buffer",)),
@@ -187,8 +189,9 @@ def finetune(
         TrainingError: the output folder is not usable, or training has diverged.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
     """
-    if settings.data == "local":
-        find_files(settings.text(), data_dir)
+    for text in settings.text().texts():
+        if text.source == "local":
+            find_files(text, data_dir)
     folder = RunFolder(Path(output), Finetuning.record)
     with folder.lock():
         resume, results = folder.begin(resume_from is not None or resume, settings.model_dump())
@@ -211,7 +214,7 @@ class Finetuning(Run):
         self.before: dict[str, Any] = {}
         if options.new_learning_rate is not None and not self.fresh:
             raise FinetuneError(f"new_learning_rate={options.new_learning_rate!r} is not valid: no parameter is new.")
-        super().__init__(_recipe(options, self.loaded.config, data_dir), output, data_dir, cpu=options.cpu)
+        super().__init__(_recipe(options, self.loaded.config, data_dir), output, data_dir)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run, for its folder and its results."""
@@ -259,8 +262,8 @@ class Finetuning(Run):
     def _draw_targets(self, source: str, vocab_size: int) -> None:
         """Adds the source's predictions to the batches for training."""
         training, batches, seed = self.recipe.training, self.data.batches, self.options.seed
-        file, count = self.output / TARGETS, training.steps * training.batch_size
-        batches.blocks = LogitTargets(batches.blocks, count, seed, file, vocab_size)
+        file = self.output / TARGETS
+        batches.blocks = LogitTargets(batches.blocks, batches.visited(training.steps), file, vocab_size)
         if batches.blocks.is_written():
             return
         model = load_source(source)

@@ -123,9 +123,7 @@ class Run:
 
     command, record = "train", "recipe.yaml"
 
-    def __init__(
-        self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None, *, cpu: bool = False
-    ) -> None:
+    def __init__(self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None) -> None:
         self.recipe, self.output, self.folder = recipe, output, RunFolder(output, self.record)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
@@ -133,7 +131,7 @@ class Run:
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
-        self.accelerator = build_accelerator(training, output, cpu=cpu)
+        self.accelerator = build_accelerator(training, output)
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         self.layout = check_layout(recipe, self.config(), processes, rank)
         self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints, training.ddp_timeout)
