@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import engine_matrix
 import whatwhere
-from tiny import tiny_model
+from tiny import OLDER, tiny_model
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -46,6 +46,9 @@ def test_python_snippets_run(page, tmp_path, monkeypatch):
         pytest.importorskip("kernels", reason="the package `kernels` is not installed: pip install kernels")
         cli.main(["kernel-hub", "attention", "--build"])
     for code in blocks(page, "python"):
+        if OLDER and "generate_batch" in code:
+            # An error, which test_engines_batching.py tests.
+            continue
         exec(compile(code, page, "exec"), names)
     if page == "README.md":
         assert (tmp_path / "my-pope" / "README.md").exists()

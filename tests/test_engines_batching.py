@@ -1,6 +1,5 @@
 """Transformers' continuous batching: the tokens of every encoding are those of `generate`, prompt by prompt."""
 
-import inspect
 import re
 import sys
 from types import SimpleNamespace
@@ -14,15 +13,12 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 import whatwhere
 from engine_matrix import for_engine
-from tiny import FAMILIES, VOCABULARY, slow_but, tiny_model, tokens
+from tiny import FAMILIES, OLDER, VOCABULARY, only_newer, slow_but, tiny_model, tokens
 from whatwhere.scripts.benchmark import serving
 from whatwhere.scripts.benchmark.measure import CheckFailed
 
 # `page_size` was `block_size` in older versions.
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
-# In an older Transformers the paged cache has other methods: only its own attention functions work.
-OLDER = "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters
-only_newer = pytest.mark.skipif(OLDER, reason="this Transformers is older than 5.23")
 
 
 def greedy(new_tokens, **settings):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import whatwhere
 from engine_matrix import for_engine
 from processes import TORCHRUN, python
-from tiny import FAMILIES, OURS, VOCABULARY, slow_but, tiny_model, tokens
+from tiny import FAMILIES, OLDER, OURS, VOCABULARY, slow_but, tiny_model, tokens
 
 # TRL and PEFT use names that this version of Transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -149,6 +149,8 @@ def test_trl_dpo(trl, tokenizer, encoding, expected, mode, tmp_path):
 @pytest.mark.parametrize("mode", slow_but(["generate", "generate_batch"], ["generate", "generate_batch", "compiled"]))
 def test_trl_grpo(trl, tokenizer, encoding, expected, mode, tmp_path):
     assert expected == "works"
+    if mode == "generate_batch" and OLDER:
+        pytest.skip("this Transformers is older than 5.23")
     torch._dynamo.reset()
     base = tiny_model("llama", encoding)
     base.save_pretrained(tmp_path / "base")

@@ -39,7 +39,8 @@ def test_flops_are_those_of_the_formula(family, tied):
     model = causal_lm_class(family)(config)
     for length in (8, 48):
         attention = 12 * config.num_hidden_layers * config.hidden_size * length
-        assert flops_per_token(config, length) == 6 * matrices(model) + attention
+        # Older Transformers compute RoPE's angles by a matrix product.
+        assert flops_per_token(config, length) == pytest.approx(6 * matrices(model) + attention, rel=1e-4)
 
 
 @pytest.mark.parametrize("encoding", [name for name in whatwhere.list_position_encodings() if name != "none"])
