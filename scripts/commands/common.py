@@ -70,9 +70,12 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 def json_value(text: str) -> Any:
     """Returns the value of an option in JSON; an `argparse` type."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    if value is None:
+        raise argparse.ArgumentTypeError("null is not valid: leave the option out for its default")
+    return value
 
 
 def name_or_list(text: str) -> Any:

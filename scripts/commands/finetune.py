@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parser().parse_args(arguments)
     settings = settings_of(options)
-    check_data_dir(options.data_dir, [settings.text(options.data_dir)])
+    check_data_dir(options.data_dir, settings.text(options.data_dir).texts())
     results = finetune(
         settings,
         options.output,

@@ -11,7 +11,6 @@
 Axes: B batch, T tokens of a sequence, S samples of a prediction.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,22 +136,6 @@ class LogitTargets:
         self._shape = (len(self.chosen), blocks.sequence_length - 1, SAMPLES)
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
 
-    def is_written(self) -> bool:
-        """Returns whether the file exists.
-
-        Raises:
-            ValueError: it was written for another number of processes.
-        """
-        if not self.file.exists():
-            return False
-        size, needed = self.file.stat().st_size, math.prod(self._shape) * np.dtype(self._dtype).itemsize
-        if size != needed:
-            raise ValueError(
-                f"{str(self.file)!r} has {size} bytes instead of {needed}: it was written by a run on another "
-                "number of processes. Resume on that number, or choose another folder."
-            )
-        return True
-
     def write(self, source: Any, batch_size: int, seed: int, processes: Accelerator | PartialState) -> None:
         """Draws the tokens from a model's predictions, in all processes.
 
@@ -163,7 +146,7 @@ class LogitTargets:
         source.to(device).eval()
         draft = self.file.with_suffix(".partial")
         if processes.is_main_process:
-            draft.touch()
+            draft.write_bytes(b"")
         processes.wait_for_everyone()
         generator = torch.Generator(device).manual_seed(seed + processes.process_index)
         mine = range(processes.process_index, len(self.chosen), processes.num_processes)

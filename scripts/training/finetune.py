@@ -8,6 +8,7 @@ peft's.
 import contextlib
 import functools
 import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Po
 from ..conversion import FAMILIES, RECORD, card_metadata, convert, load_source
 from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
+from ..data.prepared import file_sha256
 from ..data.rows import data_folder
 from ..data.source import SOURCES, MixedText, TextSource, find_files
 from ..data.tokenize import build_tokenizer
@@ -40,7 +42,7 @@ from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Recipe, Tra
 from .run_folder import RunFolder
 
 # Tokens drawn from a source's predictions; deleted at the end.
-TARGETS = "targets.bin"
+TARGETS = "targets-{}.bin"
 
 Length = Annotated[int, Field(ge=2)]
 
@@ -62,7 +64,7 @@ class Settings(Checked):
     rope_parameters: dict | None = Field(None, description="default: the checkpoint's own")
     train_file: list[str] | None = Field(None, description="your text: text, jsonl or parquet files, folders, patterns")
     validation_file: list[str] | None = Field(None, description="text to evaluate on; default: a part of --train-file")
-    data: str = Field("stdlib", description="stdlib (default), hub, local, or a corpus such as pg19")
+    data: str = Field("stdlib", description="stdlib (default), hub, local, mixture, or a corpus such as pg19")
     dataset: str | None = Field(None, description="data set of --data hub")
     dataset_config: str | None = Field(None, description="its configuration")
     splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/corpus.py)")
@@ -110,7 +112,12 @@ class Settings(Checked):
                     yield name, f"it has no effect with data={self.data!r}"
         elif self.data in (*SOURCES, "mixture"):
             for name, reason in DataRecipe.problems(self.text()):
-                yield "data" if name == "source" else name, reason.replace("source=", "data=")
+                if name not in {"source", *Settings.model_fields}:
+                    yield "tokenizer", "it is made by a recipe (`whatwhere train`): give a folder or a Hub id"
+                elif "data.mixture[" in reason:
+                    yield name, reason.replace("data.mixture[", "mixture[")
+                else:
+                    yield "data" if name == "source" else name, reason.replace("source=", "data=")
         else:
             yield "data", f"allowed: {', '.join((*SOURCES, 'mixture', *CORPORA))}"
         for needed, names in (
@@ -243,7 +250,7 @@ class Finetuning(Run):
             set_seed(options.seed)
             model, _ = load_model(options)
         self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        if not options.lora:
+        if not options.lora or self.fresh:
             # Small updates of bfloat16 weights would be rounded away.
             model.float()
         if options.distill == "attention":
@@ -262,14 +269,24 @@ class Finetuning(Run):
     def _draw_targets(self, source: str, vocab_size: int) -> None:
         """Adds the source's predictions to the batches for training."""
         training, batches, seed = self.recipe.training, self.data.batches, self.options.seed
-        file = self.output / TARGETS
+        # What the tokens depend on: with other text, another source or other processes, they are drawn again.
+        origin = [self.data.splits_sha256["train"], _fingerprint(source), self.accelerator.num_processes]
+        file = self.output / TARGETS.format(hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:16])
         batches.blocks = LogitTargets(batches.blocks, batches.visited(training.steps), file, vocab_size)
-        if batches.blocks.is_written():
+        written = file.exists()
+        # Another process may be about to rename it.
+        self.accelerator.wait_for_everyone()
+        if written:
             return
         model = load_source(source)
         self.write_settings()
         with self.checkpoints.writing(file):
             batches.blocks.write(model, self.options.batch_size, seed, self.accelerator)
+
+    def _restore_dtypes(self, model: Any) -> None:
+        """Gives the parameters the dtypes that they have in the checkpoint."""
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(self.dtypes[name])
 
     def _add_adapter(self, model: Any) -> Any:
         """Returns the model with low-rank adapters on its linear layers; saves the model itself if it is a new one."""
@@ -278,7 +295,10 @@ class Finetuning(Run):
         if changes != (None, None, None) or not _model_type(base).startswith("whatwhere_"):
             base = str(self.output / "base")
             if self.accelerator.is_main_process:
+                self._restore_dtypes(model)
                 model.save_pretrained(base)
+                if self.fresh:
+                    model.float()
                 self.data.tokenizer.save_pretrained(base)
             self.accelerator.wait_for_everyone()
         # peft saves this as the name of the base model; an absolute path is valid from every folder.
@@ -323,17 +343,14 @@ class Finetuning(Run):
         return (outputs.loss + logit_loss(outputs.logits, targets) * part) / 2
 
     def more_state(self) -> dict[str, Any]:
-        """Returns the sequences of a step, and a fingerprint of the weights that checkpoints do not contain."""
-        return {"batch_size": self.recipe.training.batch_size, "frozen_sha256": self._frozen_sha256}
+        """Returns the sequences of a step, and fingerprints of the checkpoint and the source."""
+        return {"batch_size": self.recipe.training.batch_size, "fingerprints": self._fingerprints}
 
     @functools.cached_property
-    def _frozen_sha256(self) -> str:
-        digest = hashlib.sha256()
-        for name, parameter in self.whole_model.named_parameters():
-            if not parameter.requires_grad:
-                digest.update(name.encode())
-                digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+    def _fingerprints(self) -> dict[str, str | None]:
+        options = self.options
+        names = {"checkpoint": options.checkpoint, "distill_from": options.distill_from}
+        return {name: value and _fingerprint(value) for name, value in names.items()}
 
     def _check_origin(self, state: dict[str, Any]) -> None:
         super()._check_origin(state)
@@ -343,8 +360,9 @@ class Finetuning(Run):
                 f"{made} with {state['batch_size']} sequences a step, now these are {size}: --batch-size is for each "
                 f"process. Resume on as many processes as before, {len(state['random'])}."
             )
-        if state["frozen_sha256"] != self._frozen_sha256:
-            raise TrainingError(f"{made} with other weights of checkpoint={self.options.checkpoint!r}: it has changed.")
+        for name, value in self._fingerprints.items():
+            if state["fingerprints"][name] != value:
+                raise TrainingError(f"{made} with other files of {name}={getattr(self.options, name)!r}: they changed.")
 
     def largest_loss(self) -> float:
         """Returns the loss above which training has diverged: a conversion can leave a model with any finite loss."""
@@ -361,21 +379,24 @@ class Finetuning(Run):
             self.whole_model.save_pretrained(self.output / "adapter")
             self.whole_model = self.whole_model.merge_and_unload()
             self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
-        elif not self.options.lora:
-            for name, parameter in self.whole_model.named_parameters():
-                if state_dict is None:
-                    parameter.data = parameter.data.to(self.dtypes[name])
-                elif name in state_dict:
-                    state_dict[name] = state_dict[name].to(self.dtypes[name])
+        if state_dict is not None:
+            state_dict = {name: tensor.to(self.dtypes.get(name, tensor.dtype)) for name, tensor in state_dict.items()}
+        elif self.options.merge or not self.options.lora:
+            self._restore_dtypes(self.whole_model)
         super().save(folder, state_dict)
         if self.attention is not None and not isinstance(self.whole_model, peft.PeftModel):
             # The next run may still give these their own learning rate.
             write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Does what `Run.finish` does, and deletes the drawn tokens."""
+        """Does what `Run.finish` does, with the weights as they are saved, and deletes the drawn tokens."""
+        with torch.no_grad():
+            for name, parameter in self.whole_model.named_parameters():
+                if not self.options.lora and self.dtypes[name] != parameter.dtype:
+                    parameter.copy_(parameter.to(self.dtypes[name]))
         results = super().finish(arguments)
-        (self.output / TARGETS).unlink(missing_ok=True)
+        for file in self.output.glob(TARGETS.format("*")):
+            file.unlink(missing_ok=True)
         return results
 
     def more_results(self) -> dict[str, Any]:
@@ -392,6 +413,13 @@ class Finetuning(Run):
             **{key: stated[key] for key in ("license_name", "license_link") if key in stated},
             "newly_initialised": sorted(self.fresh),
         }
+
+
+def _fingerprint(checkpoint: str) -> str | None:
+    """Returns a fingerprint of the weights and the configuration of a folder, or the commit of a Hub id."""
+    if not os.path.exists(checkpoint):
+        return PreTrainedConfig.get_config_dict(checkpoint)[0].get("_commit_hash")
+    return f"{weights_fingerprint(Path(checkpoint))} {file_sha256(Path(checkpoint) / 'config.json')}"
 
 
 def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
