@@ -608,12 +608,16 @@ def test_resume_refuses_changed_sources(run, stock, tmp_path, changed, monkeypat
 
 def test_tokens_are_drawn_again_for_other_text(run, stock, tmp_path, monkeypatch):
     """The run was interrupted before its first checkpoint, so that no text is compared."""
+
+    def stopping(*_, **options):
+        raise KeyboardInterrupt
+
     text = tmp_path / "own.txt"
     text.write_text("how now brown cow, " * 100)
     arguments = [stock["llama"], "--train-file", str(text), "--distill-from", stock["llama"], "--sequence-length", "16"]
     arguments += ["--steps", "4", "--batch-size", "2", "--evaluation-blocks", "4"]
     with monkeypatch.context() as patch:
-        patch.setattr(script.Finetuning, "begin", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        patch.setattr(script.Finetuning, "begin", stopping)
         with pytest.raises(KeyboardInterrupt):
             finetune([*arguments, "--output", str(tmp_path / "run")])
     text.write_text("how now green cow, " * 100)
