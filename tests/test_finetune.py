@@ -602,7 +602,7 @@ def test_resume_refuses_changed_sources(run, stock, tmp_path, changed, monkeypat
             run(*arguments)
     model.config.rope_parameters["rope_theta"] = 3.0
     model.save_pretrained(tmp_path / changed)
-    with pytest.raises(TrainingError, match=f"with other files of {changed}=.*{changed}"):
+    with pytest.raises(TrainingError, match=f"with {changed}=.*{changed}', whose files have changed"):
         run(*arguments, "--resume")
 
 

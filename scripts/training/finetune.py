@@ -362,7 +362,7 @@ class Finetuning(Run):
             )
         for name, value in self._fingerprints.items():
             if state["fingerprints"][name] != value:
-                raise TrainingError(f"{made} with other files of {name}={getattr(self.options, name)!r}: they changed.")
+                raise TrainingError(f"{made} with {name}={getattr(self.options, name)!r}, whose files have changed.")
 
     def largest_loss(self) -> float:
         """Returns the loss above which training has diverged: a conversion can leave a model with any finite loss."""
