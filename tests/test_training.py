@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -131,6 +132,10 @@ def kill(changed, output, step, data_dir):
         patch.setattr(Run, "train_step", killed)
         with pytest.raises(Killed):
             train(changed, output, data_dir=data_dir)
+    # A killed process would have no thread that still writes or deletes checkpoints.
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
 
 
 # --- a whole run
