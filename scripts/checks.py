@@ -41,6 +41,9 @@ class Checked(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
+    def __repr__(self) -> str:
+        return repr(self.model_dump(exclude_unset=True))
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, reason) for problems across fields that are valid separately."""
         yield from ()

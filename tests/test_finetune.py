@@ -497,6 +497,17 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
         (["--data", "mixture"], "mixture=None is not valid: data='mixture' needs a list"),
         (["--mixture", '[{"train_file": "a.txt", "weight": 1}]', "--data", "stdlib"], "with data.mixture, it must be"),
         (["--mixture", '[{"train_file": "a.txt"}]'], r"mixture\[0\]\.weight"),
+        (
+            [
+                "--mixture",
+                '[{"source": "stdlib", "weight": 1}, {"source": "local", "splits": {"train": "no"}, "weight": 1}]',
+            ],
+            r"mixture\[1\]\.splits=\{'train': 'no'\}",
+        ),
+        (
+            ["--mixture", '[{"source": "stdlib", "weight": 1}]', "--data", "pg19"],
+            r"mixture=\[\{'source': 'stdlib', 'weight': 1(\.0)?\}\] .*no effect with data='pg19'",
+        ),
         (["--mixture", '[{"train_file": "a.txt", "weight": 1}]', "--train-file", "b"], "train_file=.*no effect"),
     ],
 )

@@ -30,13 +30,13 @@ from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
-from ..data.source import SOURCES, MixedText, TextSource, find_files
+from ..data.source import SOURCES, MixedText, TextSource
 from ..data.tokenize import build_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import read_json, write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import TrainingError
-from .loop import Run
+from .loop import Run, file_problems
 from .model import build_optimizer, prepare_model
 from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Recipe, TrainingRecipe
 from .run_folder import RunFolder
@@ -196,9 +196,8 @@ def finetune(
         TrainingError: the output folder is not usable, or training has diverged.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
     """
-    for text in settings.text().texts():
-        if text.source == "local":
-            find_files(text, data_dir)
+    if problems := [*file_problems(settings.text(), data_dir)]:
+        raise FinetuneError(*problems)
     folder = RunFolder(Path(output), Finetuning.record)
     with folder.lock():
         resume, results = folder.begin(resume_from is not None or resume, settings.model_dump())

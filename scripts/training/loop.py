@@ -57,7 +57,7 @@ from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate
 from .model import build_config, build_model, build_optimizer
 from .progress import Progress, peak_memory, stop_signals
-from .recipe import Recipe, RecipeError
+from .recipe import DataRecipe, Recipe, RecipeError
 from .run_folder import RunFolder
 
 
@@ -108,14 +108,19 @@ def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None
         build_config(recipe)
     except RecipeError as error:
         problems += error.problems
-    for text in recipe.data.texts():
+    problems += [f"data.{problem}" for problem in file_problems(recipe.data, data_dir)]
+    if problems:
+        raise RecipeError(*problems)
+
+
+def file_problems(data: DataRecipe, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
+    """Yields what is wrong with the local files of a text, or of the texts of a mixture."""
+    for index, text in enumerate(data.texts()):
         try:
             if text.source == "local":
                 find_files(text, data_dir)
         except ValueError as error:
-            problems.append(f"data.{error}")
-    if problems:
-        raise RecipeError(*problems)
+            yield f"mixture[{index}].{error}" if data.mixture else str(error)
 
 
 class Run:
