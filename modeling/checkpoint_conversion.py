@@ -76,8 +76,8 @@ def _move_pro_block(config_dict: dict[str, Any]) -> None:
 def convert_config(config_dict: dict[str, Any], *, stock: bool) -> None:
     """Changes the dictionary of a configuration file, in place, to one that this version could have written.
 
-    Drops, with a warning, what files may hold and a new configuration may not: negative token ids, and keys of
-    `rope_parameters` that the type does not use.
+    Drops, with a warning, what files may hold and a new configuration may not: negative token ids, keys of
+    `rope_parameters` that the type does not use, and `partial_rotary_factor` where the stock model ignores it.
 
     Args:
         config_dict: the dictionary.
@@ -92,6 +92,11 @@ def convert_config(config_dict: dict[str, Any], *, stock: bool) -> None:
         config_dict[field] = {key: value for key, value in given.items() if key not in dropped}
         for key in unused:
             logger.warning(f"{field}[{key!r}] of the checkpoint has no effect with its rope_type: dropped.")
+    rope = config_dict.get("rope_parameters") or config_dict.get("rope_scaling") or {}
+    if stock and rope.get("rope_type", rope.get("type", "default")) == "default":
+        for place in (config_dict, rope):
+            if (factor := place.pop("partial_rotary_factor", 1.0)) != 1.0:
+                logger.warning(f"partial_rotary_factor={factor!r} has no effect in the stock model: dropped.")
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config_dict.get(field)
         ids = value if isinstance(value, list) else [value]

@@ -27,10 +27,12 @@ PIPELINES = {
 }
 
 
-def weights_fingerprint(folder: str | pathlib.Path) -> str:
-    """Returns the SHA-256 of the folder's safetensors files, in the order of their names."""
-    digest = hashlib.sha256()
-    for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+def weights_fingerprint(folder: pathlib.Path) -> str:
+    """Returns the SHA-256 of a folder's weights and position encoding: a change of the latter may leave all weights."""
+    config = json.loads(file.read_bytes()) if (file := folder / "config.json").is_file() else {}
+    encoding = {key: config[key] for key in config if key.startswith(("position_encoding", "rope"))}
+    digest = hashlib.sha256(json.dumps(encoding, sort_keys=True).encode())
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
@@ -50,8 +52,7 @@ def card_tags(config: Any) -> list[str]:
 
 def card_head(config: Any) -> tuple[str, str | None]:
     """Returns the Auto class that loads a model, and the Hub's pipeline tag."""
-    architecture = (config.architectures or ["ForCausalLM"])[0]
-    head = next((head for head in PIPELINES if architecture.endswith(head)), "")
+    head = next(filter((config.architectures or ["ForCausalLM"])[0].endswith, PIPELINES), "")
     return f"AutoModel{head}", PIPELINES.get(head)
 
 

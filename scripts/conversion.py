@@ -15,14 +15,16 @@ Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
 """
 
 import copy
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.attention_options import NORM_EPS
@@ -38,6 +40,8 @@ logger = logging.get_logger(__name__)
 FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhereLlamaForCausalLM}
 # The file in a converted folder that lists the parameters that are new.
 RECORD = "conversion.json"
+# Keys of `rope_parameters` that a new scaling does not change.
+_UNSCALED = ("rope_theta", "partial_rotary_factor")
 # Fields of Qwen's configurations that say which layers have a sliding window.
 _WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 
@@ -97,7 +101,7 @@ def _load(cls: Any, source: str) -> Any:
 
 
 def card_metadata(source: str) -> dict[str, Any]:
-    """Returns `base_model` and the keys of the licence in a checkpoint's card, those that are text."""
+    """Returns `base_model` and the keys of the licence in a checkpoint's card."""
     local = os.path.isdir(source)
     path = os.path.join(source, "README.md") if local else source
     known: dict[str, Any] = {}
@@ -107,7 +111,7 @@ def card_metadata(source: str) -> dict[str, Any]:
         except (OSError, ValueError, HfHubHTTPError) as error:
             logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
     keys = ("base_model", "license", "license_name", "license_link")
-    return {key: known[key] for key in keys if isinstance(known.get(key), str)}
+    return {key: known[key] for key in keys if isinstance(known.get(key), (str, list))}
 
 
 def convert(
@@ -125,7 +129,8 @@ def convert(
         parameters: `position_encoding_parameters`; those of the source's own encodings are kept if they are not given.
             For layers that change from RoPE to PoPE, the defaults of `theta` and `partial_rotary_factor` are those of
             the text of this file.
-        rope_parameters: of the new model; None for the model's own.
+        rope_parameters: of the new model; None for the model's own. `rope_theta` and `partial_rotary_factor` are the
+            model's own if they are not given.
 
     Returns:
         the model, the names of its new parameters, and the names of the parameters that were dropped.
@@ -135,7 +140,10 @@ def convert(
     """
     old = model.config
     position_encoding = old.position_encoding if position_encoding is None else position_encoding
-    scaling = {} if rope_parameters is None else {"rope_parameters": rope_parameters}
+    scaling: dict[str, Any] = {}
+    if rope_parameters is not None:
+        rope = getattr(old, "rope_parameters", None) or {}
+        scaling["rope_parameters"] = {key: rope[key] for key in _UNSCALED if key in rope} | rope_parameters
     given = _merged(
         kept_parameters(old.position_encoding, old.position_encoding_parameters, position_encoding), parameters
     )
@@ -172,6 +180,21 @@ def convert(
     result.config._name_or_path = old._name_or_path
     result.tie_weights()
     return result, list(missing), sorted(weights.keys() - kept.keys())
+
+
+def convert_checkpoint(
+    source: str,
+    position_encoding: str | list[str] | None = None,
+    parameters: dict[str, Any] | None = None,
+    rope_parameters: dict[str, Any] | None = None,
+) -> tuple[Any, list[str], list[str]]:
+    """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new."""
+    model, new, dropped = convert(load_source(source), position_encoding, parameters, rope_parameters)
+    optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+    record: Any = cached_file(source, RECORD, **optional)
+    known = json.loads(Path(record).read_text(encoding="utf-8"))["new_parameters"] if record else ()
+    new += [name for name, _ in model.named_parameters() if name in known and name not in new]
+    return model, new, dropped
 
 
 def _merged(kept: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any]:

@@ -70,6 +70,10 @@ def test_everything_once(tiny, tmp_path):
         ("source", 0),
         *((name, percent) for name in SYSTEMS for percent in (0, 10)),
     ]
+    record = folder / "plan-0" / "conversion.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "source_weights_sha256": "other"}))
+    with pytest.raises(ValueError, match="conversions of another source"):
+        conversion.train(tmp_path, list(SYSTEMS), None)
 
 
 def test_report(tmp_path):
@@ -86,10 +90,13 @@ def test_report(tmp_path):
     assert "| PoPE | 10 | 50.0 | 104.0 | 100.0 | 101.0 | 102.0 | 103.0 | 104.0 |" in said
 
 
-def test_nothing_to_report(tmp_path):
+def test_nothing_to_report(tmp_path, monkeypatch):
     words = ["conversion", "--small", "--output", str(tmp_path), "--report-only"]
     with pytest.raises(ValueError, match="source' is not a finished and measured run"):
         conversion.main(reproduce.parser().parse_args(words), words)
     words += ["--seeds", "0"]
     with pytest.raises(ValueError, match="--seeds has no effect with conversion"):
         conversion.main(reproduce.parser().parse_args(words), words)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one process"):
+        conversion.main(reproduce.parser().parse_args(words[:-2]), words[:-2])

@@ -1,19 +1,23 @@
 """Conversion of pretrained models: logits of the source with its own encoding, what each change keeps, the command."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 from test_stock_equality import GPT2, LLAMA
 from tiny import tiny_model, tokens
+from toys import toy_recipe
 from whatwhere import list_position_encodings
+from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts import cli
 from whatwhere.scripts.commands.convert import main
-from whatwhere.scripts.conversion import convert, load_source
+from whatwhere.scripts.conversion import convert, convert_checkpoint, load_source
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.training.loop import train
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 SOURCES = {
@@ -133,6 +137,24 @@ def test_rope_that_rotates_a_part():
         convert(model, "pope", {"partial_rotary_factor": 1.0})
 
 
+def test_a_new_scaling_keeps_theta():
+    model = tiny_model("llama", "rope", rope_parameters={**ROPE, "partial_rotary_factor": 0.5})
+    converted, *_ = convert(model, "rope", rope_parameters={"rope_type": "linear", "factor": 2.0})
+    expected = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    assert converted.config.rope_parameters == expected
+    converted, *_ = convert(model, rope_parameters={"rope_theta": 10.0})
+    assert converted.config.rope_parameters["rope_theta"] == 10.0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_rotated_part_that_the_stock_model_ignores(kind, tmp_path):
+    config_class, fields = SOURCES[kind]
+    config = config_class(**{**fields, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}})
+    stock = transformers.AutoModelForCausalLM.from_config(config)
+    stock.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(load_source(str(tmp_path))), logits(stock), rtol=1e-4, atol=1e-4)
+
+
 def test_layers_without_pope_stay():
     model = tiny_model("llama", "rope")
     converted, *_ = convert(model, ["rope", "pope"])
@@ -148,18 +170,51 @@ def test_layers_without_pope_stay():
 def test_the_command(source, tmp_path, capsys):
     folder = source[1]
     build_tokenizer("bytes").save_pretrained(folder)
-    card = "---\nlicense: apache-2.0\nbase_model: someone/model\n---\n# Source\n"
+    card = "---\nlicense: apache-2.0\nbase_model:\n- someone/model\n---\n# Source\n"
     (tmp_path / "source/README.md").write_text(card, encoding="utf-8")
     options = ["--position-encoding", "[rope, pope]", "--position-encoding-parameters", '{"pope": {"theta": 300.0}}']
     cli.main(["convert", folder, *options, "--output", str(tmp_path / "out")])
     assert "model.layers.*.self_attn.encodings" in capsys.readouterr().out
     data = ModelCard.load(tmp_path / "out/README.md").data
-    assert (data.license, data.base_model) == ("apache-2.0", "someone/model")
+    assert (data.license, data.base_model) == ("apache-2.0", ["someone/model"])
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     expected, *_ = convert(load_source(folder), ["rope", "pope"], {"pope": {"theta": 300.0}})
     torch.testing.assert_close(logits(loaded), logits(expected))
     assert json.loads((tmp_path / "out/config.json").read_text())["position_encoding"] == ["rope", "pope"]
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
+
+
+def test_equal_weights_with_another_encoding_are_another_model(tmp_path):
+    """`none` and scaled RoPE leave all weights: the source's card and its results are not theirs."""
+    train(toy_recipe("selective_copy"), tmp_path / "source")
+    assert "model-index" in (tmp_path / "source/README.md").read_text(encoding="utf-8")
+    changes = {"none": ["none"], "linear": ["rope", "--rope-parameters", '{"rope_type": "linear", "factor": 2.0}']}
+    for name, options in changes.items():
+        main([str(tmp_path / "source"), "--position-encoding", *options, "--output", str(tmp_path / name)])
+        card = ModelCard.load(tmp_path / name / "README.md")
+        assert not card.data.eval_results
+        assert f"# {name}\n" in card.text
+    files = [tmp_path / name / "model.safetensors" for name in ("source", *changes)]
+    assert len({file.read_bytes() for file in files}) == 1
+    assert len({weights_fingerprint(file.parent) for file in files}) == 3
+    main([str(tmp_path / "source"), "--position-encoding", "rope", "--output", str(tmp_path / "same")])
+    assert weights_fingerprint(tmp_path / "same") == weights_fingerprint(tmp_path / "source")
+
+
+def test_new_parameters_stay_new(tmp_path, monkeypatch):
+    """Also after a second conversion, and from the Hub, here from its cache."""
+    tiny_model("llama", "rope").save_pretrained(tmp_path / "source")
+    build_tokenizer("bytes").save_pretrained(tmp_path / "source")
+    for old, new in (("source", "one"), ("one", "two")):
+        main([str(tmp_path / old), "--position-encoding", "cope+rope", "--output", str(tmp_path / new)])
+    expected = convert(load_source(str(tmp_path / "source")), "cope+rope")[1]
+    assert json.loads((tmp_path / "two/conversion.json").read_text())["new_parameters"] == expected
+    cached = tmp_path / "cache/models--u--m"
+    shutil.copytree(tmp_path / "two", cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert convert_checkpoint("u/m")[1] == expected
 
 
 def test_bad_input(tmp_path):

@@ -19,6 +19,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
 )
 
 from processes import TORCHRUN, python
@@ -234,6 +235,10 @@ def test_rope_parameters_replace_those_of_the_checkpoint(run, stock):
     assert AutoModelForCausalLM.from_pretrained(output).config.rope_parameters == yarn
     adapter, _ = run(str(output), "--rope-parameters", json.dumps({**yarn, "factor": 4.0}), "--lora", output="lora")
     assert AutoModelForCausalLM.from_pretrained(adapter).config.rope_parameters == {**yarn, "factor": 4.0}
+    classes = LlamaForSequenceClassification(LlamaConfig.from_pretrained(stock["llama"]))
+    classes.save_pretrained(output.parent / "classes")
+    with pytest.raises(ValueError, match="no causal language model"):
+        run(str(output.parent / "classes"), "--tokenizer", "bytes", output="other")
     with pytest.raises(ValueError, match="rope_parameters"):
         run(stock["gpt2"], "--rope-parameters", json.dumps(yarn), output="other")
 
@@ -571,15 +576,18 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
 # --- resume
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [[], pytest.param(["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"], marks=pytest.mark.slow)],
-    ids=["full", "lora"],
-)
-def test_interrupted_run_resumes_exactly(run, stock, lora, monkeypatch):
-    # One of the two reads a stream: it has to find its place again.
-    stream = [] if lora else ["--streaming", "--shuffle-buffer", "4"]
-    arguments = [stock["llama"], "--position-encoding", "cope", *lora, *stream]
+OF_KIND = {
+    "stream": ["--streaming", "--shuffle-buffer", "4"],
+    "distillation": ["--distill-from"],
+    "lora": ["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"],
+}
+
+
+@pytest.mark.parametrize("kind", slow_but(["stream", "distillation"], OF_KIND))
+def test_interrupted_run_resumes_exactly(run, stock, kind, monkeypatch):
+    lora = kind == "lora"
+    source = [stock["llama"]] if kind == "distillation" else []
+    arguments = [stock["llama"], "--position-encoding", "cope", *OF_KIND[kind], *source]
     whole, results = run(*arguments, output="whole")
     with monkeypatch.context() as patch:
         stop_in_step_2(patch)

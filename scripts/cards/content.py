@@ -105,10 +105,10 @@ def described(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**about, "described": splits, "split": about["split"].partition("[")[0]}
 
 
-def licence_of(training: Mapping[str, Any]) -> str:
+def licence_of(training: Mapping[str, Any]) -> Any:
     """Returns the licence of weights: the one in the results, else Apache-2.0 if trained from scratch, else unknown."""
     trained_here = bool(training) and not (training.get("base_model") or training.get("base_weights_sha256"))
-    return str(training.get("licence") or ("apache-2.0" if trained_here else "unknown"))
+    return training.get("licence") or ("apache-2.0" if trained_here else "unknown")
 
 
 def headline(training: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ import re
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer
 
+from ...model_card import weights_fingerprint
 from ...position_registry import check_name
-from ..conversion import RECORD, card_metadata, convert, load_source
+from ..conversion import RECORD, card_metadata, convert_checkpoint
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import check_writable, write_json
 from .common import command_parser, json_value, name_or_list
@@ -20,7 +21,7 @@ DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2
     whatwhere finetune models/pope --train-file mytext/*.txt --output runs/pope
 
 Weights of the source are kept, with the channels of queries and keys reordered where RoPE becomes PoPE. New parameters
-are learned by fine-tuning. `cope+rope` starts as exactly the source."""
+are learned by fine-tuning. `cope+rope` starts as exactly the source, if that has RoPE."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,16 +51,17 @@ def main(arguments: list[str] | None = None) -> None:
     names = options.position_encoding
     for name in names if isinstance(names, list) else [names]:
         check_name(name)
-    source = load_source(options.source)
+    model, new, dropped = convert_checkpoint(
+        options.source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
+    )
     with checked_loading(options.source):
         tokenizer = AutoTokenizer.from_pretrained(options.source)
-    model, new, dropped = convert(
-        source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
-    )
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     complete_metadata(options.output, options.source)
-    write_json(options.output / RECORD, {"new_parameters": new, "dropped_parameters": dropped})
+    local = weights_fingerprint(pathlib.Path(options.source)) if os.path.isdir(options.source) else None
+    record = {"new_parameters": new, "dropped_parameters": dropped, "source_weights_sha256": local}
+    write_json(options.output / RECORD, record)
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
     for title, names in (("new", new), ("not used", dropped)):

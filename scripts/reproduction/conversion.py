@@ -9,6 +9,7 @@ Folders in OUTPUT/convert_small: `source`; `<system>-0` right after conversion; 
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ..commands import convert as convert_command
+from ..conversion import RECORD
 from ..evaluation.figures import new_figure, save_figure
 from ..evaluation.results import markdown_table, provenance, read_json, write_json, write_text
 from ..training import loop
@@ -89,7 +91,10 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     for name in systems:
         system = SYSTEMS[name]
         start = output / RECIPE / f"{name}-0"
-        if not (start / "conversion.json").exists():
+        if (record := start / RECORD).exists():
+            if read_json(record)["source_weights_sha256"] != weights_fingerprint(source):
+                raise ValueError(f"output={str(output)!r} has conversions of another source: choose another folder.")
+        else:
             shutil.rmtree(start, ignore_errors=True)
             options = [("position-encoding-parameters", system.parameters), ("rope-parameters", system.rope)]
             given = [word for key, value in options if value is not None for word in (f"--{key}", json.dumps(value))]
@@ -214,14 +219,17 @@ def main(options: Any, arguments: list[str] | None) -> None:
     for name in ("seeds", "set", "cards"):
         if getattr(options, name) not in (None, []):
             raise ValueError(f"--{name} has no effect with conversion.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("conversion runs on one process: the batch size of `finetune` is for each process.")
     systems = options.rows or list(SYSTEMS)
     for name in systems:
         if name not in SYSTEMS:
             raise ValueError(f"--rows {name!r} is not valid. {suggest(name, SYSTEMS)}")
     if options.dry_run:
         for name in systems:
-            states = (RunFolder(options.output / RECIPE / f"{name}-{percent}").state() for percent in PERCENT)
-            print(f"{name}: " + ", ".join(f"{percent} % {state}" for percent, state in zip(PERCENT, states)))
+            every = SYSTEMS[name].percent or PERCENT
+            states = (RunFolder(options.output / RECIPE / f"{name}-{percent}").state() for percent in every)
+            print(f"{name}: " + ", ".join(f"{percent} % {state}" for percent, state in zip(every, states)))
         return
     if not options.report_only:
         train(options.output, systems, options.data_dir)

@@ -25,7 +25,7 @@ from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_registry import max_length
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
-from ..conversion import FAMILIES, RECORD, card_metadata, convert, load_source
+from ..conversion import RECORD, card_metadata, convert_checkpoint, load_source
 from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
@@ -33,7 +33,7 @@ from ..data.rows import data_folder
 from ..data.source import SOURCES, MixedText, TextSource
 from ..data.tokenize import build_tokenizer
 from ..evaluation.checkpoints import checked_loading
-from ..evaluation.results import read_json, write_json
+from ..evaluation.results import write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import TrainingError
 from .loop import Run, file_problems
@@ -163,18 +163,9 @@ def load_model(settings: Settings) -> tuple[Any, set[str]]:
     Raises:
         ValueError: there is no such checkpoint, it has another model type, or the encoding is not valid.
     """
-    checkpoint, model_type = settings.checkpoint, _model_type(settings.checkpoint)
-    family = FAMILIES.get(model_type.removeprefix("whatwhere_"))
-    encoding = (settings.position_encoding, settings.position_encoding_parameters)
-    record = Path(checkpoint) / RECORD
-    known = set(read_json(record)["new_parameters"] if record.is_file() else ())
-    if family is None or encoding != (None, None):
-        model, new, _ = convert(load_source(checkpoint), *encoding, settings.rope_parameters)
-        return model, {*new, *known.intersection(dict(model.named_parameters()))}
-    changes = {} if settings.rope_parameters is None else {"rope_parameters": settings.rope_parameters}
-    with checked_loading(checkpoint):
-        model, report = family.from_pretrained(checkpoint, output_loading_info=True, **changes)
-    return model, {*report["missing_keys"], *known}
+    encoding = (settings.position_encoding, settings.position_encoding_parameters, settings.rope_parameters)
+    model, new, _ = convert_checkpoint(settings.checkpoint, *encoding)
+    return model, set(new)
 
 
 def finetune(
@@ -388,7 +379,7 @@ class Finetuning(Run):
             write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Does what `Run.finish` does, with the weights as they are saved, and deletes the drawn tokens."""
+        """Does what `Run.finish` does, in full fine-tuning with the weights as saved, and deletes the drawn tokens."""
         with torch.no_grad():
             for name, parameter in self.whole_model.named_parameters():
                 if not self.options.lora and self.dtypes[name] != parameter.dtype:
