@@ -240,6 +240,11 @@ def test_bad_input(tmp_path):
     options = ["--position-encoding", "pope", "--output", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=r"checkpoint=.*no_tokenizer' cannot be loaded"):
         main([str(tmp_path / "no_tokenizer"), *options])
+    gpt2 = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=32, vocab_size=300)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match=r"checkpoint=.*gpt2' cannot be loaded.*no tokenizer files"):
+        main([str(tmp_path / "gpt2"), *options])
+    assert not (tmp_path / "out/config.json").exists()
     build_tokenizer("bytes").save_pretrained(tmp_path / "no_tokenizer")
     main([str(tmp_path / "no_tokenizer"), *options])
     assert ModelCard.load(tmp_path / "out/README.md").data.license == "unknown"

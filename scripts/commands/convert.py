@@ -6,11 +6,11 @@ import pathlib
 import re
 
 from huggingface_hub import ModelCard
-from transformers import AutoTokenizer
 
 from ...model_card import weights_fingerprint
 from ...position_registry import check_name
 from ..conversion import RECORD, card_metadata, convert_checkpoint
+from ..data.tokenize import load_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import check_writable, write_json
 from .common import command_parser, json_value, name_or_list
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
     )
     with checked_loading(options.source):
-        tokenizer = AutoTokenizer.from_pretrained(options.source)
+        tokenizer = load_tokenizer(options.source)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     complete_metadata(options.output, options.source)

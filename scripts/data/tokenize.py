@@ -75,7 +75,7 @@ def build_tokenizer(
     elif kind == "6mer":
         tokenizer = _genome_tokenizer()
     else:
-        tokenizer = _existing_tokenizer(kind)
+        tokenizer = load_tokenizer(kind)
         if tokenizer.eos_token is None:
             raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
         if tokenizer.pad_token is None:
@@ -291,18 +291,23 @@ def _genome_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped(backend, **{f"{name}_token": f"<{name}>" for name in ("unk", "pad", "mask", "cls")})
 
 
-def _existing_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a folder or Hub id; raises ValueError if there is none."""
     # `AutoTokenizer` cannot infer the class from GPT-2's two files alone.
     folder = Path(path)
     if (folder / "merges.txt").exists() and not any(folder.glob("*config.json")):
         return GPT2Tokenizer.from_pretrained(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        # `AutoTokenizer` returns special tokens alone for a GPT-2 checkpoint without tokenizer files.
+        if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+            raise ValueError("There are no tokenizer files.")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tokenizer={path!r} is not valid: it must be 'bytes', 'bpe', or a folder or Hub id from which a tokenizer "
             f"loads. ({error})"
         ) from error
+    return tokenizer
 
 
 def _byte_tokenizer() -> Tokenizer:
