@@ -46,32 +46,33 @@ _UNSCALED = ("rope_theta", "partial_rotary_factor")
 _WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 
 
-def load_source(source: str) -> Any:
+def load_source(source: str, field: str = "checkpoint") -> Any:
     """Loads a checkpoint as a model of ours with its own position encoding and dtype; the logits are the source's.
 
     Args:
         source: a folder or a Hub id.
+        field: where the source is from, for errors.
 
     Raises:
         ValueError: it cannot be loaded, or is of another kind of model.
     """
-    with checked_loading(source):
+    with checked_loading(source, field):
         config = AutoConfig.from_pretrained(source)
     if family := FAMILIES.get(config.model_type.removeprefix("whatwhere_")):
-        return _load(family, source)
+        return _load(family, source, field)
     if config.model_type not in ("qwen2", "qwen3"):
         kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), "qwen2", "qwen3")))
         raise ValueError(
-            f"checkpoint={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
+            f"{field}={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
         )
     if "sliding_attention" in (config.layer_types or ()):
-        raise ValueError(f"checkpoint={source!r} is not valid: it has layers with a sliding window.")
+        raise ValueError(f"{field}={source!r} is not valid: it has layers with a sliding window.")
     if config.model_type == "qwen3" and config.rms_norm_eps != NORM_EPS:
         raise ValueError(
-            f"checkpoint={source!r} is not valid: rms_norm_eps={config.rms_norm_eps!r}; norms of queries and keys have "
+            f"{field}={source!r} is not valid: rms_norm_eps={config.rms_norm_eps!r}; norms of queries and keys have "
             f"{NORM_EPS!r} here."
         )
-    stock = _load(AutoModelForCausalLM, source)
+    stock = _load(AutoModelForCausalLM, source, field)
     fields = {key: value for key, value in config.to_dict().items() if key not in _WINDOWS}
     weights = stock.state_dict()
     fields |= {"model_type": "llama", "qk_norm": config.model_type == "qwen3"}
@@ -91,12 +92,12 @@ def load_source(source: str) -> Any:
     return model
 
 
-def _load(cls: Any, source: str) -> Any:
-    with checked_loading(source):
+def _load(cls: Any, source: str, field: str) -> Any:
+    with checked_loading(source, field):
         model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True)
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
-        raise ValueError(f"checkpoint={source!r} is not valid: it is no causal language model, it has no {missing}.")
+        raise ValueError(f"{field}={source!r} is not valid: it is no causal language model, it has no {missing}.")
     return model
 
 

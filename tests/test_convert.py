@@ -175,6 +175,7 @@ def test_the_command(source, tmp_path, capsys):
     options = ["--position-encoding", "[rope, pope]", "--position-encoding-parameters", '{"pope": {"theta": 300.0}}']
     cli.main(["convert", folder, *options, "--output", str(tmp_path / "out")])
     assert "model.layers.*.self_attn.encodings" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/conversion.json").read_text())["source"] == "source"
     data = ModelCard.load(tmp_path / "out/README.md").data
     assert (data.license, data.base_model) == ("apache-2.0", ["someone/model"])
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)

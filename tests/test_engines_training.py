@@ -214,6 +214,8 @@ def learn(model, ids, **options):
     return model.eval()
 
 
+# PEFT sets it by itself for GPT-2's transposed layers.
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
 @for_engine("peft", QUICK)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft(encoding, expected, family, tmp_path):

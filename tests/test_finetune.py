@@ -28,7 +28,7 @@ from whatwhere.scripts import cli
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.data.tokenize import build_tokenizer
-from whatwhere.scripts.training import distillation
+from whatwhere.scripts.training import distillation, loop
 from whatwhere.scripts.training import finetune as script
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.run_folder import RunFolder
@@ -193,9 +193,12 @@ def test_new_parameters_of_a_bfloat16_checkpoint_with_lora(run, stock, tmp_path,
     half = tmp_path / "half"
     LlamaForCausalLM.from_pretrained(stock["llama"]).bfloat16().save_pretrained(half)
     AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(half)
-    output, _ = run(str(half), "--position-encoding", encoding, "--lora", "--lora-rank", "2", "--merge")
+    output, results = run(str(half), "--position-encoding", encoding, "--lora", "--lora-rank", "2", "--merge")
     (shard,) = (output / "checkpoints" / "step-00000004").glob("*.safetensors")
     assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.float32}
+    # The results are those of the saved weights.
+    _, again = run(str(output), output="again")
+    assert again["metrics_before"] == results["metrics"]
     for folder in (output, output / "base"):
         weights = load_file(folder / "model.safetensors")
         assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
@@ -214,6 +217,8 @@ def test_lora_of_our_own_checkpoint(run, stock):
     assert results["newly_initialised"] == []
     assert not (output / "base").exists()
     assert not (output / "model.safetensors").exists()
+    with pytest.raises(ValueError, match=r"it is an adapter: .*--merge"):
+        run(str(output), output="again")
     # transformers loads an adapter folder by itself
     model = AutoModelForCausalLM.from_pretrained(output)
     assert not torch.allclose(logits(model), logits(AutoModelForCausalLM.from_pretrained(own)), atol=1e-3)
@@ -408,6 +413,8 @@ def test_mixture(stock, tmp_path, monkeypatch, distil):
     assert 2 <= seen.count(ord("b")) < 20
     assert len(seen) == 40
     assert results["recipe"]["mixture"][0]["weight"] == 3
+    card = (tmp_path / "run/README.md").read_text(encoding="utf-8")
+    assert "local files (75%), local files (25%): local files: not known" in card
 
 
 def test_drawn_tokens_are_kept_until_the_run_is_finished(run, stock, monkeypatch, tmp_path):
@@ -440,9 +447,29 @@ def test_a_source_that_cannot_be_loaded_leaves_no_folder(run, stock, tmp_path):
     folder = tmp_path / "source"
     LlamaForCausalLM.from_pretrained(stock["llama"]).save_pretrained(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="source"):
+    with pytest.raises(ValueError, match=r"distill_from=.*source' cannot be loaded"):
         run(stock["llama"], "--distill-from", str(folder))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_source_with_other_tokens(run, stock, tmp_path, monkeypatch):
+    """Another size, and another vocabulary of the same size; refused before the data are read."""
+    for name, size in (("larger", 260), ("other", 258)):
+        config = LlamaConfig.from_pretrained(stock["llama"], vocab_size=size)
+        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    tokenizer = AutoTokenizer.from_pretrained(stock["llama"])
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
+    swapped = {"a": "b", "b": "a"}
+    words = values["model"]["vocab"]
+    values["model"]["vocab"] = {swapped.get(word, word): index for word, index in words.items()}
+    tokenizer.save_pretrained(tmp_path / "other")
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(values))
+    monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("the data were read"))
+    for name in ("larger", "other"):
+        with pytest.raises(ValueError, match=f"distill_from=.*{name}' is not valid: its 2.. tokens"):
+            run(stock["llama"], "--distill-from", str(tmp_path / name))
+    with pytest.raises(ValueError, match=r"distill_from='\./none' cannot be loaded"):
+        run(stock["llama"], "--distill-from", "./none")
 
 
 def test_attention_refuses_other_sources(run, stock, tmp_path):
@@ -720,7 +747,6 @@ def test_what_resume_refuses(run, stock):
         (["--merge"], "merge=True"),
         (["--shuffle-buffer", "4"], "shuffle_buffer=4 is not valid: it has no effect without streaming"),
         (["--distill", "attention"], "distill='attention' is not valid: it has no effect without distill_from"),
-        (["--distill-from", "./none"], "none' cannot be loaded"),
         (["--distill-from", ".", "--streaming"], "distill_from='.' is not valid: it needs text that is not streamed"),
         (["--lora-rank", "4"], "lora_rank=4 is not valid: it has no effect without lora"),
         (["--lora-alpha", "4"], "lora_alpha=4.0"),

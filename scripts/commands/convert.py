@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer.save_pretrained(options.output)
     complete_metadata(options.output, options.source)
     local = weights_fingerprint(pathlib.Path(options.source)) if os.path.isdir(options.source) else None
-    record = {"new_parameters": new, "dropped_parameters": dropped, "source_weights_sha256": local}
+    source = pathlib.Path(options.source).resolve().name if local else options.source
+    record = {"source": source, "source_weights_sha256": local, "new_parameters": new, "dropped_parameters": dropped}
     write_json(options.output / RECORD, record)
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         # One line for all layers.
         for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names):
             print(f"  {title}: {name}")
-    print(f"Next: whatwhere finetune {options.output} --output RUN")
+    print(f"Next: whatwhere finetune {options.output} --train-file FILES --output RUN")
 
 
 def complete_metadata(folder: pathlib.Path, source: str) -> None:

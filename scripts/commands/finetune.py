@@ -68,4 +68,4 @@ def main(arguments: list[str] | None = None) -> None:
     )
     for when, key in (("before", "metrics_before"), ("after", "metrics")) if results else ():
         scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results[key].items())
-        print(f"{options.output}, {when} fine-tuning: {scores}")
+        print(f"{options.output}, {when} fine-tuning: {scores or 'the loss is not finite'}")

@@ -75,7 +75,13 @@ def build_tokenizer(
     elif kind == "6mer":
         tokenizer = _genome_tokenizer()
     else:
-        tokenizer = load_tokenizer(kind)
+        try:
+            tokenizer = load_tokenizer(kind)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"tokenizer={kind!r} is not valid: it must be 'bytes', 'bpe', or a folder or Hub id from which a "
+                f"tokenizer loads. ({error})"
+            ) from error
         if tokenizer.eos_token is None:
             raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
         if tokenizer.pad_token is None:
@@ -292,21 +298,15 @@ def _genome_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a folder or Hub id; raises ValueError if there is none."""
+    """Loads the tokenizer of a folder or Hub id; raises OSError or ValueError if there is none."""
     # `AutoTokenizer` cannot infer the class from GPT-2's two files alone.
     folder = Path(path)
     if (folder / "merges.txt").exists() and not any(folder.glob("*config.json")):
         return GPT2Tokenizer.from_pretrained(path)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-        # `AutoTokenizer` returns special tokens alone for a GPT-2 checkpoint without tokenizer files.
-        if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
-            raise ValueError("There are no tokenizer files.")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"tokenizer={path!r} is not valid: it must be 'bytes', 'bpe', or a folder or Hub id from which a tokenizer "
-            f"loads. ({error})"
-        ) from error
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    # `AutoTokenizer` returns special tokens alone for a GPT-2 checkpoint without tokenizer files.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+        raise ValueError("There are no tokenizer files.")
     return tokenizer
 
 

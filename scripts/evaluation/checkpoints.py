@@ -45,13 +45,16 @@ def choose_device(name: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def checked_loading(checkpoint: str) -> Iterator[None]:
-    """Turns the errors of loading a checkpoint into ValueErrors that name it."""
+def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None]:
+    """Turns the errors of loading a checkpoint into ValueErrors that name it and the field that it comes from."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         where = "" if os.path.exists(checkpoint) else " (there is no such folder here, so it was looked up on the Hub)"
-        raise ValueError(f"checkpoint={checkpoint!r} cannot be loaded{where}: {error}") from error
+        folder = pathlib.Path(checkpoint)
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            where = " (it is an adapter: `whatwhere finetune` saves a full model with --lora --merge)"
+        raise ValueError(f"{field}={checkpoint!r} cannot be loaded{where}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -62,13 +62,13 @@ def _describe_mixture(data: Mapping[str, Any], split: str) -> dict[str, Any]:
     for part in ("train", split):
         ones = [text["described"].get(part) or text["described"]["train"] for text in texts]
         titles = [f"{one['title']} ({text['weight'] / total:.0%})" for one, text in zip(ones, texts)]
-        licences = list(dict.fromkeys(one["licence"] for one in ones))
-        licence = None if None in licences else "; ".join(licences)
+        licences = dict.fromkeys(f"{one['title']}: {one['licence'] or 'not known'}" for one in ones)
+        choices = [text["described"].get(part, {}).get("choice") for text in texts]
         described[part] = {
-            "choice": None,
+            "choice": ", ".join(filter(None, choices)) or None,
             "corpus": None,
             "title": ", ".join(titles),
-            "licence": licence,
+            "licence": "; ".join(licences),
             "dataset": None,
         }
     kinds = {text["kind"] for text in texts}

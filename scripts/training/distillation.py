@@ -44,7 +44,7 @@ class AttentionTargets:
             ValueError: the source has other sizes or other weights beside the changed attention, the same encoding in
                 every layer, or other positions in the embeddings.
         """
-        self.source = load_source(source).to(model.device, model.dtype).eval()
+        self.source = load_source(source, "distill_from").to(model.device, model.dtype).eval()
         config: Any = model.config
         before, after = layer_plan(self.source.config), layer_plan(config)
         layers = [index for index, pair in enumerate(zip(before, after)) if pair[0] != pair[1]]

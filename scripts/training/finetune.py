@@ -31,7 +31,7 @@ from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
 from ..data.source import SOURCES, MixedText, TextSource
-from ..data.tokenize import build_tokenizer
+from ..data.tokenize import build_tokenizer, load_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
@@ -211,7 +211,10 @@ class Finetuning(Run):
         self.before: dict[str, Any] = {}
         if options.new_learning_rate is not None and not self.fresh:
             raise FinetuneError(f"new_learning_rate={options.new_learning_rate!r} is not valid: no parameter is new.")
-        super().__init__(_recipe(options, self.loaded.config, data_dir), output, data_dir)
+        recipe = _recipe(options, self.loaded.config, data_dir)
+        if options.distill_from is not None:
+            _check_vocabulary(options.distill_from, recipe.data.tokenizer, self.loaded.config.vocab_size)
+        super().__init__(recipe, output, data_dir)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run, for its folder and its results."""
@@ -225,18 +228,11 @@ class Finetuning(Run):
         """Returns the model at the beginning of training; prepares distillation and adapters."""
         options, training = self.options, self.recipe.training
         model, self.loaded = self.loaded, None
-        if options.distill_from is not None:
-            with checked_loading(options.distill_from):
-                vocabulary = AutoConfig.from_pretrained(options.distill_from).vocab_size
-            if vocabulary != model.config.vocab_size:
-                raise FinetuneError(
-                    f"distill_from={options.distill_from!r} is not valid: it has {vocabulary} tokens, the checkpoint "
-                    f"has {model.config.vocab_size}."
-                )
         if options.distill == "logits" and options.distill_from is not None:
+            vocab_size = model.config.vocab_size
             # The source and the model are not in memory at the same time.
             del model
-            self._draw_targets(options.distill_from, vocabulary)
+            self._draw_targets(options.distill_from, vocab_size)
             set_seed(options.seed)
             model, _ = load_model(options)
         self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -268,7 +264,7 @@ class Finetuning(Run):
         self.accelerator.wait_for_everyone()
         if written:
             return
-        model = load_source(source)
+        model = load_source(source, "distill_from")
         self.write_settings()
         with self.checkpoints.writing(file):
             batches.blocks.write(model, self.options.batch_size, seed, self.accelerator)
@@ -365,10 +361,6 @@ class Finetuning(Run):
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
         """Saves the trained model or adapter, in the first process."""
-        if self.options.merge:
-            self.whole_model.save_pretrained(self.output / "adapter")
-            self.whole_model = self.whole_model.merge_and_unload()
-            self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
         if state_dict is not None:
             state_dict = {name: tensor.to(self.dtypes.get(name, tensor.dtype)) for name, tensor in state_dict.items()}
         elif self.options.merge or not self.options.lora:
@@ -379,10 +371,16 @@ class Finetuning(Run):
             write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Does what `Run.finish` does, in full fine-tuning with the weights as saved, and deletes the drawn tokens."""
-        with torch.no_grad():
-            for name, parameter in self.whole_model.named_parameters():
-                if not self.options.lora and self.dtypes[name] != parameter.dtype:
+        """Does what `Run.finish` does, for a full model with the weights as saved, and deletes the drawn tokens."""
+        if self.options.merge:
+            if self.accelerator.is_main_process:
+                with self.checkpoints.writing(self.output / "adapter"):
+                    self.whole_model.save_pretrained(self.output / "adapter")
+            self.whole_model = self.whole_model.merge_and_unload()
+            self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
+        if self.options.merge or not self.options.lora:
+            with torch.no_grad():
+                for name, parameter in self.whole_model.named_parameters():
                     parameter.copy_(parameter.to(self.dtypes[name]))
         results = super().finish(arguments)
         for file in self.output.glob(TARGETS.format("*")):
@@ -410,6 +408,21 @@ def _fingerprint(checkpoint: str) -> str | None:
     if not os.path.exists(checkpoint):
         return PreTrainedConfig.get_config_dict(checkpoint)[0].get("_commit_hash")
     return f"{weights_fingerprint(Path(checkpoint))} {file_sha256(Path(checkpoint) / 'config.json')}"
+
+
+def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
+    """Raises FinetuneError if a source of distillation has other tokens than the model."""
+    with checked_loading(source, "distill_from"):
+        size = AutoConfig.from_pretrained(source).vocab_size
+    same = size == vocab_size
+    # A source without tokenizer files has the size only.
+    with contextlib.suppress(OSError, ValueError):
+        same &= load_tokenizer(source).get_vocab() == build_tokenizer(tokenizer).get_vocab()
+    if not same:
+        raise FinetuneError(
+            f"distill_from={source!r} is not valid: its {size} tokens must be the model's {vocab_size} tokens, with "
+            f"the vocabulary of tokenizer={tokenizer!r}."
+        )
 
 
 def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
