@@ -62,9 +62,7 @@ def load_source(source: str, field: str = "checkpoint") -> Any:
         return _load(family, source, field)
     if config.model_type not in ("qwen2", "qwen3"):
         kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), "qwen2", "qwen3")))
-        raise ValueError(
-            f"{field}={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
-        )
+        raise ValueError(f"{field}={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}.")
     if "sliding_attention" in (config.layer_types or ()):
         raise ValueError(f"{field}={source!r} is not valid: it has layers with a sliding window.")
     if config.model_type == "qwen3" and config.rms_norm_eps != NORM_EPS:
