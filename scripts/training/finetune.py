@@ -411,13 +411,17 @@ def _fingerprint(checkpoint: str) -> str | None:
 
 
 def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
-    """Raises FinetuneError if a source of distillation has other tokens than the model."""
+    """Raises FinetuneError if a source of distillation has other tokens than the model, except for added ones."""
     with checked_loading(source, "distill_from"):
         size = AutoConfig.from_pretrained(source).vocab_size
     same = size == vocab_size
     # A source without tokenizer files has the size only.
     with contextlib.suppress(OSError, ValueError):
-        same &= load_tokenizer(source).get_vocab() == build_tokenizer(tokenizer).get_vocab()
+        vocabularies = [
+            {token: index for token, index in one.get_vocab().items() if token not in one.get_added_vocab()}
+            for one in (load_tokenizer(source), build_tokenizer(tokenizer))
+        ]
+        same &= vocabularies[0] == vocabularies[1]
     if not same:
         raise FinetuneError(
             f"distill_from={source!r} is not valid: its {size} tokens must be the model's {vocab_size} tokens, with "
