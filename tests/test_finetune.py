@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
 
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -205,7 +206,7 @@ def test_new_parameters_of_a_bfloat16_checkpoint_with_lora(run, stock, tmp_path,
         assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
-def test_lora_of_our_own_checkpoint(run, stock):
+def test_lora_of_our_own_checkpoint(run, stock, tmp_path):
     own, results = run(stock["llama"], "--position-encoding", "[rope, cope]", output="own")
     assert AutoModelForCausalLM.from_pretrained(own).config.position_encoding == ["rope", "cope"]
     assert (results["base_model"], results["base_folder"], results["licence"]) == (None, "llama", None)
@@ -219,6 +220,10 @@ def test_lora_of_our_own_checkpoint(run, stock):
     assert not (output / "model.safetensors").exists()
     with pytest.raises(ValueError, match=r"it is an adapter: .*--merge"):
         run(str(output), output="again")
+    card = ModelCard.load(output / "README.md")
+    assert (card.data.library_name, card.data.base_model) == ("peft", None)
+    assert "A LoRA adapter of a Llama-style model" in card.text
+    assert str(tmp_path) not in card.content
     # transformers loads an adapter folder by itself
     model = AutoModelForCausalLM.from_pretrained(output)
     assert not torch.allclose(logits(model), logits(AutoModelForCausalLM.from_pretrained(own)), atol=1e-3)

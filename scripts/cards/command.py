@@ -55,9 +55,12 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
         ValueError: the folder has no model of this package, or a file is broken.
     """
     folder = pathlib.Path(folder)
-    if not (folder / "config.json").is_file():
+    adapter = folder / "adapter_config.json"
+    is_adapter = adapter.is_file() and not (folder / "config.json").is_file()
+    if not is_adapter and not (folder / "config.json").is_file():
         raise ValueError(f"folder={str(folder)!r} is not a model folder: it has no config.json.")
-    config = transformers.AutoConfig.from_pretrained(folder)
+    base = read_json(adapter)["base_model_name_or_path"] if is_adapter else folder
+    config = transformers.AutoConfig.from_pretrained(base)
     if not hasattr(config, "position_encoding"):
         raise ValueError(
             f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
@@ -81,6 +84,7 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
         compared=compared,
         recipe_file="recipe.yaml" if (folder / "recipe.yaml").is_file() else None,
         place=about["weights"] if about else None,
+        is_adapter=is_adapter,
     )
     write_text(path, str(card))
     return path

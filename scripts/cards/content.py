@@ -35,6 +35,7 @@ def model_card(
     figure: str | None = None,
     recipe_file: str | None = None,
     place: str | None = None,
+    is_adapter: bool = False,
     compared: Sequence[Mapping[str, Any]] = (),
 ) -> ModelCard:
     """Builds the card of a model.
@@ -42,6 +43,7 @@ def model_card(
     Args:
         results: from `read_results`; empty for a model without measurements.
         place: the output folder of training; None if the weights are in the card's folder.
+        is_adapter: whether the weights are a LoRA adapter (peft).
         compared: entries of other cards for the first length results, measured on the same text.
     """
     training = dict(results.get("results", {}))
@@ -57,12 +59,12 @@ def model_card(
         license=licence_of(training),
         license_name=training.get("license_name"),
         license_link=training.get("license_link"),
-        library_name="transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag=pipeline,
         base_model=training.get("base_model"),
         datasets=_datasets(data) or None,
         metrics=sorted({result.metric_type for result in found}) or None,
-        tags=card_tags(config),
+        tags=[*card_tags(config), *(["lora"] if is_adapter else [])],
         model_name=name if found else None,
         eval_results=found or None,
     )
@@ -90,6 +92,7 @@ def model_card(
         path=place or name,
         has_tokenizer=has_tokenizer,
         is_here=place is None,
+        is_adapter=is_adapter,
         figure=figure,
         recipe_file=recipe_file,
         limit=max_length(config),

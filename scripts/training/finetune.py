@@ -1,8 +1,7 @@
 """Fine-tuning by the training loop (`loop.py`), fully or with LoRA, with the checkpoint's encoding or a new one.
 
 The output folder contains a full model, or with `lora` and without `merge` an adapter. If the encoding is new or the
-checkpoint is a stock model, the adapter's base model is saved in `base/`. Full models get our model card, adapters get
-peft's.
+checkpoint is a stock model, the adapter's base model is saved in `base/`.
 """
 
 import contextlib

@@ -567,9 +567,7 @@ class Run:
                     **provenance(self.command, arguments),
                 }
                 write_json(draft / "results.json", results)
-                # Adapters have peft's card.
-                if (draft / "config.json").exists():
-                    write_card(draft, name=self.output.resolve().name)
+                write_card(draft, name=self.output.resolve().name)
         # All processes must still exist: gloo can wait forever for one that has ended.
         del model, self.whole_model, self.model, self.optimizer
         self.accelerator.free_memory()
