@@ -21,7 +21,7 @@ DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2
     whatwhere finetune models/pope --train-file mytext/*.txt --output runs/pope
 
 Weights of the source are kept, with the channels of queries and keys reordered where RoPE becomes PoPE. New parameters
-are learned by fine-tuning. `cope+rope` starts as exactly the source, if that has RoPE."""
+are learned by fine-tuning. `cope+rope` starts with the source's logits, if that has RoPE."""
 
 
 def parser() -> argparse.ArgumentParser:
