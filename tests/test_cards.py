@@ -373,6 +373,9 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     assert card.data.license == "mit"
     assert ", fine-tuned from `mine`" in card.text
     assert "Weights: mit, as in the card of `mine`." in card.text
+    training["base_model"] = ["me/a", "me/b"]
+    card = model_card(WhatWhereLlamaConfig(), {"results": training}, name="x", weights="0")
+    assert ", fine-tuned from `me/a`, `me/b`" in card.text
 
 
 def test_a_toy_task():

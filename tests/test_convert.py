@@ -24,7 +24,7 @@ SOURCES = {
     "llama": (transformers.LlamaConfig, {**LLAMA, "rope_parameters": ROPE}),
     "llama, tied, biases": (transformers.LlamaConfig, {**LLAMA, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen2": (transformers.Qwen2Config, {**LLAMA, "rope_parameters": ROPE}),
-    "qwen3": (transformers.Qwen3Config, {**LLAMA, "head_dim": 16, "rope_parameters": ROPE}),
+    "qwen3": (transformers.Qwen3Config, {**LLAMA, "head_dim": 16, "rope_parameters": ROPE, "vocab_size": 258}),
     "gpt2": (transformers.GPT2Config, GPT2),
 }
 
@@ -204,7 +204,7 @@ def test_equal_weights_with_another_encoding_are_another_model(tmp_path):
 
 def test_new_parameters_stay_new(tmp_path, monkeypatch):
     """Also after a second conversion, and from the Hub, here from its cache."""
-    tiny_model("llama", "rope").save_pretrained(tmp_path / "source")
+    tiny_model("llama", "rope", vocab_size=258).save_pretrained(tmp_path / "source")
     build_tokenizer("bytes").save_pretrained(tmp_path / "source")
     for old, new in (("source", "one"), ("one", "two")):
         main([str(tmp_path / old), "--position-encoding", "cope+rope", "--output", str(tmp_path / new)])
@@ -236,7 +236,7 @@ def test_bad_input(tmp_path):
         convert(tiny_model("llama", "rope"), "pope", {"partial_rotary_factor": 0.4})
     with pytest.raises(ValueError, match=r"position_encoding=.*Did you mean 'pope'"):
         main(["no/source", "--position-encoding", "[rope, pop]", "--output", str(tmp_path / "out")])
-    tiny_model("llama", "rope").save_pretrained(tmp_path / "no_tokenizer")
+    tiny_model("llama", "rope", vocab_size=258).save_pretrained(tmp_path / "no_tokenizer")
     (tmp_path / "no_tokenizer/README.md").unlink()
     options = ["--position-encoding", "pope", "--output", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=r"checkpoint=.*no_tokenizer' cannot be loaded"):
@@ -249,5 +249,12 @@ def test_bad_input(tmp_path):
     build_tokenizer("bytes").save_pretrained(tmp_path / "no_tokenizer")
     main([str(tmp_path / "no_tokenizer"), *options])
     assert ModelCard.load(tmp_path / "out/README.md").data.license == "unknown"
+    gpt2.vocab_size = 200
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "smaller")
+    build_tokenizer("bytes").save_pretrained(tmp_path / "smaller")
+    options[-1] = str(tmp_path / "refused")
+    with pytest.raises(ValueError, match="smaller' is not valid: its tokenizer has 257 tokens, the model has 200"):
+        main([str(tmp_path / "smaller"), *options])
+    assert not (tmp_path / "refused").exists()
     with pytest.raises(ValueError, match=r"output=.*empty or new folder"):
         main([str(tmp_path), "--position-encoding", "pope", "--output", str(tmp_path)])

@@ -246,6 +246,9 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
     assert [row["text"] for row in loaded["train"]] == ["one\ntwo\n", "three\n\nfour é"]
     (folder / "empty").mkdir()
     (folder / "table.csv").write_text("a,b")
+    (folder / "blank.jsonl").write_text('{"text": ""}\n' * 3)
+    (folder / "blank.txt").touch()
+    (folder / "short.txt").write_text("a")
     for options, message in (
         ({"train_file": "nothing.txt"}, "train_file='nothing.txt' is not valid: there is no such file"),
         ({"train_file": ["valid.jsonl", "no*"], **books}, r"train_file='no\*' is not valid"),
@@ -262,6 +265,9 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
             "text_field='text' is not valid: train_file='valid.jsonl' has the columns 'id', 'body'",
         ),
         ({"train_file": "books/1.txt", **books, "validation_file": "books/1.txt"}, "text_field='body' has no effect"),
+        ({"train_file": "blank.jsonl"}, "train_file='blank.jsonl' is not valid: it has no text"),
+        ({"train_file": "books/1.txt", "validation_file": "blank.txt"}, "validation_file='blank.txt' .* no text"),
+        ({"train_file": "short.txt"}, "train_file='short.txt' is too short to hold out a part"),
         ({}, "splits=None"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -26,8 +26,10 @@ from transformers import (
 from processes import TORCHRUN, python
 from tiny import slow_but
 from whatwhere.scripts import cli
+from whatwhere.scripts.cards.command import main as write_cards
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
+from whatwhere.scripts.commands.compare import main as compare
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.training import distillation, loop
 from whatwhere.scripts.training import finetune as script
@@ -206,7 +208,7 @@ def test_new_parameters_of_a_bfloat16_checkpoint_with_lora(run, stock, tmp_path,
         assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
 
 
-def test_lora_of_our_own_checkpoint(run, stock, tmp_path):
+def test_lora_of_our_own_checkpoint(run, stock, tmp_path, capsys):
     own, results = run(stock["llama"], "--position-encoding", "[rope, cope]", output="own")
     assert AutoModelForCausalLM.from_pretrained(own).config.position_encoding == ["rope", "cope"]
     assert (results["base_model"], results["base_folder"], results["licence"]) == (None, "llama", None)
@@ -220,6 +222,7 @@ def test_lora_of_our_own_checkpoint(run, stock, tmp_path):
     assert not (output / "model.safetensors").exists()
     with pytest.raises(ValueError, match=r"it is an adapter: .*--merge"):
         run(str(output), output="again")
+    assert results["position_encoding"] == ["rope", "cope"]
     card = ModelCard.load(output / "README.md")
     assert (card.data.library_name, card.data.base_model) == ("peft", None)
     assert "A LoRA adapter of a Llama-style model" in card.text
@@ -227,6 +230,15 @@ def test_lora_of_our_own_checkpoint(run, stock, tmp_path):
     # transformers loads an adapter folder by itself
     model = AutoModelForCausalLM.from_pretrained(output)
     assert not torch.allclose(logits(model), logits(AutoModelForCausalLM.from_pretrained(own)), atol=1e-3)
+    compare(list(map(str, (own, output))))
+    assert "| encoding" in (printed := capsys.readouterr().out)
+    assert printed.count("rope, cope") == 2
+    with pytest.raises(ValueError, match=r"run=.*lora' is an adapter, .* leave out --output"):
+        write_cards([str(own), str(output), "--output", str(tmp_path / "cards")])
+    assert not (tmp_path / "cards").exists()
+    own.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=r"folder=.*lora': base_model_name_or_path=.*own' cannot be loaded"):
+        write_cards([str(output)])
 
 
 def test_accumulation_and_activation_checkpointing_change_nothing(run, stock):
@@ -281,6 +293,15 @@ def test_learning_rate_of_new_parameters(run, stock, adapters):
             torch.testing.assert_close(weight, other[name])
     with pytest.raises(ValueError, match=r"new_learning_rate=0.1 is not valid: no parameter is new"):
         run(stock["llama"], "--new-learning-rate", "0.1", output="none")
+
+
+def test_new_parameters_are_counted_once(run, stock):
+    """With adapters, peft keeps the originals of the modules that it trains in full."""
+    output, results = run(stock["llama"], "--position-encoding", "cope", "--lora", "--lora-rank", "2")
+    adapter = load_file(output / "adapter_model.safetensors")
+    added = sum(tensor.numel() for name, tensor in adapter.items() if "lora_" in name)
+    assert added < sum(map(torch.numel, adapter.values()))
+    assert results["parameters"] == AutoModelForCausalLM.from_pretrained(output / "base").num_parameters() + added
 
 
 def test_learning_rate_of_new_parameters_of_a_converted_folder(run, stock, tmp_path):
@@ -420,6 +441,11 @@ def test_mixture(stock, tmp_path, monkeypatch, distil):
     assert results["recipe"]["mixture"][0]["weight"] == 3
     card = (tmp_path / "run/README.md").read_text(encoding="utf-8")
     assert "local files (75%), local files (25%): local files: not known" in card
+    arguments[arguments.index("--output") + 1] = str(tmp_path / "other")
+    for text, reason in (("", "not valid: it has no text"), ("b", "too short to hold out a part")):
+        (tmp_path / "b.txt").write_text(text)
+        with pytest.raises(ValueError, match=rf"mixture\[1\]\.train_file=.*b\.txt' is {reason}"):
+            finetune(arguments)
 
 
 def test_drawn_tokens_are_kept_until_the_run_is_finished(run, stock, monkeypatch, tmp_path):
@@ -470,18 +496,28 @@ def test_a_source_with_other_tokens(run, stock, tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path / "other")
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(values))
     monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("the data were read"))
-    for name in ("larger", "other"):
-        with pytest.raises(ValueError, match=f"distill_from=.*{name}' is not valid: its 2.. tokens"):
+    for name, reason in (("larger", "it has 260 tokens .*the model has 258"), ("other", "its tokenizer has other tok")):
+        with pytest.raises(ValueError, match=f"distill_from=.*{name}' is not valid: {reason}"):
             run(stock["llama"], "--distill-from", str(tmp_path / name))
+    file = f"{stock['llama']}/config.json"
+    with pytest.raises(ValueError, match=r"distill_from=.*config\.json' is not valid: it is a file"):
+        run(stock["llama"], "--distill-from", file)
     with pytest.raises(ValueError, match=r"distill_from='\./none' cannot be loaded"):
         run(stock["llama"], "--distill-from", "./none")
 
 
-def test_attention_refuses_other_sources(run, stock, tmp_path):
-    """Positions in the embeddings that the model does not have, other weights, and another dtype."""
+def test_attention_refuses_other_sources(run, stock, tmp_path, monkeypatch):
+    """All before the data are read: other positions in the embeddings, sizes, weights or dtypes; no other encoding."""
+    monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("the data were read"))
     attention = ["--distill", "attention", "--distill-from"]
-    with pytest.raises(ValueError, match="the same positions in the embeddings"):
+    with pytest.raises(ValueError, match="must have the same positions in their embeddings"):
         run(stock["gpt2"], "--position-encoding", "none", *attention, stock["gpt2"], output="gpt2")
+    with pytest.raises(ValueError, match="position encoding in every layer, so there is nothing to learn"):
+        run(stock["llama"], *attention, stock["llama"])
+    deeper = LlamaConfig.from_pretrained(stock["llama"], num_hidden_layers=3)
+    LlamaForCausalLM(deeper).save_pretrained(tmp_path / "deeper")
+    with pytest.raises(ValueError, match="it has 3 layers of size 16, the model 2 of size 16"):
+        run(stock["llama"], "--position-encoding", "none", *attention, str(tmp_path / "deeper"))
     half = str(tmp_path / "half")
     LlamaForCausalLM.from_pretrained(stock["llama"]).bfloat16().save_pretrained(half)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the model"):
@@ -769,6 +805,12 @@ def test_bad_options(run, stock, arguments, message):
 
 
 def test_bad_checkpoints(run, tmp_path, stock, capsys):
+    with pytest.raises(ValueError, match=r"checkpoint=.*config\.json' is not valid: it is a file\. Allowed: a folder"):
+        run(f"{stock['llama']}/config.json")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(stock["llama"], vocab_size=257)).save_pretrained(tmp_path / "smaller")
+    AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(tmp_path / "smaller")
+    with pytest.raises(ValueError, match=r"tokenizer=.*smaller' is not valid: it has 258 tokens"):
+        run(str(tmp_path / "smaller"))
     with pytest.raises(ValueError, match="no/such/folder"):
         run("./no/such/folder")
     (tmp_path / "empty").mkdir()

@@ -448,8 +448,28 @@ def test_own_files(root, tmp_path, monkeypatch, refused):
     cli.main([*fixed, "--data-dir", "code", "--test-files", "a.txt"])
     (tmp_path / "length.json").unlink()
     assert "--test-files='no/*.txt' is not valid" in refused(*fixed, "--test-files", "no/*.txt")
+    (tmp_path / "empty.txt").touch()
+    assert "empty.txt' is not valid: it has no text" in refused(*fixed, "--test-files", str(tmp_path / "empty.txt"))
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     assert "--data local needs --test-files, --data-dir" in refused(*fixed)
+
+
+def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
+    """Perplexities per token are not comparable between tokenizers; bits per byte are."""
+    texts = [(root / "code" / "a.txt").read_text()]
+    small("rope", vocab_size=300).save_pretrained(root / "bpe")
+    build_tokenizer("bpe", vocab_size=270, texts=texts).save_pretrained(root / "bpe")
+    arguments = ["--windows", "16", "--tokens", "32"]
+    content = run(["pope", "bpe"], *arguments, data="local", data_dir="code")
+    one, two = content["checkpoints"]
+    assert one["tokens_sha256"] != two["tokens_sha256"]
+    first, second = capsys.readouterr().out.split("Other tokens, so the perplexity is not comparable")
+    assert ("| pope" in first, "| bpe" in first) == (True, False)
+    assert ("| pope" in second, "| bpe" in second) == (False, True)
+    assert b"<!-- pope -->" in (tmp_path / "length.svg").read_bytes()
+    assert b"<!-- bpe -->" in (tmp_path / "length_2.svg").read_bytes()
+    run(["pope", "bpe"], *arguments, "--metric", "bits_per_byte", data="local", data_dir="code")
+    assert "not comparable" not in capsys.readouterr().out
 
 
 def test_entries_are_those_of_their_weights(tmp_path):
@@ -490,6 +510,8 @@ def test_entries_are_those_of_their_weights(tmp_path):
         (["{root}/code"], "config.json"),
         (["{root}/nowhere"], "nowhere"),
         (["{root}/broken", "--windows", "16"], "broken"),
+        (["{root}/rope/config.json"], "config.json' is not valid: it is a file"),
+        (["{root}/smaller", "--windows", "16"], "its tokenizer has 257 tokens, the model has 200"),
     ],
 )
 def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, arguments, message):
@@ -498,6 +520,8 @@ def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, a
         small("rope").save_pretrained(root / "broken")
         build_tokenizer("bytes").save_pretrained(root / "broken")
         (root / "broken" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+        small("rope", vocab_size=200).save_pretrained(root / "smaller")
+        build_tokenizer("bytes").save_pretrained(root / "smaller")
     names = [] if arguments[0].startswith("{root}") else ["rope"]
     with pytest.raises(SystemExit) as stop:
         run(names, *(argument.format(root=root) for argument in arguments))

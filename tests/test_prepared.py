@@ -248,7 +248,7 @@ def test_a_mixture_is_prepared_by_parts(tmp_path, capfd):
     command.main([str(recipe)])
     said, heard = capfd.readouterr()
     assert [line.partition(":")[0] for line in said.splitlines()] == ["train", "train", "validation", "validation"]
-    assert "tokenised the train split of data.mixture's text 2" in heard
+    assert "tokenised the train split of mixture[1]" in heard
     own = ["--train-file", texts[1]["train_file"], "--set", "data.sequence_length=16"]
     command.main(["demo_rope", *own])
     said, heard = capfd.readouterr()

@@ -20,6 +20,7 @@ import yaml
 
 from ...model_card import encoding_text, weights_fingerprint
 from ..commands.common import command_parser
+from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import describe_data
 from ..evaluation.length_report import draw as draw_length
 from ..evaluation.results import (
@@ -59,8 +60,12 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
     is_adapter = adapter.is_file() and not (folder / "config.json").is_file()
     if not is_adapter and not (folder / "config.json").is_file():
         raise ValueError(f"folder={str(folder)!r} is not a model folder: it has no config.json.")
-    base = read_json(adapter)["base_model_name_or_path"] if is_adapter else folder
-    config = transformers.AutoConfig.from_pretrained(base)
+    base, field = str(folder), "folder"
+    if is_adapter:
+        base = read_json(adapter)["base_model_name_or_path"]
+        field = f"folder={str(folder)!r}: base_model_name_or_path"
+    with checked_loading(base, field):
+        config = transformers.AutoConfig.from_pretrained(base)
     if not hasattr(config, "position_encoding"):
         raise ValueError(
             f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
@@ -176,8 +181,13 @@ def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None
 
     Raises:
         OSError: the run is not finished.
-        ValueError: its results are of other weights, or the card's folder has other content.
+        ValueError: it is an adapter, its results are of other weights, or the card's folder has other content.
     """
+    if not (run / "config.json").is_file() and (run / "adapter_config.json").is_file():
+        raise ValueError(
+            f"run={str(run)!r} is an adapter, whose card lies beside its weights: leave out --output. `whatwhere "
+            "finetune` saves a full model with --lora --merge."
+        )
     results = read_json(run / "results.json")
     if results.get("weights_sha256") is None or results["weights_sha256"] != weights_fingerprint(run):
         raise ValueError(f"run={str(run)!r} is not valid: its results.json is of other weights.")

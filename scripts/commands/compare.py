@@ -82,7 +82,8 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
     if "tokenizer.json" in found:
         parts = json.dumps({**found["tokenizer.json"], "truncation": None, "padding": None}, sort_keys=True)
         about["sha256"] = _short(hashlib.sha256(parts.encode()).hexdigest())
-    return Run(name, weights, results, training, recipe, encoding_text(config.get("position_encoding", "-")), about)
+    encoding = encoding_text(config.get("position_encoding") or training.get("position_encoding") or "-")
+    return Run(name, weights, results, training, recipe, encoding, about)
 
 
 def _short(sha256: str | None) -> str | None:
@@ -100,7 +101,8 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
     for key in FACTS:
         if (value := training.get(key)) is not None:
             title = "sequence length" if key == "length" else key.replace("_", " ")
-            yield title, f"{value:,}" if isinstance(value, int) else str(value), {}
+            shown = ", ".join(value) if isinstance(value, list) else str(value)
+            yield title, f"{value:,}" if isinstance(value, int) else shown, {}
     splits = data.get("splits") or {}
     text = {key: value for key, value in data.items() if key not in _NOTES and value is not None}
     text |= {key: recipe[key] for key in ("train_file", "validation_file") if recipe.get(key)}

@@ -11,7 +11,7 @@ from ...model_card import weights_fingerprint
 from ...position_registry import check_name
 from ..conversion import RECORD, card_metadata, convert_checkpoint
 from ..data.tokenize import load_tokenizer
-from ..evaluation.checkpoints import checked_loading
+from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..evaluation.results import check_writable, write_json
 from .common import command_parser, json_value, name_or_list
 
@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     with checked_loading(options.source):
         tokenizer = load_tokenizer(options.source)
+    check_vocabulary(options.source, tokenizer, model.config)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     complete_metadata(options.output, options.source)

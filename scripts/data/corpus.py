@@ -69,7 +69,7 @@ def load_text(
         form: dict[str, Any] = {"text_field": text.text_field, "streaming": streaming, "pieces": pieces}
         result = {name: read_found(found, what, **form) for name, (what, found) in files.items()}
         if "validation" not in result:
-            result["train"], result["validation"] = hold_out(result["train"])
+            result["train"], result["validation"] = hold_out(result["train"], files["train"][0])
     return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
 
 

@@ -74,15 +74,19 @@ def kind_of_all(files: Iterable[str], what: str) -> str:
 
 
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
-    """Returns the rows of files of one format; `what` is their name in messages."""
+    """Returns the rows of files of one format; `what` is their name in messages.
+
+    Raises:
+        ValueError: a file cannot be read, or there is no text (not checked for a stream).
+    """
     kind = kind_of_all(files, what)
     try:
         if kind != "text":
             for file in files if kind == "json" else ():
                 _refuse_binary(file)
             rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
-            return with_text(rows, text_field, what)
-        if streaming:
+            rows = with_text(rows, text_field, what)
+        elif streaming:
             rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=_FEATURES)
         else:
             # `datasets` caches by these values.
@@ -90,10 +94,12 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
             # A tuple: `datasets` would split a list into shards.
             settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
             rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=_FEATURES)
-        return rows if pieces and not streaming else rows.remove_columns("document")
     except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
         reason = str(error.__cause__ or error) or "it is empty"
         raise ValueError(f"{what} cannot be read: {reason}") from error
+    if not streaming and not any(row["text"] for row in rows):
+        raise ValueError(f"{what} is not valid: it has no text.")
+    return rows if kind != "text" or (pieces and not streaming) else rows.remove_columns("document")
 
 
 def _refuse_binary(file: str) -> None:
@@ -151,10 +157,11 @@ def read_text(file: str) -> Iterator[str]:
     yield piece + rest
 
 
-def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Splits rows into a training part and a held-out part; see `load_text`.
 
-    The choice depends only on the number of documents. `info.description` of the held-out part describes it.
+    The choice depends only on the number of documents. `info.description` of the held-out part describes it, and `what`
+    is the name of the text in messages.
 
     Raises:
         ValueError: there is too little text.
@@ -176,8 +183,7 @@ def hold_out(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset
         held_out = np.isin(numbers, chosen)
     if held_out.all():
         raise ValueError(
-            "train_file is too short to hold out a part for validation. Give --validation-file (in a recipe: "
-            "data.validation_file)."
+            f"{what} is too short to hold out a part for validation: give other text as its validation_file."
         )
     train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
     if few < _FEW:

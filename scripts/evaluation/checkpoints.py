@@ -47,6 +47,8 @@ def choose_device(name: str | None = None) -> str:
 @contextlib.contextmanager
 def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None]:
     """Turns the errors of loading a checkpoint into ValueErrors that name it and the field that it comes from."""
+    if os.path.isfile(checkpoint):
+        raise ValueError(f"{field}={checkpoint!r} is not valid: it is a file. Allowed: a folder or a Hub id.")
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -82,9 +84,28 @@ class Loading:
             return model.to(self.device).eval()
 
     def tokenizer(self, checkpoint: str) -> Any:
-        """Returns a checkpoint's tokenizer."""
+        """Returns a checkpoint's tokenizer; raises ValueError if its text can have tokens that the model has not."""
+        config = self.config(checkpoint)
         with checked_loading(checkpoint):
-            return transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=self.trust_remote_code)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=self.trust_remote_code)
+        check_vocabulary(checkpoint, tokenizer, config)
+        return tokenizer
+
+
+def check_vocabulary(checkpoint: str, tokenizer: Any, config: Any) -> None:
+    """Raises ValueError if a checkpoint's tokenizer has tokens of text that the model has not.
+
+    Added tokens, such as one for padding, are not tokens of text, except for the end-of-text token.
+    """
+    added = tokenizer.get_added_vocab()
+    ids = [index for token, index in tokenizer.get_vocab().items() if token not in added]
+    needed = 1 + max([*ids, tokenizer.eos_token_id or 0])
+    size = config.get_text_config().vocab_size
+    if needed > size:
+        raise ValueError(
+            f"checkpoint={checkpoint!r} is not valid: its tokenizer has {needed} tokens, the model has {size} "
+            "(vocab_size)."
+        )
 
 
 def trained_length_of(checkpoint: str, config: Any) -> int:

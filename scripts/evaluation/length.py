@@ -27,7 +27,7 @@ from ..checks import differences
 from ..commands.common import command_parser
 from . import variants, windows
 from .checkpoints import Loading, add_loading, at_least_one, loading_of, longest_length, names_of, trained_length_of
-from .length_report import METRICS, draw, label, table
+from .length_report import METRICS, comparable, draw, label, table
 from .processes import ALONE, Processes, join
 from .results import check_writable, provenance, read_json, write_json
 from .schema import Cell
@@ -108,8 +108,9 @@ def iterate_texts(
             root = data_folder(data_dir)
             if root is None:
                 raise ValueError(f"--data local needs --test-files, --data-dir or {DATA_DIR_VARIABLE}.")
-        found = find_all(option, [files or "**/*.txt"], root)
-        rows = read_found(found, option, text_field="text", streaming=False)
+        patterns = files or "**/*.txt"
+        found = find_all(option, [patterns], root)
+        rows = read_found(found, f"{option}={patterns!r}", text_field="text", streaming=False)
         yield from map(text_of, rows)
     elif source == "hub":
         # Only one split is read. `load_text` needs a value for each.
@@ -485,10 +486,15 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
     )
     if not processes.is_first:
         return results
-    stem = results.path.with_suffix("")
-    draw(results.checkpoints, stem, metric=options.metric, title=f"{source}, {split}")
-    print(table(results.checkpoints, metric=options.metric))
-    print(f"{METRICS[options.metric]} ± standard error. In {options.output}: {stem.name}.json, .png, .svg")
+    metric, files = options.metric, [results.path]
+    for number, entries in enumerate(comparable(results.checkpoints, metric), 1):
+        if number > 1:
+            print(f"\nOther tokens, so the {METRICS[metric]} is not comparable with that above:\n")
+        print(table(entries, metric=metric))
+        stem = results.path.with_name(results.path.stem + f"_{number}" * (number > 1))
+        files += draw(entries, stem, metric=metric, title=f"{source}, {split}")
+    written = ", ".join(file.name for file in files)
+    print(f"{METRICS[metric]} ± standard error. In {options.output}: {written}")
     return results
 
 

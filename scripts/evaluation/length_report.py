@@ -47,6 +47,17 @@ def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity", alig
     return markdown_table(rows, aligned=aligned)
 
 
+def comparable(entries: Sequence[dict[str, Any]], metric: str) -> list[list[dict[str, Any]]]:
+    """Returns the entries in groups for a table and a figure each: perplexities of different tokens are not comparable.
+
+    Tokens differ between tokenizers. Bits per byte are comparable, and are in one group.
+    """
+    groups: dict[str | None, list[dict[str, Any]]] = {}
+    for entry in entries:
+        groups.setdefault(entry["tokens_sha256"] if metric == "perplexity" else None, []).append(entry)
+    return list(groups.values())
+
+
 def draw(
     entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, title: str, metric: str = "perplexity"
 ) -> list[pathlib.Path]:

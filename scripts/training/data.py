@@ -49,7 +49,12 @@ def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = N
 
 def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> TrainingData:
     data, evaluation = recipe.data, recipe.evaluation
-    texts = [load_text(text, data_dir=data_dir, pieces=True) for text in data.texts()]
+    texts = []
+    for index, text in enumerate(data.texts()):
+        try:
+            texts.append(load_text(text, data_dir=data_dir, pieces=True))
+        except ValueError as error:
+            raise ValueError(f"mixture[{index}].{error}" if data.mixture else str(error)) from error
     if data.tokenizer == "bpe":
         tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
     else:
@@ -61,8 +66,8 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
     def blocks(split: str, limit: int | None) -> TextBlocks:
         """Returns the blocks of all texts; of a limited number, each text has its share."""
         parts = []
-        for number, (text, weight) in enumerate(zip(texts, weights), 1):
-            name = f"the {split} split" + (f" of data.mixture's text {number}" if data.mixture else "")
+        for index, (text, weight) in enumerate(zip(texts, weights)):
+            name = f"the {split} split" + (f" of mixture[{index}]" if data.mixture else "")
             some = None if limit is None else math.ceil(limit * weight)
             rows = text[split]
             if data.streaming and some is not None:

@@ -41,8 +41,8 @@ class AttentionTargets:
             model: converted, on its device.
 
         Raises:
-            ValueError: the source has other sizes or other weights beside the changed attention, the same encoding in
-                every layer, or other positions in the embeddings.
+            ValueError: the source has other sizes, other positions in the embeddings, the same encoding in every layer,
+                or other weights outside of changed attention.
         """
         self.source = load_source(source, "distill_from").to(model.device, model.dtype).eval()
         config: Any = model.config
@@ -51,11 +51,15 @@ class AttentionTargets:
         # Positions that are added to the embeddings are in the source's inputs of all layers.
         added = [{cls for layer in plan for cls, _ in layer if cls.overrides("embedding")} for plan in (before, after)]
         sizes = [(len(plan), one.hidden_size) for plan, one in ((before, self.source.config), (after, config))]
-        if sizes[0] != sizes[1] or added[0] != added[1] or not layers:
-            raise ValueError(
-                f"distill_from={source!r} is not valid with distill='attention': it must have the model's sizes, "
-                "another position encoding in a layer, and the same positions in the embeddings (absolute, sinusoidal)."
-            )
+        reason = ""
+        if sizes[0] != sizes[1]:
+            reason = "it has {} layers of size {}, the model {} of size {}".format(*sizes[0], *sizes[1])
+        elif added[0] != added[1]:
+            reason = "it and the model must have the same positions in their embeddings (absolute, sinusoidal)"
+        elif not layers:
+            reason = "it has the model's position encoding in every layer, so there is nothing to learn"
+        if reason:
+            raise ValueError(f"distill_from={source!r} is not valid with distill='attention': {reason}.")
         ours = dict(model.named_parameters())
         blocks = [_attention_blocks(one) for one in (self.source, model)]
         changed = {id(parameter) for index in layers for parameter in blocks[0][index].parameters()}

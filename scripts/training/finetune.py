@@ -36,7 +36,7 @@ from ..evaluation.results import write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import TrainingError
 from .loop import Run, file_problems
-from .model import build_optimizer, prepare_model
+from .model import build_optimizer, count_parameters, prepare_model
 from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Recipe, TrainingRecipe
 from .run_folder import RunFolder
 
@@ -205,7 +205,7 @@ class Finetuning(Run):
     def __init__(self, options: Settings, output: Path, data_dir: str | None) -> None:
         set_seed(options.seed)
         self.options = options
-        self.loaded, self.fresh = load_model(options)
+        self._load()
         self.attention: AttentionTargets | None = None
         self.before: dict[str, Any] = {}
         if options.new_learning_rate is not None and not self.fresh:
@@ -223,23 +223,32 @@ class Finetuning(Run):
         """Returns the model's configuration, before the data are read."""
         return self.loaded.config
 
+    def _load(self) -> None:
+        """Loads the model, with weights of the dtype that they are trained in."""
+        self.loaded, self.fresh = load_model(self.options)
+        self.dtypes = {name: parameter.dtype for name, parameter in self.loaded.named_parameters()}
+        if not self.options.lora or self.fresh:
+            # Small updates of bfloat16 weights would be rounded away.
+            self.loaded.float()
+
+    def _load_data_and_model(self) -> None:
+        """Does what `Run` does, after checking the source of attention outputs."""
+        if self.options.distill == "attention":
+            model = self.loaded.to(self.accelerator.device)
+            self.attention = AttentionTargets(str(self.options.distill_from), model)
+        super()._load_data_and_model()
+
     def build_model(self) -> Any:
         """Returns the model at the beginning of training; prepares distillation and adapters."""
         options, training = self.options, self.recipe.training
-        model, self.loaded = self.loaded, None
         if options.distill == "logits" and options.distill_from is not None:
-            vocab_size = model.config.vocab_size
+            vocab_size = self.loaded.config.vocab_size
             # The source and the model are not in memory at the same time.
-            del model
+            self.loaded = None
             self._draw_targets(options.distill_from, vocab_size)
             set_seed(options.seed)
-            model, _ = load_model(options)
-        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        if not options.lora or self.fresh:
-            # Small updates of bfloat16 weights would be rounded away.
-            model.float()
-        if options.distill == "attention":
-            self.attention = AttentionTargets(str(options.distill_from), model.to(self.accelerator.device))
+            self._load()
+        model, self.loaded = self.loaded, None
         self.write_settings()
         if self.fresh:
             self.accelerator.print(f"new parameters: {', '.join(sorted(self.fresh))}")
@@ -376,7 +385,7 @@ class Finetuning(Run):
                 with self.checkpoints.writing(self.output / "adapter"):
                     self.whole_model.save_pretrained(self.output / "adapter")
             self.whole_model = self.whole_model.merge_and_unload()
-            self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
+            self.parameters = count_parameters(self.whole_model)
         if self.options.merge or not self.options.lora:
             with torch.no_grad():
                 for name, parameter in self.whole_model.named_parameters():
@@ -399,6 +408,8 @@ class Finetuning(Run):
             "licence": stated.get("license"),
             **{key: stated[key] for key in ("license_name", "license_link") if key in stated},
             "newly_initialised": sorted(self.fresh),
+            # An adapter's folder has no config.json.
+            "position_encoding": self.whole_model.config.position_encoding,
         }
 
 
@@ -413,18 +424,22 @@ def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
     """Raises FinetuneError if a source of distillation has other tokens than the model, except for added ones."""
     with checked_loading(source, "distill_from"):
         size = AutoConfig.from_pretrained(source).vocab_size
-    same = size == vocab_size
-    # A source without tokenizer files has the size only.
-    with contextlib.suppress(OSError, ValueError):
-        vocabularies = [
-            {token: index for token, index in one.get_vocab().items() if token not in one.get_added_vocab()}
-            for one in (load_tokenizer(source), build_tokenizer(tokenizer))
-        ]
-        same &= vocabularies[0] == vocabularies[1]
-    if not same:
+    if size != vocab_size:
         raise FinetuneError(
-            f"distill_from={source!r} is not valid: its {size} tokens must be the model's {vocab_size} tokens, with "
-            f"the vocabulary of tokenizer={tokenizer!r}."
+            f"distill_from={source!r} is not valid: it has {size} tokens (vocab_size), the model has {vocab_size}."
+        )
+    try:
+        theirs = load_tokenizer(source)
+    except (OSError, ValueError):
+        # A source without tokenizer files has the size only.
+        return
+    vocabularies = [
+        {token: index for token, index in one.get_vocab().items() if token not in one.get_added_vocab()}
+        for one in (theirs, build_tokenizer(tokenizer))
+    ]
+    if vocabularies[0] != vocabularies[1]:
+        raise FinetuneError(
+            f"distill_from={source!r} is not valid: its tokenizer has other tokens than tokenizer={tokenizer!r}."
         )
 
 
@@ -444,8 +459,7 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
         raise FinetuneError(f"no tokenizer: give one with --tokenizer. ({error})") from error
     if len(tokenizer) > config.vocab_size:
         raise FinetuneError(
-            f"tokenizer={options.tokenizer!r} is not valid: it has {len(tokenizer)} tokens, the model has "
-            f"{config.vocab_size}."
+            f"tokenizer={name!r} is not valid: it has {len(tokenizer)} tokens, the model has {config.vocab_size}."
         )
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     default_rate = 2e-4 if options.lora else 5e-5

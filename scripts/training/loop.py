@@ -55,7 +55,7 @@ from .distributed import (
 from .errors import Interrupted, TrainingError
 from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate
-from .model import build_config, build_model, build_optimizer
+from .model import build_config, build_model, build_optimizer, count_parameters
 from .progress import Progress, peak_memory, stop_signals
 from .recipe import DataRecipe, Recipe, RecipeError
 from .run_folder import RunFolder
@@ -170,7 +170,7 @@ class Run:
         set_seed(recipe.seed)
         # The model without a data-parallel wrapper, and the model to train.
         self.whole_model = self.build_model()
-        self.parameters = sum(parameter.numel() for parameter in self.whole_model.parameters())
+        self.parameters = count_parameters(self.whole_model)
         self.model = distribute(self.whole_model, self.layout, self.accelerator, training)
         self.optimizer, self.scheduler = self.build_optimizer()
         self.say(

@@ -66,6 +66,12 @@ def build_model(recipe: Recipe, config: Any) -> Any:
     return model
 
 
+def count_parameters(model: torch.nn.Module) -> int:
+    """Returns the number of parameters."""
+    # peft keeps the original of a module that it trains in full.
+    return sum(one.numel() for name, one in model.named_parameters() if ".original_module." not in name)
+
+
 def prepare_model(model: Any, training: TrainingRecipe) -> None:
     """Applies the settings of a recipe that save memory or time to a model."""
     if training.activation_checkpointing:
