@@ -45,7 +45,7 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
+    *("pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
     *(f"{name}-triton" for name in OTHERS),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
@@ -58,18 +58,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative", "cope_mlp")},
 }
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
-PROVIDERS = (
-    *BASELINES,
-    "cope-listing",
-    *(f"cope-{gates}" for gates in ("half", "open", "closed")),
-    *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
-    *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
-    *("pope-triton", "pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
-    "pope-pytorch",
-    *("fox", "fox-triton", "alibi", "alibi-triton", *(f"{name}-triton" for name in OTHERS)),
-)
 # Third-party providers, whose errors are not our failures.
 FOREIGN = ("pope-pytorch",)
+# Those that run only by name.
+NAMED = ("cope-open", "pope-sdpa-padded-math", "pope-sdpa-unpadded-math")
+PROVIDERS = dict.fromkeys((*BASELINES, *HOST_PROVIDERS, *FIRST, *MORE, *FOREIGN, *NAMED))
 # PyTorch's providers: errors are not our failures, but a failed check means that our check is wrong.
 STOCK_PREFIXES = ("rope-sdpa", "pope-sdpa-")
 
@@ -147,12 +140,11 @@ class Workload:
         heads: int,
         length: int,
         head_dim: int,
-        num_positions: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.shape = (batch, heads, length, head_dim)
-        self.num_positions, self.dtype, self.device = num_positions, dtype, device
+        self.dtype, self.device = dtype, device
         self.scaling = head_dim**-0.5
         # Drawn in float32, because random numbers in float16 differ between devices.
         generator = torch.Generator(device).manual_seed(1)
@@ -202,8 +194,6 @@ class Workload:
     def _make_call(self, kind: str) -> Call:
         name, options = KINDS[kind]
         batch, heads, length, head_dim = self.shape
-        if name == "cope":
-            options = {"num_positions": self.num_positions, **options}
         shape = {"batch": batch, "heads": heads, "groups": heads}
         one = case(name, str(self.dtype).removeprefix("torch."), head_dim, length, **shape, **options)
         call = KERNELS[name].call(one, self.device)
@@ -350,13 +340,13 @@ class Workload:
     def _pope(self, name: str) -> Provider:
         if name == "pope-pytorch":
             return self._pope_pytorch()
-        if name in ("pope-triton", "pope-once"):
-            attend = self._pope_kernel(once=name == "pope-once")
-        else:
-            attend = self._pope_rotated("unpadded" not in name, flex=name == "pope-flex")
+        attend: Callable[..., torch.Tensor] = functools.partial(self._pope_rotated, name)
+        if name == "pope-triton":
+            self._check_triton()
+            attend = self._pope_kernel
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar, True)
+            return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar)
 
         # The cache contains magnitudes; those of the new query and the new key must be computed.
         query, key, value, _ = self.call("pope").inputs
@@ -367,45 +357,34 @@ class Workload:
 
         def decode() -> torch.Tensor:
             query, _ = self.pope.before_cache(newest[0], newest[1], polar)
-            return attend(query, cached, value, polar, False)
+            return attend(query, cached, value, polar)
 
         context = self._backend(name) if name.startswith("pope-sdpa-") else contextlib.nullcontext
         return Provider("pope", function, decode, context)
 
-    def _pope_kernel(self, *, once: bool) -> Callable[..., torch.Tensor]:
-        """Our kernel; with `once`, decoding by one launch."""
-        self._check_triton()
+    def _pope_kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext
+    ) -> torch.Tensor:
         from whatwhere.kernel_pope import pope_attention
 
-        from .candidates import decode_once
+        tables = [table[:, 0] for table in polar.shared["pope"]]
+        return pope_attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
 
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
-        ) -> torch.Tensor:
-            tables = tuple(table[:, 0] for table in polar.shared["pope"])
-            if once and query.shape[2] == 1:
-                return decode_once(query, key, value, scaling=self.scaling, polar=(*tables, self.phase_shift()))
-            return pope_attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
-
-        return attend
-
-    def _pope_rotated(self, padded: bool, *, flex: bool) -> Callable[..., torch.Tensor]:
+    def _pope_rotated(
+        self, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext
+    ) -> torch.Tensor:
         """PyTorch's attention on turned pairs: SDPA, with values as wide as keys or not, or FlexAttention."""
-        from .candidates import causal_flex
+        query, key = self.pope.after_cache(query, key, polar)
+        width = value.shape[-1]
+        if name == "pope-flex":
+            from .candidates import causal_flex
 
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
-        ) -> torch.Tensor:
-            query, key = self.pope.after_cache(query, key, polar)
-            width = value.shape[-1]
-            if flex:
-                return causal_flex(query, key, value, scaling=self.scaling)
-            if padded:
-                value = F.pad(value, (0, key.shape[-1] - width))
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.scaling)
-            return out[..., :width]
-
-        return attend
+            return causal_flex(query, key, value, scaling=self.scaling)
+        if "unpadded" not in name:
+            value = F.pad(value, (0, key.shape[-1] - width))
+        causal = query.shape[2] > 1
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.scaling)
+        return out[..., :width]
 
     def _pope_pytorch(self) -> Provider:
         """The public package, which takes raw queries, keys and phases, and has no fused decoding."""
@@ -468,7 +447,4 @@ def tiles_note() -> str:
         launch = importlib.import_module("whatwhere.kernel_launch")
     except ImportError:
         return ""
-    parts = []
-    for slot, tiles in launch.CHOSEN.items():
-        parts.append(f"{slot[0]} {tiles}")
-    return ", ".join(dict.fromkeys(parts))
+    return ", ".join(dict.fromkeys(f"{slot[0]} {tiles}" for slot, tiles in launch.CHOSEN.items()))

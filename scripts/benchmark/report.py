@@ -6,8 +6,8 @@ import datetime
 import hashlib
 import pathlib
 import platform
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -15,7 +15,7 @@ from torch.utils import collect_env
 
 import whatwhere
 
-from .attention import BASELINES
+from .attention import BASELINES, FOREIGN, STOCK_PREFIXES
 from .measure import Sample
 from .models import STOCK
 
@@ -52,8 +52,7 @@ FIELDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A measured shape: batch x heads x length x head dim, and for models the number of layers."""
 
     batch: int
@@ -89,27 +88,32 @@ class Result:
     inputs: int | None = None
 
 
+def is_failure(provider: str, status: str) -> bool:
+    """Whether a status is a failure of ours."""
+    if provider.startswith(STOCK_PREFIXES):
+        # PyTorch's own providers may raise errors; if their check fails, our check is wrong.
+        return "check failed" in status
+    harmless = status.startswith(("ok", "left out")) or "refused: " in status or "out of memory" in status
+    return not harmless and provider not in FOREIGN
+
+
 class Report:
     """Collects rows of results, prints tables, appends the rows to a CSV file.
 
     Args:
         output: the CSV file.
         common: fields of all rows.
-        show: prints a line.
         resume: begin with the rows of the file that are about the same state.
 
     Attributes:
         rows: all rows, with all `FIELDS`; empty where there is no value.
     """
 
-    def __init__(
-        self, output: pathlib.Path, common: dict[str, Any], show: Callable[[str], None] = print, *, resume: bool = False
-    ) -> None:
+    def __init__(self, output: pathlib.Path, common: dict[str, Any], *, resume: bool = False) -> None:
         self.output = output
-        self.common = common
-        self.show = show
+        self.common = {name: str(value) for name, value in common.items()}
         state = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
-        self.rows = read_rows(output, **{name: str(common[name]) for name in state}) if resume else []
+        self.rows = read_rows(output, **{name: self.common[name] for name in state}) if resume else []
         self.shown: tuple[str, Shape] | None = None
 
     def finished(self, part: str, shape: Shape, provider: str) -> bool:
@@ -121,8 +125,6 @@ class Report:
     def add(self, part: str, shape: Shape, results: Sequence[Result]) -> None:
         """Prints results and appends their rows."""
         rows = [row for result in results for row in self._rows(part, shape, result)]
-        if not rows:
-            return
         self.rows += rows
         for row in rows:
             best = self.baseline(row) if row["direction"] else None
@@ -131,8 +133,7 @@ class Report:
                 row["ratio_to"] = best["provider"]
                 if row["peak_mib"] and float(best["peak_mib"] or 0):
                     row["memory_ratio"] = f"{float(row['peak_mib']) / float(best['peak_mib']):.3f}"
-        self._print(part, shape, rows)
-        for row in rows:
+            self._print(part, shape, row)
             append_row(self.output, FIELDS, row)
 
     def baseline(self, row: dict[str, str]) -> dict[str, str] | None:
@@ -143,9 +144,9 @@ class Report:
         return min(found, key=lambda one: float(one["milliseconds"]), default=None)
 
     def _rows(self, part: str, shape: Shape, result: Result) -> list[dict[str, str]]:
-        row: dict[str, str] = {
+        row = {
             **dict.fromkeys(FIELDS, ""),
-            **{name: str(value) for name, value in self.common.items()},
+            **self.common,
             "date": now(),
             "part": part,
             "provider": result.provider,
@@ -171,27 +172,25 @@ class Report:
             rows.append({**row, "status": "ok", **numbers})
         return rows if result.status == "ok" else [*rows, row]
 
-    def _print(self, part: str, shape: Shape, rows: Sequence[dict[str, str]]) -> None:
-        common = self.common
+    def _print(self, part: str, shape: Shape, row: dict[str, str]) -> None:
+        line = "{:28} {:18} {:>10} {:>10} {:>8} {:>9} {:>9}  {}"
         if self.shown != (part, shape):
             self.shown = part, shape
-            where = f"{common['device']}, {common['threads']} threads, {common['clock']} clock"
-            self.show(f"\n{part}, {shape}, {common['dtype']}, {where}")
-            names = ("provider", "direction", "ms", "fastest", "ratio", "peak MiB", "above", "ratio to")
-            self.show("{:28} {:18} {:>10} {:>10} {:>8} {:>9} {:>9}  {}".format(*names))
-        for row in rows:
-            if not row["direction"]:
-                self.show(f"{row['provider']:28} {row['status']}")
-                continue
-            self.show(
-                f"{row['provider']:28} {row['direction']:18} {row['milliseconds']:>10} {row['fastest']:>10} "
-                f"{row['ratio']:>8} {row['peak_mib']:>9} {row['above_mib']:>9}  {row['ratio_to']}"
-            )
+            where = f"{row['device']}, {row['threads']} threads, {row['clock']} clock"
+            print(f"\n{part}, {shape}, {row['dtype']}, {where}")
+            print(line.format("provider", "direction", "ms", "fastest", "ratio", "peak MiB", "above", "ratio to"))
+        if row["direction"]:
+            columns = ("provider", "direction", "milliseconds", "fastest", "ratio", "peak_mib", "above_mib", "ratio_to")
+            print(line.format(*(row[name] for name in columns)), flush=True)
+        else:
+            print(f"{row['provider']:28} {row['status']}", flush=True)
 
 
 # What a run on a GPU says at its end: providers, with the target of their time forward and backward.
-SHOWN = {"cope-triton-half": 1.3, "pope-triton": 1.65, "fox-triton": None, "alibi-triton": None}
-SHOWN |= {"pope-sdpa-unpadded-cudnn": None, "pope-sdpa-padded-cudnn": None, "cope-half": None}
+SHOWN = {
+    **{"cope-triton-half": 1.3, "pope-triton": 1.65},
+    **dict.fromkeys(("fox-triton", "alibi-triton", "pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "cope-half")),
+}
 SHOWN_LENGTHS = (4096, 16384, 65536)
 SHOWN_DIRECTIONS = ("forward", "forward+backward", "decoding", "decoding graph")
 # The target of memory and decoding. (PoPE's backward should be 3 times faster than PoPE-pytorch's.)
@@ -303,10 +302,7 @@ def read_rows(file: pathlib.Path, **wanted: str) -> list[dict[str, str]]:
 
 def old_columns(output: pathlib.Path) -> bool:
     """Whether the file has other columns than the rows, so that nothing may be appended."""
-    if not output.exists():
-        return False
-    with output.open(newline="", encoding="utf-8") as file:
-        return tuple(next(csv.reader(file), ())) != FIELDS
+    return output.exists() and output.read_text(encoding="utf-8").splitlines()[:1] != [",".join(FIELDS)]
 
 
 def device_name(device: torch.device) -> str:
