@@ -42,6 +42,7 @@ from .benchmark.references import checked_gradient, chosen_rows, in_parts, resul
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
 from .commands.common import command_parser
 from .kernel_cases import KERNELS, MASKS, Case, case, precision_of
+from .kernel_tiles import chosen_by
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
@@ -76,9 +77,9 @@ def nth_tiles(index: int) -> Iterator[list[int]]:
 
     Yields the lengths of the lists that were used.
     """
-    from whatwhere import kernel_launch
+    from whatwhere.kernel_launch import choose as original
 
-    original, lengths = kernel_launch.choose, [1]
+    lengths = [1]
 
     def choose(name: str, candidates: Sequence[Any], compiles: Callable[[Any], Any], run: Any) -> Any:
         fitting = [tiles for tiles in candidates if compiles(tiles) is None]
@@ -87,13 +88,8 @@ def nth_tiles(index: int) -> Iterator[list[int]]:
         lengths.append(len(fitting))
         return fitting[min(index, len(fitting) - 1)]
 
-    kernel_launch.CHOSEN.clear()
-    kernel_launch.choose = choose
-    try:
+    with chosen_by(choose):
         yield lengths
-    finally:
-        kernel_launch.choose = original
-        kernel_launch.CHOSEN.clear()
 
 
 def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tuple[int, float]:
@@ -134,10 +130,11 @@ def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tup
             for name, first, second in zip(names, *runs):
                 if not torch.equal(first, second):
                     raise CheckFailed(f"{name} differs between two runs, or is not a number")
+            share = relative_errors(runs[0], plain, exact, names, **options).share
             with torch.no_grad(), poisoned():
                 inference = call.kernel(*inputs)[:, :, rows]
             relative_errors([inference], plain[:1], exact[:1], ["output without gradients"], **options)
-            return relative_errors(runs[0], plain, exact, names, **options).share
+            return share
 
         shares, index, last = [], 0, 0
         while index <= last:
@@ -186,33 +183,32 @@ def check_model(case: Case, device: torch.device, all_tiles: bool = False) -> tu
     labels = tokens.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
     continuation = torch.randint(3, 64, (case.batch, 4), device=device)
 
-    def run(implementation: str, dtype: torch.dtype) -> tuple[list[str], list[torch.Tensor]]:
+    def run(implementation: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(model).to(dtype)
         copied.set_attn_implementation(implementation)
         out = copied(tokens, attention_mask=mask, labels=labels)
         out.loss.backward()
-        names, tensors = ["logits"], [out.logits[mask.bool()].detach()]
+        found = {"logits": out.logits[mask.bool()].detach()}
         for name, parameter in copied.named_parameters():
             if parameter.grad is not None:
-                names.append(f"gradient of {name}")
-                tensors.append(parameter.grad)
+                found[f"gradient of {name}"] = parameter.grad
         with torch.no_grad():
             cache = copied(tokens, attention_mask=mask, use_cache=True).past_key_values
             seen = mask
-            for step in continuation.T:
+            for number, step in enumerate(continuation.T):
                 seen = torch.cat((seen, torch.ones_like(seen[:, :1])), dim=1)
-                names.append("logits of a cached step")
-                tensors.append(copied(step[:, None], attention_mask=seen, past_key_values=cache).logits)
-        return names, tensors
+                logits = copied(step[:, None], attention_mask=seen, past_key_values=cache).logits
+                found[f"logits of cached step {number}"] = logits
+        return found
 
-    names, found = run("triton", dtype)
-    (_, plain), (wanted, exact) = run("eager", dtype), run("eager", torch.float64)
-    if names != wanted:
-        raise RuntimeError(f"gradients of other parameters than expected: {sorted(set(names) ^ set(wanted))}")
+    found, plain, exact = run("triton", dtype), run("eager", dtype), run("eager", torch.float64)
+    if found.keys() != exact.keys():
+        raise RuntimeError(f"gradients of other parameters than expected: {sorted(found.keys() ^ exact.keys())}")
     # The rest of the model also rounds, so the tolerance is one unit instead of half a unit.
     tolerance = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
-    scale = 0.01 * max(tensor.norm().item() for name, tensor in zip(wanted, exact) if name.startswith("gradient"))
-    return len(found), relative_errors(found, plain, exact, names, factor=2, tolerance=tolerance, scale=scale).share
+    scale = 0.01 * max(tensor.norm().item() for name, tensor in exact.items() if name.startswith("gradient"))
+    results = [list(one.values()) for one in (found, plain, exact)]
+    return len(found), relative_errors(*results, list(found), factor=2, tolerance=tolerance, scale=scale).share
 
 
 # Which cases.

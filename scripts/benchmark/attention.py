@@ -18,10 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import Bias, blockwise_attention
 from whatwhere.position_base import PositionContext
-from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
+from whatwhere.position_pope import pope_frequencies
 
 from ..kernel_cases import KERNELS, Call, case
 from .measure import CheckFailed, Refused, captured
@@ -149,38 +148,15 @@ class Workload:
         # Drawn in float32, because random numbers in float16 differ between devices.
         generator = torch.Generator(device).manual_seed(1)
         self.grad = torch.randn(*self.shape, generator=generator, device=device).to(dtype)
-        fields: dict[str, Any] = {
-            "hidden_size": heads * head_dim,
-            "num_attention_heads": heads,
-            "max_position_embeddings": max(length, 2),
-        }
-        config = WhatWhereLlamaConfig(**fields, num_key_value_heads=heads)
-        positions = torch.arange(length, device=device)[None]
         # The tables are computed in float32; the timed calls convert them once, as a model does for all its layers.
-        rotary = LlamaRotaryEmbedding(LlamaConfig(**fields)).to(device)
-        self.rotary = rotary(torch.zeros((), device=device), positions)
+        rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=heads * head_dim, num_attention_heads=heads)).to(device)
+        self.rotary = rotary(torch.zeros((), device=device), torch.arange(length, device=device)[None])
         self.rotary_cast = tuple(table.to(dtype) for table in self.rotary)
-        parameters = PoPEParameters()
-        self.pope = PoPE(config, parameters, 0).to(device)
-        assert self.pope.delta is not None, "PoPE has phase shifts by default"
-        self.phase_shift = self.pope.delta
-        with torch.no_grad():
-            self.phase_shift.weight.uniform_(-2.0, 0.0, generator=generator)
-        self.polar_tables = PolarTables(head_dim, parameters.theta)
-        self.polar = self._polar(positions, positions)
-        self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
-        self._positions = positions
         self._calls: dict[str, Call] = {}
         self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._grads: dict[str, torch.Tensor] = {}
         self.rows = chosen_rows(length, device)
         self.parts = in_parts(self.rows, length)
-
-    def _polar(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> PositionContext:
-        past, length = key_positions.shape[1] - query_positions.shape[1], key_positions.shape[1]
-        context = PositionContext(query_positions, past_length=past, key_length=length, consecutive=True)
-        context.shared["pope"] = self.polar_tables(torch.zeros((), device=self.device), context)
-        return context
 
     # Inputs and references.
 
@@ -213,7 +189,7 @@ class Workload:
                 return magnitudes(F.softplus(query), F.softplus(key), *rest, rows=rows)
 
             states = KERNELS["plain"].call(dataclasses.replace(one, kernel="plain"), self.device).inputs
-            call = call._replace(inputs=[*states, self.phase_shift.weight], reference=of_raw)
+            call = call._replace(inputs=[*states, *call.inputs[3:]], reference=of_raw)
         return call._replace(inputs=[tensor.requires_grad_() for tensor in call.inputs])
 
     def input_bytes(self, kind: str) -> int:
@@ -222,7 +198,7 @@ class Workload:
         if kind == "rope":
             tensors += self.rotary_cast
         if kind == "pope":
-            tensors += self.polar.shared["pope"][:2]
+            tensors += self.call(kind).layer(*self.call(kind).inputs)[1].shared["pope"][:2]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -340,51 +316,45 @@ class Workload:
     def _pope(self, name: str) -> Provider:
         if name == "pope-pytorch":
             return self._pope_pytorch()
-        attend: Callable[..., torch.Tensor] = functools.partial(self._pope_rotated, name)
         if name == "pope-triton":
             self._check_triton()
-            attend = self._pope_kernel
+        call = self.call("pope")
+        query, key, value, delta = call.inputs
+        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (query, key)]
+        # With the tables, which are computed once for all layers of a model.
+        encodings, of_all = call.layer(*call.inputs)
+        _, of_newest = call.layer(newest[0], *call.inputs[1:])
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor, context: PositionContext
+        ) -> torch.Tensor:
+            encodings["pope"].delta.weight = delta
+            if name == "pope-triton":
+                return encodings.kernel(query, key, value, context, ranges=None, scaling=self.scaling, dropout=0.0)
+            query, key = encodings.after_cache(query, key, context)
+            width = value.shape[-1]
+            if name == "pope-flex":
+                from .candidates import causal_flex
+
+                return causal_flex(query, key, value, scaling=self.scaling)
+            if "unpadded" not in name:
+                value = F.pad(value, (0, key.shape[-1] - width))
+            causal = query.shape[2] > 1
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.scaling)
+            return out[..., :width]
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar)
+            return attend(*encodings.before_cache(query, key, of_all), value, delta, of_all)
 
         # The cache contains magnitudes; those of the new query and the new key must be computed.
-        query, key, value, _ = self.call("pope").inputs
-        newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (query, key)]
         with torch.no_grad():
-            cached = self.pope.before_cache(newest[0], key, self.polar)[1]
-        polar = self._polar(self._positions[:, -1:], self._positions)
+            cached = encodings.before_cache(newest[0], key, of_all)[1]
 
         def decode() -> torch.Tensor:
-            query, _ = self.pope.before_cache(newest[0], newest[1], polar)
-            return attend(query, cached, value, polar)
+            query, _ = encodings.before_cache(newest[0], newest[1], of_newest)
+            return attend(query, cached, value, delta, of_newest)
 
-        context = self._backend(name) if name.startswith("pope-sdpa-") else contextlib.nullcontext
-        return Provider("pope", function, decode, context)
-
-    def _pope_kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext
-    ) -> torch.Tensor:
-        from whatwhere.kernel_pope import pope_attention
-
-        tables = [table[:, 0] for table in polar.shared["pope"]]
-        return pope_attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
-
-    def _pope_rotated(
-        self, name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext
-    ) -> torch.Tensor:
-        """PyTorch's attention on turned pairs: SDPA, with values as wide as keys or not, or FlexAttention."""
-        query, key = self.pope.after_cache(query, key, polar)
-        width = value.shape[-1]
-        if name == "pope-flex":
-            from .candidates import causal_flex
-
-            return causal_flex(query, key, value, scaling=self.scaling)
-        if "unpadded" not in name:
-            value = F.pad(value, (0, key.shape[-1] - width))
-        causal = query.shape[2] > 1
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.scaling)
-        return out[..., :width]
+        return Provider("pope", function, decode, self._backend(name))
 
     def _pope_pytorch(self) -> Provider:
         """The public package, which takes raw queries, keys and phases, and has no fused decoding."""
@@ -392,10 +362,15 @@ class Workload:
             package = importlib.import_module("PoPE_pytorch")
         except ImportError as error:
             raise Refused(f"not installed: {error}") from error
-        attention = package.flash_attn_with_pope
+        call = self.call("pope")
+        part = call.layer(*call.inputs)[0]["pope"]
+        frequencies = pope_frequencies(self.shape[3], part.parameters_.theta, self.device)
+        phases = torch.arange(self.shape[2], device=self.device)[:, None].float() * frequencies
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            return attention(query, key, value, pos_emb=(self.phases, self.phase_shift()), causal=True)
+            part.delta.weight = delta
+            shifted = (phases, part.delta(None))
+            return package.flash_attn_with_pope(query, key, value, pos_emb=shifted, causal=True)
 
         # A larger tolerance, since only the function must be the same, not the rounding.
         return Provider("pope", function, tolerance=2e-2)

@@ -66,8 +66,7 @@ def causal_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, 
         scaling: the factor on q.k.
     """
     mask = None if query.shape[2] == 1 else _causal(query.shape[2], key.shape[2], query.device)
-    result: torch.Tensor = _attend(query)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
-    return result
+    return _attend(query)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
 
 
 def _left_of(start: torch.Tensor, count: int, Q: int, K: int) -> BlockMask:
@@ -163,8 +162,7 @@ def cope_flex(
         scaling: the factor on q.k.
         position_scale: the factor on q.e.
     """
-    result: torch.Tensor = _CoPEFlex.apply(query, key, value, table, scaling, position_scale)
-    return result
+    return _CoPEFlex.apply(query, key, value, table, scaling, position_scale)
 
 
 @triton.jit

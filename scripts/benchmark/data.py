@@ -1,6 +1,5 @@
 """Preparation and reading of text: speed, memory, start and waiting; see docs/kernels.md."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Megabytes of text: the two sizes whose memory is compared; a small and a large number with `--quick`.
 SIZES, QUICK_SIZES = (120, 1200), (40, 80)
@@ -46,8 +45,7 @@ run.accelerator.end_training()
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A figure, its unit, and what it should be: at least or at most `aim`."""
 
     what: str
@@ -83,26 +81,17 @@ def write_text(file: Path, megabytes: float, seed: int = 0) -> None:
                 return
 
 
-def _train_tokenizer(folder: Path, text: Path) -> str:
-    """Saves a byte-level BPE, trained on a file."""
-    from ..data.tokenize import build_tokenizer
-
-    with text.open(encoding="utf-8") as content:
-        texts = [json.loads(line)["text"] for line in content]
-    build_tokenizer("bpe", vocab_size=VOCABULARY, texts=texts).save_pretrained(folder)
-    return str(folder)
-
-
 class _Workplace:
     """A temporary folder with texts, a tokenizer and caches, and the commands that use them."""
 
     def __init__(self, root: Path) -> None:
+        from ..data.tokenize import build_tokenizer
+
         self.root, self.held_out = root, root / "held_out.jsonl"
         write_text(self.held_out, 1, seed=1)
-        self.settings = [
-            f"data.tokenizer={_train_tokenizer(root / 'tokenizer', self.held_out)}",
-            "data.vocab_size=null",
-        ]
+        texts = itertools.islice(_documents(1), 400)
+        build_tokenizer("bpe", vocab_size=VOCABULARY, texts=texts).save_pretrained(root / "tokenizer")
+        self.settings = [f"data.tokenizer={root / 'tokenizer'}", "data.vocab_size=null"]
 
     def text(self, megabytes: int) -> Path:
         file = self.root / f"{megabytes}.jsonl"

@@ -17,7 +17,7 @@ import whatwhere
 
 from .attention import BASELINES, FOREIGN, STOCK_PREFIXES
 from .measure import Sample
-from .models import STOCK
+from .models import MODELS, STOCK
 
 FIELDS = (
     "date",
@@ -187,51 +187,38 @@ class Report:
 
 
 # What a run on a GPU says at its end: providers, with the target of their time forward and backward.
-SHOWN = {
-    **{"cope-triton-half": 1.3, "pope-triton": 1.65},
+SHOWN: dict[str, float | None] = {
+    "cope-triton-half": 1.3,
+    "pope-triton": 1.65,
     **dict.fromkeys(("fox-triton", "alibi-triton", "pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "cope-half")),
+    # Its backward should take 3 times as long as ours.
+    "pope-pytorch": None,
 }
-SHOWN_LENGTHS = (4096, 16384, 65536)
-SHOWN_DIRECTIONS = ("forward", "forward+backward", "decoding", "decoding graph")
-# The target of memory and decoding. (PoPE's backward should be 3 times faster than PoPE-pytorch's.)
+SHOWN_LENGTHS = ("4096", "16384", "65536")
+# The target of memory and decoding.
 TARGET_RATIO = 1.2
 
 
 def summary_of_benchmark(rows: Sequence[dict[str, str]], tiles: pathlib.Path) -> list[str]:
     """Returns lines for a screen: ratios, what failed or is missing, and tiles that are faster than the first ones."""
-    lines = []
-    found = {(row["part"], row["provider"], row["shape"], row["direction"]): row for row in rows if row["direction"]}
-    attention = sorted(
-        {(row["head_dim"], int(row["length"]), row["shape"]) for row in rows if row["part"] == "attention"}
-    )
-    names = ("", "D", "length", "forward", "+backward", "decoding", "graph", "memory")
-    if attention:
-        lines += ["", "time and memory as multiples of the fastest SDPA with RoPE (!: more than the target)"]
-        lines.append("{:24} {:>4} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9}".format(*names))
-    for provider, target in SHOWN.items():
-        for head_dim, length, shape in attention:
-            of_shape = [found.get(("attention", provider, shape, direction)) for direction in SHOWN_DIRECTIONS]
-            if length in SHOWN_LENGTHS and any(of_shape):
-                cells = [
-                    _cell(row, "ratio", bound)
-                    for row, bound in zip(of_shape, (None, target, TARGET_RATIO, TARGET_RATIO))
-                ]
-                cells.append(_cell(of_shape[1], "memory_ratio", TARGET_RATIO))
-                lines.append(f"{provider:24} {head_dim:>4} {length:>7} {' '.join(f'{cell:>9}' for cell in cells)}")
-    for head_dim, length, shape in attention:
-        ours, theirs = (found.get(("attention", name, shape, "backward")) for name in ("pope-triton", "pope-pytorch"))
-        if ours and theirs:
-            faster = float(theirs["milliseconds"]) / float(ours["milliseconds"])
-            lines.append(
-                f"pope-triton backward, D={head_dim}, {length}: {faster:.2f} times faster than pope-pytorch (3)"
-            )
-    models = [row for row in rows if row["part"] == "model" and row["ratio"] and row["provider"] != STOCK]
-    steps: dict[tuple[str, str], list[str]] = {}
-    for row in models:
-        steps.setdefault((row["provider"], row["shape"]), []).append(f"{row['direction']} {row['ratio']}")
-    lines += [f"{name}, {shape}, to stock Llama: {', '.join(parts)}" for (name, shape), parts in steps.items()]
-    lines += missing(rows)
-    return [*lines, *summary_of_tiles(read_rows(tiles))]
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        provider, direction = row["provider"], row["direction"]
+        if row["ratio"] and (provider in MODELS or (provider in SHOWN and row["length"] in SHOWN_LENGTHS)):
+            targets = dict.fromkeys(("decoding", "decoding graph"), TARGET_RATIO)
+            targets["forward+backward"] = SHOWN.get(provider)
+            cells = found.setdefault((provider, row["shape"]), [])
+            cells.append(f"{direction} {_marked(row['ratio'], targets.get(direction))}")
+            if direction == "forward+backward" and row["memory_ratio"]:
+                cells.append(f"memory {_marked(row['memory_ratio'], TARGET_RATIO)}")
+    lines = [f"{provider:24} {shape:20} {', '.join(cells)}" for (provider, shape), cells in sorted(found.items())]
+    if lines:
+        lines = ["", "as multiples of the fastest SDPA with RoPE, or of stock Llama (!: more than the target)", *lines]
+    return [*lines, *missing(rows), *summary_of_tiles(read_rows(tiles))]
+
+
+def _marked(ratio: str, target: float | None) -> str:
+    return f"{float(ratio):.2f}" + ("!" if target and float(ratio) > target else "")
 
 
 def missing(rows: Sequence[dict[str, str]], most: int = 10) -> list[str]:
@@ -246,12 +233,6 @@ def missing(rows: Sequence[dict[str, str]], most: int = 10) -> list[str]:
     others = [f"not measured: {text} ({', '.join(shapes[text])})" for text in shapes if "check failed" not in text]
     more = len(others) - most
     return [*lines, *others[:most], *([f"not measured, in addition: {more} kinds"] if more > 0 else [])]
-
-
-def _cell(row: dict[str, str] | None, field: str, target: float | None) -> str:
-    if not row or not row[field]:
-        return ""
-    return f"{float(row[field]):.2f}" + ("!" if target and float(row[field]) > target else "")
 
 
 def summary_of_tiles(rows: Sequence[dict[str, str]]) -> list[str]:
