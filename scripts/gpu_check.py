@@ -14,16 +14,15 @@ docs/kernels.md says how the kernels are checked, and what is in FOLDER.
 """
 
 import argparse
+import collections
 import contextlib
 import copy
 import dataclasses
-import importlib.metadata
 import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import time
@@ -35,6 +34,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
 from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
@@ -93,11 +93,7 @@ def nth_tiles(index: int) -> Iterator[list[int]]:
 
 
 def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tuple[int, float]:
-    """Checks one case; returns the number of comparisons, and the largest error as a share of the allowed error.
-
-    Raises:
-        CheckFailed: something differs.
-    """
+    """Checks one case; returns the number of comparisons, and the largest error as a share of the allowed error."""
     with precision_of(case):
         call = KERNELS[case.kernel].call(case, device)
         inputs = [tensor.detach().requires_grad_() for tensor in call.inputs]
@@ -229,10 +225,8 @@ def models() -> list[str]:
     from whatwhere import WhatWhereLlamaConfig
     from whatwhere.position_registry import list_position_encodings, supported_implementations
 
-    def has_kernel(name: str) -> bool:
-        return "triton" in supported_implementations(WhatWhereLlamaConfig(position_encoding=name))
-
-    return [name for name in list_position_encodings() if has_kernel(name)]
+    configs = {name: WhatWhereLlamaConfig(position_encoding=name) for name in list_position_encodings()}
+    return [name for name, config in configs.items() if "triton" in supported_implementations(config)]
 
 
 def groups_on_gpu() -> Iterator[Group]:
@@ -402,20 +396,17 @@ def summary(
     groups: Sequence[Group], rows: Sequence[dict[str, str]], folder: pathlib.Path, state: dict[str, str]
 ) -> list[str]:
     """Returns one screen: what was checked, what failed, what was left out, the benchmark's figures, the tiles."""
-    of_group = {group.name: [row for row in rows if row["group"] == group.name] for group in groups}
     failed = [row for row in rows if row["status"] != "ok"]
-    wholly = sum(len(of_group[group.name]) == len(group.cases) for group in groups)
+    done = collections.Counter(row["group"] for row in rows)
+    left = [group.name for group in groups if done[group.name] < len(group.cases)]
     comparisons = sum(int(row["comparisons"] or 0) for row in rows)
     lines = [
-        f"checked: {len(rows)} of {sum(len(group.cases) for group in groups)} cases, {wholly} of {len(groups)} groups, "
-        f"{comparisons} comparisons passed, {len(failed)} cases failed"
+        f"checked: {len(rows)} of {sum(len(group.cases) for group in groups)} cases, {len(groups) - len(left)} of "
+        f"{len(groups)} groups, {comparisons} comparisons passed, {len(failed)} cases failed"
     ]
-    for name in dict.fromkeys(row["group"] for row in failed):
-        first, *more = [row for row in failed if row["group"] == name]
-        lines.append(
-            f"  FAILED {name}: {first['case']}: {first['status'][:120]}" + f" (and {len(more)} more)" * bool(more)
-        )
-    left = [group.name for group in groups if len(of_group[group.name]) < len(group.cases)]
+    for name, count in collections.Counter(row["group"] for row in failed).items():
+        first = next(row for row in failed if row["group"] == name)
+        lines.append(f"  FAILED {name}, {count} of its cases: {first['case']}: {first['status'][:120]}")
     if left:
         lines.append(f"  not finished: {', '.join(left[:12])}" + f", and {len(left) - 12} more" * (len(left) > 12))
     return [*lines, *summary_of_benchmark(read_rows(folder / "benchmark.csv", **state), folder / "tiles.csv")]
@@ -423,17 +414,13 @@ def summary(
 
 def interpreter_problem() -> str:
     """Returns why Triton's interpreter does not work here, in one sentence, or an empty string."""
-    try:
-        found = {name: importlib.metadata.version(name) for name in ("numpy", "triton")}
-    except importlib.metadata.PackageNotFoundError:
+    import numpy
+    import triton
+
+    old, new = TorchVersion(triton.__version__), TorchVersion(numpy.__version__)
+    if old >= "3.7" or new < "2.4":
         return ""
-    numpy, triton = (tuple(map(int, re.findall(r"\d+", found[name])[:2])) for name in ("numpy", "triton"))
-    if numpy < (2, 4) or triton >= (3, 7):
-        return ""
-    return (
-        f"Triton {found['triton']}'s interpreter does not work with NumPy {found['numpy']}: it needs NumPy before 2.4, "
-        "or Triton 3.7"
-    )
+    return f"Triton {old}'s interpreter does not work with NumPy {new}: it needs NumPy before 2.4, or Triton 3.7"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

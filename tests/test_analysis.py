@@ -115,7 +115,6 @@ def test_summaries_of_norms():
     entry = frequencies.usage("pope", torch.ones(8), [0, 1], norms, norms.flip(1), 5)
     assert entry["queries_highest_quarter"] == [1.0, 0.25]
     assert entry["keys_highest_quarter"] == [0.0, 0.25]
-    assert entry["queries_used"] == [1 / 8, 1.0]
     assert entry["wavelengths"] == pytest.approx([2 * math.pi] * 8)
 
 

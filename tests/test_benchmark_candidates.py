@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -58,17 +57,6 @@ def test_decoding_with_cope_by_one_launch(gates, positions, monkeypatch):
         expected = cope_attention(query, key, value, table, **options)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert len(launches) == 2
-
-
-@pytest.mark.filterwarnings("ignore:.*flex_attention")
-@pytest.mark.parametrize("rows", [1, 70])
-def test_causal_flex_attention(rows):
-    """With keys wider than values."""
-    query, key, value = torch.randn(1, 4, rows, 32), torch.randn(1, 2, 90, 32), torch.randn(1, 2, 90, 16)
-    found = candidates.causal_flex(query, key, value, scaling=0.2)
-    mask = torch.ones(rows, 90, dtype=torch.bool).tril(90 - rows)
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.2, enable_gqa=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention")

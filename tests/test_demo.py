@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
     """The folder of a finished demo, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
     settings = [argument for setting in TINY for argument in ("--set", setting)]
-    sizes = ["--steps", "2", "--tokens", "5120", "--new-tokens", "4"]
+    sizes = ["--steps", "2", "--tokens", "5120"]
     with pytest.MonkeyPatch.context() as patch:
         # lm-eval and the clean process have caches of their own here.
         for name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):
@@ -126,7 +126,7 @@ def test_a_finished_run_of_the_same_recipe_is_reused(finished):
 @pytest.mark.slow
 def test_a_clean_process_that_fails_is_an_error(tmp_path):
     with pytest.raises(TrainingError, match="clean process failed"):
-        demo.continue_prompt(tmp_path, "x", new_tokens=1)
+        demo.continue_prompt(tmp_path, "x")
 
 
 def test_bad_output(tmp_path):
@@ -136,10 +136,9 @@ def test_bad_output(tmp_path):
     assert str(stop.value.code).startswith("error: output=")
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--new-tokens"])
-def test_numbers_are_checked_before_anything_is_trained(option, tmp_path, monkeypatch, capsys):
+def test_numbers_are_checked_before_anything_is_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        demo.main([option, "0"])
-    assert f"{option}: '0' is not valid: it must be a whole number, at least 1" in capsys.readouterr().err
+        demo.main(["--tokens", "0"])
+    assert "--tokens: '0' is not valid: it must be a whole number, at least 1" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,10 @@ the tokens of a text and over heads, then over texts.
 
 import collections
 import contextlib
+import itertools
 import math
 import pathlib
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +30,9 @@ ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(
 def usage(
     kind: str, frequencies: torch.Tensor, layers: list[int], queries: torch.Tensor, keys: torch.Tensor, tokens: int
 ) -> dict[str, Any]:
-    """Returns the entry of `frequencies.json`: all numbers, and two summaries of each layer.
+    """Returns the entry of `frequencies.json`: all numbers, and a summary of each layer.
 
     `highest_quarter` is the share of the highest quarter of frequencies in the sum of norms (0.25 for equal norms).
-    `used` is (sum n)^2 / (F sum n^2) of the norms n: 1 for equal norms, 1 / F if only one is not 0.
 
     Args:
         kind: "rope" or "pope".
@@ -44,7 +45,6 @@ def usage(
         quarter = max(1, round(norms.shape[1] / 4))
         entry[side] = norms.tolist()
         entry[f"{side}_highest_quarter"] = (norms[:, :quarter].sum(1) / norms.sum(1)).tolist()
-        entry[f"{side}_used"] = (norms.sum(1) ** 2 / (norms.shape[1] * norms.square().sum(1))).tolist()
     return entry
 
 
@@ -120,10 +120,8 @@ def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pa
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:
-    """Returns a table with a row per checkpoint and side: the summaries of `usage`, as means over layers."""
-    rows = [["checkpoint", "side", "norms in the highest quarter of frequencies", "used"]]
-    for entry in entries:
-        for side in ("queries", "keys"):
-            share, used = (sum(entry[f"{side}_{key}"]) / len(entry["layers"]) for key in ("highest_quarter", "used"))
-            rows.append([entry["name"], side, f"{share:.3f}", f"{used:.3f}"])
+    """Returns a table with a row per checkpoint and side: the summary of `usage`, as the mean over layers."""
+    rows = [["checkpoint", "side", "norms in the highest quarter of frequencies"]]
+    for entry, side in itertools.product(entries, ("queries", "keys")):
+        rows.append([entry["name"], side, f"{statistics.mean(entry[f'{side}_highest_quarter']):.3f}"])
     return markdown_table(rows)

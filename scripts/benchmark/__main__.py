@@ -40,7 +40,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 # On a GPU: the hidden size (which determines the number of heads), the tokens of a batch, and lengths.
 DEVICE_WIDTH, DEVICE_TOKENS = 2048, 16384
 DEVICE_LENGTHS = [4096, 16384, 65536, 1024, 2048, 8192, 32768, 512]
-DEVICE_MODEL_LENGTHS = [4096, 16384]
 # Providers that would take longer at one length are left out.
 PROVIDER_SECONDS = {"cpu": float("inf"), "cuda": 12.0}
 # The maximum length of the listing on a CPU.
@@ -222,7 +221,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", type=parse_lengths, help="default 1024,4096; with --quick 256; on a GPU 512 to 65536"
     )
-    parser.add_argument("--model-lengths", type=parse_lengths, help="default: as --lengths; on a GPU 4096,16384")
+    parser.add_argument("--model-lengths", type=parse_lengths, help="default: as --lengths; on a GPU the first two")
     parser.add_argument("--batch", type=int, help=f"default 2; on a GPU {DEVICE_TOKENS} / length, at least 1")
     parser.add_argument("--heads", type=int, help=f"default 4; on a GPU {DEVICE_WIDTH} / head dim")
     parser.add_argument("--head-dim", type=parse_lengths, dest="head_dims", help="default 64; on a GPU 64,128")
@@ -261,9 +260,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if old_columns(parsed.output):
         parser.error(f"--output={str(parsed.output)!r} has other columns: move it away, or name another")
     parsed.lengths = parsed.lengths or ([256] if parsed.quick else DEVICE_LENGTHS if cuda else [1024, 4096])
-    if not parsed.model_lengths:
-        within_lengths = [length for length in DEVICE_MODEL_LENGTHS if length in parsed.lengths]
-        parsed.model_lengths = within_lengths or parsed.lengths[:1] if cuda else parsed.lengths
+    parsed.model_lengths = parsed.model_lengths or (parsed.lengths[:2] if cuda else parsed.lengths)
     parsed.head_dims = parsed.head_dims or ([64, 128] if cuda else [64])
     parsed.dtype = parsed.dtype or ("bfloat16" if cuda else "float32")
     parsed.directions = parsed.directions or (DIRECTIONS if cuda else ("forward", "forward+backward"))

@@ -44,7 +44,7 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
+    *("cope-once-half", "cope-flex-half", "cope-chip-half"),
     *(f"{name}-triton" for name in OTHERS),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
@@ -71,10 +71,10 @@ class Provider:
     """One way to compute attention.
 
     Attributes:
-        kind: of its reference and its inputs.
+        kind: of its reference and its inputs; see `KINDS`.
         function: the timed function of the inputs.
         decode: computes the newest query against all keys, or None.
-        context: context manager for all calls.
+        context: for all calls.
         tolerance: an error up to this share of the norm always passes.
     """
 
@@ -102,19 +102,13 @@ def relative_errors(
     tolerance: float,
     scale: float = 0.0,
 ) -> Errors:
-    """Compares tensors with their float64 references.
+    """Compares tensors with `exact` ones in float64; raises CheckFailed if an error is too large, or NaN.
 
     Args:
-        found: the tensors to check.
-        plain: the same from full-matrix attention in the type of `found`.
-        exact: the same in float64.
-        names: of the tensors, for messages.
+        plain: from full-matrix attention in the type of `found`.
         factor: the allowed multiple of the error of `plain`.
         tolerance: an error up to this share of the norm is always allowed.
         scale: lower bound of the norm, for tensors that are small because large terms cancel.
-
-    Raises:
-        CheckFailed: an error is larger, or NaN.
     """
     relative = share = 0.0
     for name, ours, theirs, truth in zip(names, found, plain, exact):
@@ -333,10 +327,6 @@ class Workload:
                 return encodings.kernel(query, key, value, context, ranges=None, scaling=self.scaling, dropout=0.0)
             query, key = encodings.after_cache(query, key, context)
             width = value.shape[-1]
-            if name == "pope-flex":
-                from .candidates import causal_flex
-
-                return causal_flex(query, key, value, scaling=self.scaling)
             if "unpadded" not in name:
                 value = F.pad(value, (0, key.shape[-1] - width))
             causal = query.shape[2] > 1
@@ -418,8 +408,6 @@ class Workload:
 
 def tiles_note() -> str:
     """Returns the tiles of the last kernels."""
-    try:
-        launch = importlib.import_module("whatwhere.kernel_launch")
-    except ImportError:
-        return ""
-    return ", ".join(dict.fromkeys(f"{slot[0]} {tiles}" for slot, tiles in launch.CHOSEN.items()))
+    from whatwhere.kernel_launch import CHOSEN
+
+    return ", ".join(dict.fromkeys(f"{slot[0]} {tiles}" for slot, tiles in CHOSEN.items()))

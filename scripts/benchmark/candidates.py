@@ -5,7 +5,7 @@ and a key, backward 5), bf16, 4 x 32 x 4096 x 64, with 780 TFLOP/s and 4.3 TB/s:
 
 | provider | against | expected |
 |---|---|---|
-| `pope-sdpa-*`, `pope-flex` | `pope-triton` | keys twice as wide: 11 / 7 = 1.6 with cuDNN's backward, 2.0 with ours |
+| `pope-sdpa-*` | `pope-triton` | keys twice as wide: 11 / 7 = 1.6 with cuDNN's backward, 2.0 with ours |
 | `cope-flex-half` | `cope-triton-half` | the same products; with a backward of one pass 1.0 instead of 1.3 |
 | `cope-chip-half` | `cope-triton-half` | 0.5 GB of z less: 0.12 of 0.36 ms forward; 9 % at 16,384 tokens |
 | `cope-once-half` | `cope-triton-half` | decoding by one launch: 110 us of the host less |
@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from whatwhere.kernel_cope import Window, _counts, _Pass, _running_counts, _triangle, cope_attention
 from whatwhere.kernel_flash import (
@@ -51,22 +51,6 @@ def _compiled() -> Any:
 def _attend(query: torch.Tensor) -> Any:
     # Only on a GPU there is a compiled backward pass.
     return _compiled() if query.is_cuda else flex_attention
-
-
-@functools.cache
-def _causal(Q: int, K: int, device: torch.device) -> BlockMask:
-    return create_block_mask(lambda b, h, q, k: k <= q + (K - Q), None, None, Q, K, device=device)
-
-
-def causal_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    """Returns causal attention by FlexAttention, rows aligned to the end of the keys.
-
-    Args:
-        query: (B, H, Q, D). key: (B, G, K, D). value: (B, G, K, V).
-        scaling: the factor on q.k.
-    """
-    mask = None if query.shape[2] == 1 else _causal(query.shape[2], key.shape[2], query.device)
-    return _attend(query)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
 
 
 def _left_of(start: torch.Tensor, count: int, Q: int, K: int) -> BlockMask:
@@ -146,23 +130,15 @@ class _CoPEFlex(torch.autograd.Function):
         return (*results, grad_table.to(attention.table.dtype), None, None)
 
 
-def cope_flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    scaling: float,
-    position_scale: float,
-) -> torch.Tensor:
+def cope_flex(*inputs: torch.Tensor, scaling: float, position_scale: float) -> torch.Tensor:
     """Returns what `kernel_cope.cope_attention` does, causal and without options; the plain part by FlexAttention.
 
     Args:
-        query: (B, H, Q, D). key, value: (B, G, K, D). table: (D, P).
+        inputs: query (B, H, Q, D), key and value (B, G, K, D), table (D, P).
         scaling: the factor on q.k.
         position_scale: the factor on q.e.
     """
-    return _CoPEFlex.apply(query, key, value, table, scaling, position_scale)
+    return _CoPEFlex.apply(*inputs, scaling, position_scale)
 
 
 @triton.jit
@@ -283,27 +259,13 @@ def _window_on_chip(self: _Pass) -> Window:
     return window
 
 
-def _check_table(table: torch.Tensor) -> None:
-    if table.shape[1] > 64:
-        raise ValueError(f"table={tuple(table.shape)!r} is not valid: at most 64 positions are supported.")
-
-
-def cope_on_chip(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    scaling: float,
-    position_scale: float,
-) -> torch.Tensor:
+def cope_on_chip(*inputs: torch.Tensor, scaling: float, position_scale: float) -> torch.Tensor:
     """Returns what `kernel_cope.cope_attention` does for several rows, causal and without options.
 
     Arguments as in `cope_flex`. The table has at most 64 positions: z of a row is in registers.
     """
-    _check_table(table)
     with mock.patch.object(_Pass, "window_forward", _window_on_chip):
-        return cope_attention(query, key, value, table, scaling=scaling, position_scale=position_scale)
+        return cope_attention(*inputs, scaling=scaling, position_scale=position_scale)
 
 
 @triton.jit
@@ -431,12 +393,8 @@ def cope_decode_once(
 ) -> torch.Tensor:
     """Returns what `kernel_cope.cope_attention` does for one row, without options, by one launch instead of four.
 
-    Args:
-        query: (B, H, 1, D). key, value: (B, G, K, D). table: (D, P), P at most 64.
-        scaling: the factor on q.k.
-        position_scale: the factor on q.e.
+    Arguments as in `cope_flex`. The table has at most 64 positions.
     """
-    _check_table(table)
     attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
     B, H, G, K, D, P = attention.B, attention.H, attention.G, attention.K, attention.D, attention.P
     splits = _decode_splits(query, B * G, K)

@@ -21,12 +21,7 @@ class Refused(Exception):
 
 
 class Sample(NamedTuple):
-    """Measurements of one direction.
-
-    Attributes:
-        times: milliseconds of each run.
-        above: peak bytes in addition to the memory allocated before; None if not measured.
-    """
+    """The milliseconds of each run, and the peak bytes above those allocated before, if they were measured."""
 
     times: Sequence[float]
     above: int | None = None
@@ -98,13 +93,9 @@ class DeviceTimer:
 
 
 def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Captures a function as a CUDA graph, to time it without launch overhead.
+    """Captures a function as a CUDA graph, to time it without launch overhead; raises Refused if that is impossible.
 
-    Returns:
-        The function that replays it, and the tensor with the result of each replay.
-
-    Raises:
-        Refused: the function cannot be captured.
+    Returns the function that replays it, and the tensor with the result of each replay.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -101,12 +101,8 @@ class Report:
     """Collects rows of results, prints tables, appends the rows to a CSV file.
 
     Args:
-        output: the CSV file.
         common: fields of all rows.
         resume: begin with the rows of the file that are about the same state.
-
-    Attributes:
-        rows: all rows, with all `FIELDS`; empty where there is no value.
     """
 
     def __init__(self, output: pathlib.Path, common: dict[str, Any], *, resume: bool = False) -> None:

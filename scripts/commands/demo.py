@@ -44,12 +44,12 @@ sys.meta_path.insert(0, Hidden())
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder, prompt, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(prompt, return_tensors="pt")
 torch.manual_seed(0)
-output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, top_k=20, temperature=0.7)
+output = model.generate(**inputs, max_new_tokens=120, do_sample=True, top_k=20, temperature=0.7)
 assert not any(name.partition(".")[0] == "whatwhere" for name in sys.modules), "the package was imported"
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
@@ -143,7 +143,7 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, An
     print(f"{TASK}, {tasks[TASK]['samples']} documents: {score:.3f} bits per byte")
 
 
-def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> str:
+def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
     """Generates a continuation of a prompt in a process with remote code, without the package and without network.
 
     Raises:
@@ -151,7 +151,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> st
     """
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
-        command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt, str(new_tokens)]
+        command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         done = subprocess.run(command, env=environment, check=False, **streams)
     if done.returncode:
@@ -168,7 +168,6 @@ def main(arguments: list[str] | None = None) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
     )
     parser.add_argument("--tokens", type=at_least_one, help="tokens to score (default: 16 of the longest windows)")
-    parser.add_argument("--new-tokens", type=at_least_one, default=120, help="length of the continuation; default 120")
     options = parser.parse_args(arguments)
     steps = options.steps
     # As in the recipes, warm-up takes a twentieth of the steps.
@@ -194,5 +193,5 @@ def main(arguments: list[str] | None = None) -> None:
         for folder in folders.values():
             print(write_card(folder))
     with stage(f"{CHOSEN} in a clean process"):
-        print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
+        print(continue_prompt(folders[CHOSEN], PROMPT))
     print(f"\nThe demo took {time.perf_counter() - begin:.0f} s. Results: {options.output}")
