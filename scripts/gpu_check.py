@@ -514,7 +514,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         print("nothing was checked", file=sys.stderr)
     return 1 if code or not rows or any(row["status"] != "ok" for row in rows) else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

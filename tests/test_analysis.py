@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 
@@ -450,7 +451,7 @@ def test_maps_have_labels_that_are_whole(tmp_path, figures, layers, heads, lengt
     figure = figures["map"]
     check_texts_are_inside(figure)
     axes, bar = figure.axes
-    assert bar.get_ylabel() == maps.SCALES[kind]
+    assert bar.get_ylabel() == {"positions": "contextual positions"}.get(kind, "weight / largest weight of the row")
     if layers * heads > 1:
         assert [label.get_text() for label in axes.get_xticklabels()] == [str(index) for index in range(heads)]
         assert [label.get_text() for label in axes.get_yticklabels()] == [str(index) for index in range(layers)]
@@ -532,10 +533,10 @@ def test_deltas_from_the_command_line(checkpoints, tmp_path, capsys):
 
 
 def test_maps_from_the_command_line(checkpoints, tmp_path, capsys):
-    chosen = ["--layers", "1", "--heads", "0,2-3"]
-    script.main(
-        ["maps", str(checkpoints / "cope"), "--prompt", TEXT, "--tokens", "9", *chosen, "--output", str(tmp_path)]
-    )
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    chosen = ["--text", str(text), "--tokens", "9", "--layers", "1", "--heads", "0,2-3"]
+    script.main(["maps", str(checkpoints / "cope"), *chosen, "--output", str(tmp_path)])
     assert "| 1 | 3 | 0." in capsys.readouterr().out
     content = json.loads((tmp_path / "maps.json").read_text())
     assert "".join(content["tokens"]) == TEXT[:9]
@@ -543,7 +544,12 @@ def test_maps_from_the_command_line(checkpoints, tmp_path, capsys):
     assert len(content["summary"]) == 3
     assert load_file(tmp_path / "maps.safetensors")["positions"].shape == (1, 3, 9, 9)
     figures = {f"{kind}.{ending}" for kind in maps.KINDS for ending in ("png", "svg")}
-    assert {path.name for path in tmp_path.iterdir()} == figures | {"maps.html", "maps.json", "maps.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == figures | {
+        "maps.html",
+        "maps.json",
+        "maps.safetensors",
+        "text.txt",
+    }
 
 
 def opened(folder):
@@ -578,7 +584,7 @@ PLAN = r"position_encoding=\['rope', 'cope'\] has no "
         (["deltas", "CHECKPOINTS/rope"], "position_encoding='rope' has no learned phase shifts"),
         (["maps", "CHECKPOINTS/rope"], "position_encoding='rope' has no contextual positions"),
         (["maps", "CHECKPOINTS/cope", "--tokens", "1"], "tokens=1 is not valid"),
-        (["maps", "CHECKPOINTS/cope", "--prompt", ""], "text='' has no tokens"),
+        (["maps", "CHECKPOINTS/cope", "--text", os.devnull], "text='' has no tokens"),
         (["maps", "CHECKPOINTS/cope", "--layers", "0-x"], "--layers"),
         (["maps", "CHECKPOINTS/cope", "CHECKPOINTS/pope"], "maps takes one CHECKPOINT"),
         (["maps", "CHECKPOINTS/cope", "--heads", "7"], r"heads=\[7\] is not valid: 7 is not one of \[0, 1, 2, 3\]"),

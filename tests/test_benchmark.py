@@ -444,5 +444,5 @@ def test_generated_text(tmp_path):
     rows = [json.loads(line)["text"] for line in (tmp_path / "text.jsonl").read_text().splitlines()]
     assert 1e5 <= (tmp_path / "text.jsonl").stat().st_size < 1.1e5
     assert len(set(rows)) == len(rows)
-    assert str(data.Line("a", 1.65, "x", 1.7, at_least=True)).endswith("1.65 x   at least 1.7: NOT MET")
-    assert str(data.Line("a", 1.65, "s", 1.7)).endswith("1.65 s   at most 1.7: met")
+    assert data.line("a", 1.65, "x", 1.7, at_least=True).endswith("1.65 x   at least 1.7: NOT MET")
+    assert data.line("a", 1.65, "s", 1.7).endswith("1.65 s   at most 1.7: met")

@@ -21,7 +21,7 @@ Shakespeare's sonnets (the paper uses "10 different Shakespeare sonnets" without
 texts separated by blank lines.
 
 `maps` supports cope, sums with cope, cope_alibi, cope_mlp and token_gated_cope. It reads the first `--tokens` tokens of
-`--text` (a file) or `--prompt`; by default a short English article. `maps.html` opens without a server and initially
+`--text`, by default a short English article. `maps.html` opens without a server and initially
 shows the most selective head (the largest standard deviation over tokens of their mean gates); hovering over a token
 shows which tokens it counts. With one layer and one head (`--layers 2 --heads 3`) the figures have the tokens on their
 axes. `maps.safetensors` contains all maps, float32 (layers, heads, tokens, tokens).
@@ -71,10 +71,8 @@ def parser() -> argparse.ArgumentParser:
     one.set_defaults(run=run_deltas)
     one = commands.add_parser("maps", parents=[shared], help="gates, positions and attention of CoPE on a text")
     one.set_defaults(run=run_maps)
-    source = one.add_mutually_exclusive_group()
     text = "a text file; default: a short article in English"
-    source.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
-    source.add_argument("--prompt", metavar="TEXT", help="the text itself")
+    one.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
     one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
     one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
     one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
@@ -113,9 +111,7 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     if options.tokens < 2:
         raise ValueError(f"tokens={options.tokens!r} is not valid: it must be at least 2.")
     checkpoint = options.checkpoint[0]
-    text, source = options.prompt, "the command"
-    if text is None:
-        text, source = options.text.read_text(encoding="utf-8"), options.text.name
+    text, source = options.text.read_text(encoding="utf-8"), options.text.name
     model = loading.model(checkpoint, loading.config(checkpoint))
     tokenizer = loading.tokenizer(checkpoint)
     ids = common.encode(tokenizer, text, model.device)[:, : options.tokens]

@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 
+from ..evaluation.figures import wrapped
+
 # The first ten of Shakespeare (1609, public domain). PoPE's Figures 3 to 6 are means over ten that it does not name.
 SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
 
@@ -34,12 +36,17 @@ def read_texts(path: pathlib.Path) -> list[str]:
     return texts
 
 
-def label_wavelengths(axes: Any, wavelengths: Sequence[float]) -> None:
-    """Labels the rows of a heatmap of frequencies with at most 8 wavelengths in tokens."""
+def draw_heatmap(
+    axes: Any, values: torch.Tensor, wavelengths: Sequence[float], *, label: str, title: str, **options: Any
+) -> None:
+    """Draws values (F, columns) with at most 8 wavelengths in tokens as labels of the rows."""
+    image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", **options)
+    axes.figure.colorbar(image, ax=axes, label=label)
     every = -(-len(wavelengths) // 8)
     ticks = range(0, len(wavelengths), every)
     axes.set_yticks(ticks, [f"{wavelengths[tick]:,.0f}" for tick in ticks])
     axes.set_ylabel("wavelength (tokens)")
+    axes.set_title(wrapped(title, 3.6), fontsize="medium")
 
 
 def encode(tokenizer: Any, text: str, device: Any) -> torch.Tensor:

@@ -10,19 +10,15 @@ from typing import Any
 import torch
 
 from ...position_pope import pope_frequencies
-from ..evaluation.figures import new_figure, save_figure, wrapped
-from .common import attention_layers, label_wavelengths
+from ..evaluation.figures import new_figure, save_figure
+from .common import attention_layers, draw_heatmap
 
 
 def read(model: Any) -> dict[str, Any]:
     """Returns the entry of `deltas.json`: deltas (L, H, F) in radians, folded into [-2 pi, 0] as in the model.
 
-    `at_bounds` is the share of deltas exactly at a bound (all of them before training with `delta_init="zeros"`);
-    `outside` is that of the weights outside [-2 pi, 0], which the model reflects at the bounds, and a clamp would hold
-    there.
-
-    Raises:
-        ValueError: the model has no deltas.
+    `at_bounds` is the share of deltas exactly at a bound; `outside` is that of the weights outside [-2 pi, 0], which
+    the model reflects at the bounds, and a clamp would hold there. Raises ValueError if the model has no deltas.
     """
     name = getattr(model.config, "position_encoding", None)
     if name != "pope":
@@ -61,17 +57,11 @@ def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
     figure = new_figure(8, 4.4)
     axes = figure.add_subplot()
     # The colour scale is set by the extremes, since small values would be invisible on the scale of the bounds.
-    image = axes.imshow(
-        deltas.permute(2, 0, 1).reshape(frequencies, layers * heads).numpy(),
-        aspect="auto",
-        cmap="viridis",
-        interpolation="nearest",
-    )
-    figure.colorbar(image, ax=axes, label="delta (radians)")
+    values = deltas.permute(2, 0, 1).reshape(frequencies, layers * heads)
+    title = f"{entry['name']}: learned phase shifts"
+    draw_heatmap(axes, values, entry["wavelengths"], label="delta (radians)", title=title)
     for layer in range(1, layers):
         axes.axvline(layer * heads - 0.5, color="white", linewidth=1)
     axes.set_xticks([layer * heads + (heads - 1) / 2 for layer in range(layers)], [str(i) for i in entry["layers"]])
-    label_wavelengths(axes, entry["wavelengths"])
     axes.set_xlabel(f"layer, {heads} {'head' if heads == 1 else 'heads'} each")
-    axes.set_title(wrapped(f"{entry['name']}: learned phase shifts", 5.5), fontsize="medium")
     return save_figure(figure, stem)

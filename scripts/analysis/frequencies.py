@@ -20,9 +20,9 @@ import torch
 
 from ...position_pope import pope_frequencies
 from ...position_registry import list_position_encodings
-from ..evaluation.figures import new_figure, save_figure, wrapped
+from ..evaluation.figures import new_figure, save_figure
 from ..evaluation.results import markdown_table
-from .common import attention_layers, encode, label_wavelengths, watched
+from .common import attention_layers, draw_heatmap, encode, watched
 
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
 
@@ -35,7 +35,6 @@ def usage(
     `highest_quarter` is the share of the highest quarter of frequencies in the sum of norms (0.25 for equal norms).
 
     Args:
-        kind: "rope" or "pope".
         frequencies: float64 (F,), radians per token, in the order of the channels (highest first).
         queries, keys: float64 (L, F), mean norms.
     """
@@ -50,14 +49,7 @@ def usage(
 
 @torch.inference_mode()
 def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
-    """Returns `usage`, the mean norms of queries and keys on texts, by frequency and layer.
-
-    Args:
-        model: ours, with an encoding of `ALLOWED`.
-
-    Raises:
-        ValueError: the model has no frequencies.
-    """
+    """Returns `usage` of a model on texts; raises ValueError if its encoding is none of `ALLOWED`."""
     name = getattr(model.config, "position_encoding", None)
     if name not in ALLOWED:
         raise ValueError(f"position_encoding={name!r} has no frequencies. Allowed: {', '.join(map(repr, ALLOWED))}.")
@@ -108,14 +100,11 @@ def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pa
     for row, entry in zip(grid, entries):
         for axes, side in zip(row, ("queries", "keys")):
             norms = torch.tensor(entry[side], dtype=torch.float64).T
-            image = axes.imshow(norms.numpy(), aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
-            figure.colorbar(image, ax=axes, label="mean norm")
-            label_wavelengths(axes, entry["wavelengths"])
+            title = f"{entry['name']}: {side} ({entry['kind']})"
+            draw_heatmap(axes, norms, entry["wavelengths"], label="mean norm", title=title, vmin=0)
             every = max(1, len(entry["layers"]) // 12)
             axes.set_xticks(range(0, len(entry["layers"]), every), [str(i) for i in entry["layers"][::every]])
             axes.set_xlabel("layer")
-            kind = {"rope": "RoPE", "pope": "PoPE"}[entry["kind"]]
-            axes.set_title(wrapped(f"{entry['name']}: {side} ({kind})", 3.6), fontsize="medium")
     return save_figure(figure, stem)
 
 

@@ -28,20 +28,13 @@ from .common import attention_layers, watched
 COUNTING = ("cope", "cope_alibi", "cope_mlp", "token_gated_cope")
 ALLOWED = [name for name in list_position_encodings() if set(COUNTING) & set(name.split("+"))]
 
-KINDS = ("gates", "positions", "position_attention", "attention")
 TITLES = {
     "gates": "gates",
     "positions": "contextual positions",
     "position_attention": "attention by position alone (largest of a row: 1)",
     "attention": "attention",
 }
-# Labels of the colour bars.
-SCALES = {
-    "gates": "gate",
-    "positions": "position (counted tokens)",
-    "position_attention": "weight / largest weight of the row",
-    "attention": "weight / largest weight of the row",
-}
+KINDS = tuple(TITLES)
 
 # Maximum number of tokens on the axes of a single map.
 LABELLED = 256
@@ -267,7 +260,8 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     if rows == columns == 1:
         title += f", layer {maps.layers[0]}, head {maps.heads[0]}"
     figure.suptitle(wrapped(title, figure.get_figwidth() - 0.5), fontsize="medium")
-    figure.colorbar(image, ax=axes, label=SCALES[kind], shrink=0.8)
+    label = "weight / largest weight of the row" if kind.endswith("attention") else TITLES[kind]
+    figure.colorbar(image, ax=axes, label=label, shrink=0.8)
     return save_figure(figure, stem)
 
 

@@ -50,17 +50,14 @@ Prepare = Callable[[Result], Iterator[tuple[str, Callable[[], Any]]]]
 
 
 class Benchmark:
-    """A run of the parts `attention` and `model`.
-
-    Attributes:
-        lost: why the GPU cannot be used any more, or empty.
-        history: the shape and the seconds of the last measurement, by provider and head dim.
-    """
+    """A run of the parts `attention` and `model`."""
 
     def __init__(self, arguments: argparse.Namespace, report: Report, timer: HostTimer | DeviceTimer) -> None:
         self.arguments, self.report, self.timer = arguments, report, timer
         self.device, self.dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+        # `lost`: why the GPU cannot be used any more.
         self.start, self.lost = time.monotonic(), ""
+        # The shape and the seconds of the last measurement, by provider and head dim.
         self.history: dict[tuple[str, int], tuple[Shape, float]] = {}
 
     def refusal(self, provider: str, shape: Shape) -> str:
@@ -311,7 +308,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"check failed: {row['provider']}, {row['shape']}: {row['status']}", file=sys.stderr)
     print(f"\nrows appended to {parsed.output}")
     return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -147,8 +147,7 @@ class Workload:
         self.rotary = rotary(torch.zeros((), device=device), torch.arange(length, device=device)[None])
         self.rotary_cast = tuple(table.to(dtype) for table in self.rotary)
         self._calls: dict[str, Call] = {}
-        self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._grads: dict[str, torch.Tensor] = {}
+        self._references: dict[str, tuple[Any, ...]] = {}
         self.rows = chosen_rows(length, device)
         self.parts = in_parts(self.rows, length)
 
@@ -207,14 +206,14 @@ class Workload:
             parts.append(self._part(tensor).detach().to(wanted).requires_grad_())
         return parts
 
-    def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns output and gradients of one head, in the timed type and in float64."""
+    def references(self, kind: str) -> tuple[Any, ...]:
+        """Returns the incoming gradient, and output and gradients of one head, in the timed type and in float64."""
         if kind not in self._references:
             call = self.call(kind)
             plain, exact = (self._one_head(call, dtype) for dtype in (self.dtype, torch.float64))
-            self._grads[kind], _ = checked_gradient(self._part(self.grad), call.undecided, exact, self.parts)
-            results = [results_of(call.reference, inputs, self._grads[kind], self.parts) for inputs in (plain, exact)]
-            self._references[kind] = (results[0], results[1])
+            grad, _ = checked_gradient(self._part(self.grad), call.undecided, exact, self.parts)
+            results = (results_of(call.reference, inputs, grad, self.parts) for inputs in (plain, exact))
+            self._references[kind] = (grad, *results)
         return self._references[kind]
 
     def check(self, provider: Provider) -> Errors:
@@ -223,10 +222,10 @@ class Workload:
         The incoming gradient of other heads and rows is 0, so that the gradients of keys, values, table and phases are
         compared completely. Raises CheckFailed.
         """
-        plain, exact = self.references(provider.kind)
+        grad, plain, exact = self.references(provider.kind)
         call = self.call(provider.kind)
         only = torch.zeros_like(self.grad)
-        only[-1:, -1:] = self._grads[provider.kind]
+        only[-1:, -1:] = grad
         out = provider.function(*call.inputs)
         gradients = torch.autograd.grad(out, call.inputs, only)
         found = [self._part(out.detach())[:, :, self.rows], *map(self._part, gradients)]
@@ -237,7 +236,7 @@ class Workload:
 
     def check_decoding(self, provider: Provider, out: torch.Tensor) -> Errors:
         """Compares the newest row."""
-        plain, exact = self.references(provider.kind)
+        _, plain, exact = self.references(provider.kind)
         newest = slice(self.rows.numel() - 1, None)
         rows = [self._part(out)], [plain[0][:, :, newest]], [exact[0][:, :, newest]]
         return self._errors(provider, *rows, ["decoded row"])

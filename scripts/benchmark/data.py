@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 # Megabytes of text: the two sizes whose memory is compared; a small and a large number with `--quick`.
 SIZES, QUICK_SIZES = (120, 1200), (40, 80)
@@ -45,19 +44,10 @@ run.accelerator.end_training()
 """
 
 
-class Line(NamedTuple):
-    """A figure, its unit, and what it should be: at least or at most `aim`."""
-
-    what: str
-    value: float
-    unit: str
-    aim: float
-    at_least: bool = False
-
-    def __str__(self) -> str:
-        met = self.value >= self.aim if self.at_least else self.value <= self.aim
-        bound = "at least" if self.at_least else "at most"
-        return f"{self.what:<72} {self.value:8.2f} {self.unit:<3} {bound} {self.aim:g}: {'met' if met else 'NOT MET'}"
+def line(what: str, value: float, unit: str, aim: float, *, at_least: bool = False) -> str:
+    """Returns a line with a figure, what it should be (at most, or at least, `aim`), and whether it is."""
+    bound, met = ("at least", value >= aim) if at_least else ("at most", value <= aim)
+    return f"{what:<72} {value:8.2f} {unit:<3} {bound} {aim:g}: {'met' if met else 'NOT MET'}"
 
 
 def _documents(seed: int) -> Iterator[str]:
@@ -136,7 +126,7 @@ class _Workplace:
         return json.loads(re.findall(r"^\{.*\}$", said, re.MULTILINE)[-1])
 
 
-def benchmark_data(quick: bool) -> Iterator[Line]:
+def benchmark_data(quick: bool) -> Iterator[str]:
     """Yields the figures as they come. Everything is written into a temporary folder, of about 5 GB without `quick`."""
     (small, large), steps, rounds = (QUICK_SIZES, QUICK_STEPS, 1) if quick else (SIZES, STEPS, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="whatwhere-benchmark-") as folder:
@@ -145,12 +135,12 @@ def benchmark_data(quick: bool) -> Iterator[Line]:
         measured = [[place.prepare(small, processes) for processes in (1, 2)] for _ in range(rounds)]
         (one, _), (two, memory) = (max(column) for column in zip(*measured))
         name = f"tokenising {small} MB, {one / 1e6:.2f} million tokens/s, with 2 processes"
-        yield Line(name, two / one, "x", 1.7, at_least=True)
+        yield line(name, two / one, "x", 1.7, at_least=True)
         _, more = place.prepare(large, 2)
         name = f"peak memory: {memory:.0f} MB for {small} MB of text, {more:.0f} MB for {large} MB"
-        yield Line(name, abs(more / memory - 1) * 100, "%", 10)
+        yield line(name, abs(more / memory - 1) * 100, "%", 10)
         took = place.run(large, steps)
-        yield Line(f"start of a run on {large} MB of prepared text, after imports", took["start"], "s", 10)
+        yield line(f"start of a run on {large} MB of prepared text, after imports", took["start"], "s", 10)
         share = took["waited"] / (took["waited"] + took["worked"]) * 100
         step = took["worked"] / (steps - 2)
-        yield Line(f"waiting for data in a step of wikitext103_small ({step:.2f} s)", share, "%", 2)
+        yield line(f"waiting for data in a step of wikitext103_small ({step:.2f} s)", share, "%", 2)

@@ -54,9 +54,7 @@ class HostTimer:
 class DeviceTimer:
     """Times functions on a GPU with events, with the L2 cache overwritten before each run.
 
-    Args:
-        repeats: runs of each function; None for 3 to 50 runs in about `seconds`, or fewer if one run takes longer.
-        seconds: device time for one function.
+    Each runs `repeats` times; by default 3 to 50 times in about `seconds`, or once if that takes longer.
     """
 
     def __init__(self, device: torch.device, repeats: int | None, seconds: float) -> None:

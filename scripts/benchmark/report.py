@@ -68,15 +68,9 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-    """One provider at one shape.
+    """One provider at one shape: samples by direction, and why some are missing (`status`, in `stage`).
 
-    Attributes:
-        samples: by direction.
-        status: "ok", or why measurements are missing.
-        stage: the current stage, for the status.
-        error: the largest relative error of the check.
-        note: tiles or attention implementation.
-        inputs: bytes of inputs, tables and incoming gradients, if known.
+    `error` is the largest relative error of the check; `inputs` the bytes of inputs, tables and incoming gradients.
     """
 
     provider: str

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ..evaluation.checkpoints import at_least_one
 from ..evaluation.results import check_writable, lm_eval_tasks, provenance, write_json
 from ..training.errors import TrainingError
 from .common import command_parser
@@ -93,19 +92,16 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(processes()) as pool:
         statuses = dict(zip(folders, pool.map(run, folders)))
-    failed = {encoding: status for encoding, status in statuses.items() if status}
-    if failed and set(failed.values()) <= {130, 143}:
-        raise KeyboardInterrupt
+    failed = [encoding for encoding, status in statuses.items() if status]
     if failed:
         raise TrainingError(f"training failed: {', '.join(failed)}")
 
 
-def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, tokens: int | None) -> None:
+def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's part to its folder."""
     from ..evaluation import length, length_report
 
     arguments = [*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"]
-    arguments += ["--tokens", str(tokens)] if tokens else []
     (output / "length.json").unlink(missing_ok=True)
     results = length.run(length.parser().parse_args(arguments), provenance("length", arguments))
     for folder in folders:
@@ -167,7 +163,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
     )
-    parser.add_argument("--tokens", type=at_least_one, help="tokens to score (default: 16 of the longest windows)")
     options = parser.parse_args(arguments)
     steps = options.steps
     # As in the recipes, warm-up takes a twentieth of the steps.
@@ -186,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     with stage("train"):
         train(folders, overrides)
     with stage("length extrapolation"):
-        measure_lengths(list(folders.values()), options.output, options.tokens)
+        measure_lengths(list(folders.values()), options.output)
     with stage(f"lm-eval {CHOSEN}"):
         run_lm_eval(folders[CHOSEN], options.output, provenance("demo", arguments))
     with stage("model cards"):
