@@ -18,6 +18,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import importlib.metadata
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -126,7 +127,7 @@ def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tup
             for name, first, second in zip(names, *runs):
                 if not torch.equal(first, second):
                     raise CheckFailed(f"{name} differs between two runs, or is not a number")
-            share = relative_errors(runs[0], plain, exact, names, **options).share
+            share = relative_errors(runs[0], plain, exact, names, **options)
             with torch.no_grad(), poisoned():
                 inference = call.kernel(*inputs)[:, :, rows]
             relative_errors([inference], plain[:1], exact[:1], ["output without gradients"], **options)
@@ -203,8 +204,8 @@ def check_model(case: Case, device: torch.device, all_tiles: bool = False) -> tu
     # The rest of the model also rounds, so the tolerance is one unit instead of half a unit.
     tolerance = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
     scale = 0.01 * max(tensor.norm().item() for name, tensor in exact.items() if name.startswith("gradient"))
-    results = [list(one.values()) for one in (found, plain, exact)]
-    return len(found), relative_errors(*results, list(found), factor=2, tolerance=tolerance, scale=scale).share
+    ours, theirs, truth = (list(one.values()) for one in (found, plain, exact))
+    return len(found), relative_errors(ours, theirs, truth, list(found), factor=2, tolerance=tolerance, scale=scale)
 
 
 # Which cases.
@@ -414,10 +415,10 @@ def summary(
 
 def interpreter_problem() -> str:
     """Returns why Triton's interpreter does not work here, in one sentence, or an empty string."""
-    import numpy
-    import triton
-
-    old, new = TorchVersion(triton.__version__), TorchVersion(numpy.__version__)
+    try:
+        old, new = (TorchVersion(importlib.metadata.version(name)) for name in ("triton", "numpy"))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
     if old >= "3.7" or new < "2.4":
         return ""
     return f"Triton {old}'s interpreter does not work with NumPy {new}: it needs NumPy before 2.4, or Triton 3.7"
@@ -448,10 +449,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"PyTorch {torch.__version__} finds no CUDA device: nothing was checked. Without a GPU, `make test` runs "
             "the kernels in Triton's interpreter"
         )
-    if parsed.device == "cuda" and interpreted:
-        parser.error(f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels would not run on the GPU")
-    if parsed.device == "cpu" and not interpreted:
-        parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1: kernels need a GPU otherwise")
+    if interpreted != (parsed.device == "cpu"):
+        parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1; with --device cuda unset it")
     return parsed
 
 

@@ -38,12 +38,7 @@ def measured(file: pathlib.Path) -> contextlib.AbstractContextManager:
 
     known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
-    def choose(
-        name: str,
-        candidates: Sequence[Tiles],
-        compiles: Callable[[Tiles], Exception | None],
-        run: Callable[[Tiles], None] | None,
-    ) -> Tiles:
+    def choose(name: str, candidates: Sequence[Tiles], compiles: Callable[[Tiles], Any], run: Any) -> Tiles:
         if name in known and compiles(Tiles(*known[name])) is None:
             return Tiles(*known[name])
         fitting = [tiles for tiles in candidates if compiles(tiles) is None]

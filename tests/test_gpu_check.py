@@ -363,8 +363,7 @@ VERSIONS = [("2.5.0", "3.6.0", False), ("2.3.1", "3.6.0", True), ("2.5.0", "3.7.
 def test_the_interpreter_of_older_versions(monkeypatch, capsys, numpy, triton, works):
     """It says so in a sentence, and goes on with compiled kernels if there is a GPU."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("numpy.__version__", numpy)
-    monkeypatch.setattr("triton.__version__", triton)
+    monkeypatch.setattr(gpu_check.importlib.metadata, "version", {"numpy": numpy, "triton": triton}.get)
     assert bool(gpu_check.interpreter_problem()) == (not works)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert gpu_check.parse(["--device", "cpu"]).device == ("cpu" if works else "cuda")

@@ -143,7 +143,7 @@ class Benchmark:
             def prepare(result: Result, workload: Callable[[], Workload] = workload) -> Iterator[tuple[str, Any]]:
                 provider = workload().provider(result.provider)
                 with provider.context():
-                    result.error = workload().check(provider).relative
+                    result.error = workload().check(provider)
                     result.inputs = workload().input_bytes(provider.kind)
                     for direction in self.arguments.directions:
                         result.stage = f"{direction}: "

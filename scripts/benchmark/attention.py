@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,13 +85,6 @@ class Provider:
     tolerance: float = 1e-4
 
 
-class Errors(NamedTuple):
-    """The largest errors of a comparison, relative to the reference's norm and to the allowed error."""
-
-    relative: float
-    share: float
-
-
 def relative_errors(
     found: Sequence[torch.Tensor],
     plain: Sequence[torch.Tensor],
@@ -101,8 +94,10 @@ def relative_errors(
     factor: float,
     tolerance: float,
     scale: float = 0.0,
-) -> Errors:
+) -> float:
     """Compares tensors with `exact` ones in float64; raises CheckFailed if an error is too large, or NaN.
+
+    Returns the largest error, as a share of the allowed one.
 
     Args:
         plain: from full-matrix attention in the type of `found`.
@@ -110,7 +105,7 @@ def relative_errors(
         tolerance: an error up to this share of the norm is always allowed.
         scale: lower bound of the norm, for tensors that are small because large terms cancel.
     """
-    relative = share = 0.0
+    share = 0.0
     for name, ours, theirs, truth in zip(names, found, plain, exact):
         norm = max(truth.norm().item(), scale)
         error, allowed = (ours - truth).norm().item(), factor * (theirs - truth).norm().item()
@@ -118,9 +113,8 @@ def relative_errors(
         # `not <=`, so that NaN fails.
         if not error <= allowed:
             raise CheckFailed(f"{name} is off by {error:.3g}; allowed {allowed:.3g} of {norm:.3g}")
-        relative = max(relative, error / norm if norm else error)
         share = max(share, error / allowed if allowed else error)
-    return Errors(relative, share)
+    return share
 
 
 class Workload:
@@ -216,11 +210,10 @@ class Workload:
             self._references[kind] = (grad, *results)
         return self._references[kind]
 
-    def check(self, provider: Provider) -> Errors:
-        """Compares output and gradients of one head with float64, for all rows or some of them.
+    def check(self, provider: Provider) -> float:
+        """Compares output and gradients of one head with float64, for all rows or some of them; raises CheckFailed.
 
-        The incoming gradient of other heads and rows is 0, so that the gradients of keys, values, table and phases are
-        compared completely. Raises CheckFailed.
+        The incoming gradient of other heads and rows is 0, so that all other gradients are compared completely.
         """
         grad, plain, exact = self.references(provider.kind)
         call = self.call(provider.kind)
@@ -234,14 +227,14 @@ class Workload:
         names = ("output", *call.names)
         return self._errors(provider, found, plain, exact, names, scale=scale)
 
-    def check_decoding(self, provider: Provider, out: torch.Tensor) -> Errors:
+    def check_decoding(self, provider: Provider, out: torch.Tensor) -> float:
         """Compares the newest row."""
         _, plain, exact = self.references(provider.kind)
         newest = slice(self.rows.numel() - 1, None)
         rows = [self._part(out)], [plain[0][:, :, newest]], [exact[0][:, :, newest]]
         return self._errors(provider, *rows, ["decoded row"])
 
-    def _errors(self, provider: Provider, *compared: Any, scale: float = 0.0) -> Errors:
+    def _errors(self, provider: Provider, *compared: Any, scale: float = 0.0) -> float:
         # The error of a few rows varies, so a fixed share is also allowed.
         tolerance = max(provider.tolerance, 4 * torch.finfo(self.dtype).eps)
         return relative_errors(*compared, factor=2, tolerance=tolerance, scale=scale)
@@ -315,6 +308,7 @@ class Workload:
         query, key, value, delta = call.inputs
         newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (query, key)]
         # With the tables, which are computed once for all layers of a model.
+        encodings: Any
         encodings, of_all = call.layer(*call.inputs)
         _, of_newest = call.layer(newest[0], *call.inputs[1:])
 
@@ -333,7 +327,8 @@ class Workload:
             return out[..., :width]
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            return attend(*encodings.before_cache(query, key, of_all), value, delta, of_all)
+            query, key = encodings.before_cache(query, key, of_all)
+            return attend(query, key, value, delta, of_all)
 
         # The cache contains magnitudes; those of the new query and the new key must be computed.
         with torch.no_grad():
@@ -352,7 +347,7 @@ class Workload:
         except ImportError as error:
             raise Refused(f"not installed: {error}") from error
         call = self.call("pope")
-        part = call.layer(*call.inputs)[0]["pope"]
+        part: Any = call.layer(*call.inputs)[0]["pope"]
         frequencies = pope_frequencies(self.shape[3], part.parameters_.theta, self.device)
         phases = torch.arange(self.shape[2], device=self.device)[:, None].float() * frequencies
 

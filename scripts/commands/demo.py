@@ -71,11 +71,7 @@ def processes() -> int:
 
 
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
-    """Trains each encoding in its own process, `processes()` at a time, unless it is finished; continues runs.
-
-    Raises:
-        TrainingError: training failed; its messages were printed.
-    """
+    """Trains each encoding in its own process, `processes()` at a time, unless it is finished; continues runs."""
     threads = max(1, (os.cpu_count() or 1) // processes())
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
@@ -140,11 +136,7 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, An
 
 
 def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
-    """Generates a continuation of a prompt in a process with remote code, without the package and without network.
-
-    Raises:
-        TrainingError: the process failed.
-    """
+    """Generates a continuation of a prompt in a process with remote code, without the package and without network."""
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
         command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt]
