@@ -14,6 +14,7 @@ docs/kernels.md says how the kernels are checked, and what is in FOLDER.
 """
 
 import argparse
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -23,7 +24,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import time
@@ -35,6 +35,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
 from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
@@ -42,11 +43,13 @@ from .benchmark.references import checked_gradient, chosen_rows, in_parts, resul
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
 from .commands.common import command_parser
 from .kernel_cases import KERNELS, MASKS, Case, case, precision_of
+from .kernel_tiles import chosen_by
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
 # The share of the time that the check may take, if the benchmark follows.
 CHECK_SHARE = 0.5
+OUT_OF_MEMORY = "out of memory"
 # Device memory for a process.
 JOB_BYTES = 4 << 30
 FIELDS = ("date", "group", "case", "status", "comparisons", "error", "seconds", "code", "device", "torch", "triton")
@@ -54,15 +57,15 @@ FIELDS = ("date", "group", "case", "status", "comparisons", "error", "seconds", 
 STATE = ("code", "device", "torch", "triton")
 
 
-class Poisoned:
-    """Fills new memory with NaN."""
-
-    def __enter__(self) -> None:
-        # PyTorch warns about operations without a deterministic version; two runs are compared in any case.
-        warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-    def __exit__(self, *error: object) -> None:
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Within it, new memory is filled with NaN."""
+    # PyTorch warns about operations without a deterministic version; two runs are compared in any case.
+    warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
         torch.use_deterministic_algorithms(False)
 
 
@@ -75,9 +78,9 @@ def nth_tiles(index: int) -> Iterator[list[int]]:
 
     Yields the lengths of the lists that were used.
     """
-    from whatwhere import kernel_launch
+    from whatwhere.kernel_launch import choose as original
 
-    original, lengths = kernel_launch.choose, [1]
+    lengths = [1]
 
     def choose(name: str, candidates: Sequence[Any], compiles: Callable[[Any], Any], run: Any) -> Any:
         fitting = [tiles for tiles in candidates if compiles(tiles) is None]
@@ -86,69 +89,60 @@ def nth_tiles(index: int) -> Iterator[list[int]]:
         lengths.append(len(fitting))
         return fitting[min(index, len(fitting) - 1)]
 
-    kernel_launch.CHOSEN.clear()
-    kernel_launch.choose = choose
-    try:
+    with chosen_by(choose):
         yield lengths
-    finally:
-        kernel_launch.choose = original
-        kernel_launch.CHOSEN.clear()
 
 
 def check_case(case: Case, device: torch.device, all_tiles: bool = False) -> tuple[int, float]:
-    """Checks one case; returns the number of comparisons, and the largest error as a share of the allowed error.
-
-    Raises:
-        CheckFailed: something differs.
-    """
+    """Checks one case; returns the number of comparisons, and the largest error as a share of the allowed error."""
     with precision_of(case):
-        return _check_case(case, device, all_tiles)
+        call = KERNELS[case.kernel].call(case, device)
+        inputs = [tensor.detach().requires_grad_() for tensor in call.inputs]
+        exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        shape = (case.batch, case.heads, case.queries, case.head_dim)
+        rows = chosen_rows(case.queries, device)
+        parts = in_parts(rows, case.batch * case.heads * case.keys)
+        grad = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
+        grad, undecided = checked_gradient(grad.to(inputs[0].dtype), call.undecided, exact_inputs, parts)
+        # One row may always be left out, since it is a large share of a small case.
+        count = case.batch * case.heads * len(rows)
+        if undecided > max(1, MOST_UNDECIDED * count):
+            raise CheckFailed(f"{undecided} of {count} rows are not compared: choose other inputs")
+        exact = results_of(call.reference, exact_inputs, grad, parts)
+        plain = results_of(call.reference, inputs, grad, parts)
+        names = ["output", *call.names]
+        # Rounding errors of a few rows do not average out.
+        units = 1.0 if count < FEW_ROWS else 0.5
+        # TF32 has as many digits as float16.
+        dtype = torch.float16 if case.dtype == "tf32" else inputs[0].dtype
+        tolerance = 5e-5 if dtype == torch.float32 else units * torch.finfo(dtype).eps
+        options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
 
+        def compare() -> float:
+            runs = []
+            for _ in range(2):
+                with poisoned():
+                    out = call.kernel(*inputs)
+                    runs.append([out.detach()[:, :, rows], *torch.autograd.grad(out, inputs, grad)])
+            for name, first, second in zip(names, *runs):
+                if not torch.equal(first, second):
+                    raise CheckFailed(f"{name} differs between two runs, or is not a number")
+            share = relative_errors(runs[0], plain, exact, names, **options)
+            with torch.no_grad(), poisoned():
+                inference = call.kernel(*inputs)[:, :, rows]
+            relative_errors([inference], plain[:1], exact[:1], ["output without gradients"], **options)
+            return share
 
-def _check_case(case: Case, device: torch.device, all_tiles: bool) -> tuple[int, float]:
-    call = KERNELS[case.kernel].call(case, device)
-    inputs = [tensor.detach().requires_grad_() for tensor in call.inputs]
-    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    shape = (case.batch, case.heads, case.queries, case.head_dim)
-    rows = chosen_rows(case.queries, device)
-    parts = in_parts(rows, case.batch * case.heads * case.keys)
-    grad = torch.randn(shape, generator=torch.Generator(device).manual_seed(1), device=device)
-    grad, undecided = checked_gradient(grad.to(inputs[0].dtype), call.undecided, exact_inputs, parts)
-    # One row may always be left out, since it is a large share of a small case.
-    count = case.batch * case.heads * len(rows)
-    if undecided > max(1, MOST_UNDECIDED * count):
-        raise CheckFailed(f"{undecided} of {count} rows are not compared: choose other inputs")
-    exact = results_of(call.reference, exact_inputs, grad, parts)
-    plain = results_of(call.reference, inputs, grad, parts)
-    names = ["output", *call.names]
-    # Rounding errors of a few rows do not average out.
-    units = 1.0 if count < FEW_ROWS else 0.5
-    # TF32 has as many digits as float16.
-    dtype = torch.float16 if case.dtype == "tf32" else inputs[0].dtype
-    tolerance = 5e-5 if dtype == torch.float32 else units * torch.finfo(dtype).eps
-    options = {"factor": 2.0, "tolerance": tolerance, "scale": 0.1 * grad.float().norm().item()}
-    checks, largest, index, last = 0, 0.0, 0, 0
-    while index <= last:
-        with nth_tiles(index) as lengths:
-            try:
-                runs = []
-                for _ in range(2):
-                    with Poisoned():
-                        out = call.kernel(*inputs)
-                        runs.append([out.detach()[:, :, rows], *torch.autograd.grad(out, inputs, grad)])
-                for name, first, second in zip(names, *runs):
-                    if not torch.equal(first, second):
-                        raise CheckFailed(f"{name} differs between two runs, or is not a number")
-                largest = max(largest, relative_errors(runs[0], plain, exact, names, **options).share)
-                with torch.no_grad(), Poisoned():
-                    inference = call.kernel(*inputs)[:, :, rows]
-                relative_errors([inference], plain[:1], exact[:1], ["output without gradients"], **options)
-            except CheckFailed as error:
-                raise CheckFailed(f"{error} (tiles: {tiles_note()})") from None
-            checks += len(runs[0]) + 1
+        shares, index, last = [], 0, 0
+        while index <= last:
+            with nth_tiles(index) as lengths:
+                try:
+                    shares.append(compare())
+                except CheckFailed as error:
+                    raise CheckFailed(f"{error} (tiles: {tiles_note()})") from None
             last = max(lengths) - 1 if all_tiles else 0
-        index += 1
-    return checks, largest
+            index += 1
+    return len(shares) * (len(names) + 1), max(shares)
 
 
 def check_model(case: Case, device: torch.device, all_tiles: bool = False) -> tuple[int, float]:
@@ -186,33 +180,32 @@ def check_model(case: Case, device: torch.device, all_tiles: bool = False) -> tu
     labels = tokens.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
     continuation = torch.randint(3, 64, (case.batch, 4), device=device)
 
-    def run(implementation: str, dtype: torch.dtype) -> tuple[list[str], list[torch.Tensor]]:
+    def run(implementation: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         copied = copy.deepcopy(model).to(dtype)
         copied.set_attn_implementation(implementation)
         out = copied(tokens, attention_mask=mask, labels=labels)
         out.loss.backward()
-        names, tensors = ["logits"], [out.logits[mask.bool()].detach()]
+        found = {"logits": out.logits[mask.bool()].detach()}
         for name, parameter in copied.named_parameters():
             if parameter.grad is not None:
-                names.append(f"gradient of {name}")
-                tensors.append(parameter.grad)
+                found[f"gradient of {name}"] = parameter.grad
         with torch.no_grad():
             cache = copied(tokens, attention_mask=mask, use_cache=True).past_key_values
             seen = mask
-            for step in continuation.T:
+            for number, step in enumerate(continuation.T):
                 seen = torch.cat((seen, torch.ones_like(seen[:, :1])), dim=1)
-                names.append("logits of a cached step")
-                tensors.append(copied(step[:, None], attention_mask=seen, past_key_values=cache).logits)
-        return names, tensors
+                logits = copied(step[:, None], attention_mask=seen, past_key_values=cache).logits
+                found[f"logits of cached step {number}"] = logits
+        return found
 
-    names, found = run("triton", dtype)
-    (_, plain), (wanted, exact) = run("eager", dtype), run("eager", torch.float64)
-    if names != wanted:
-        raise RuntimeError(f"gradients of other parameters than expected: {sorted(set(names) ^ set(wanted))}")
+    found, plain, exact = run("triton", dtype), run("eager", dtype), run("eager", torch.float64)
+    if found.keys() != exact.keys():
+        raise RuntimeError(f"gradients of other parameters than expected: {sorted(found.keys() ^ exact.keys())}")
     # The rest of the model also rounds, so the tolerance is one unit instead of half a unit.
     tolerance = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
-    scale = 0.01 * max(tensor.norm().item() for name, tensor in zip(wanted, exact) if name.startswith("gradient"))
-    return len(found), relative_errors(found, plain, exact, names, factor=2, tolerance=tolerance, scale=scale).share
+    scale = 0.01 * max(tensor.norm().item() for name, tensor in exact.items() if name.startswith("gradient"))
+    ours, theirs, truth = (list(one.values()) for one in (found, plain, exact))
+    return len(found), relative_errors(ours, theirs, truth, list(found), factor=2, tolerance=tolerance, scale=scale)
 
 
 # Which cases.
@@ -233,10 +226,8 @@ def models() -> list[str]:
     from whatwhere import WhatWhereLlamaConfig
     from whatwhere.position_registry import list_position_encodings, supported_implementations
 
-    def has_kernel(name: str) -> bool:
-        return "triton" in supported_implementations(WhatWhereLlamaConfig(position_encoding=name))
-
-    return [name for name in list_position_encodings() if has_kernel(name)]
+    configs = {name: WhatWhereLlamaConfig(position_encoding=name) for name in list_position_encodings()}
+    return [name for name, config in configs.items() if "triton" in supported_implementations(config)]
 
 
 def groups_on_gpu() -> Iterator[Group]:
@@ -304,55 +295,38 @@ def groups_on_cpu() -> Iterator[Group]:
 
 
 def _work(group: Group, device: str, cache: str, connection: Any) -> None:
-    """Checks the cases of a group in a process, and sends for each its name at the start and a row at the end."""
+    """Checks the cases of a group in a process, and sends a row for each."""
     os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
     torch.set_num_threads(1)
     for one in group.cases:
-        connection.send(str(one))
-        start, row = time.perf_counter(), {"status": "ok"}
-        lost = False
+        start, lost = time.perf_counter(), False
         try:
             comparisons, error = group.check(one, torch.device(device), group.all_tiles)
-            row |= {"comparisons": str(comparisons), "error": f"{error:.3f}"}
+            row = {"status": "ok", "comparisons": str(comparisons), "error": f"{error:.3f}"}
         except Exception as error:
             # Continue with the other cases, if the GPU can be used.
             lost = device_is_lost(error)
-            row["status"] = f"{type(error).__name__}: {one_line(error)}"
-            if out_of_memory(error):
-                row["again"] = "alone"
-        connection.send({**row, "seconds": f"{time.perf_counter() - start:.1f}"})
+            kind = OUT_OF_MEMORY if out_of_memory(error) else type(error).__name__
+            row = {"status": f"{kind}: {one_line(error)}"}
+        connection.send({**row, "case": str(one), "seconds": f"{time.perf_counter() - start:.1f}"})
         if lost:
             return
 
 
 def check_all(
-    groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
+    groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float, last: bool = False
 ) -> Iterator[tuple[Group, dict[str, str]]]:
     """Yields groups with rows of their cases as they come, up to a time of the monotonic clock.
 
     Cases that were out of memory run once more at the end, alone: they have two rows.
     """
-    short = []
-    for group, row in _check_all(groups, device, cache, jobs, until):
-        if row.pop("again", None):
-            short.append(dataclasses.replace(group, cases=tuple(one for one in group.cases if str(one) == row["case"])))
-        yield group, row
-    for group, row in _check_all(short, device, cache, 1, until):
-        yield group, {name: value for name, value in row.items() if name != "again"}
-
-
-def _check_all(
-    groups: Sequence[Group], device: str, cache: pathlib.Path, jobs: int, until: float
-) -> Iterator[tuple[Group, dict[str, str]]]:
     # A fork of a process that asked for the GPU cannot use it, and some imports ask.
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
         context.set_forkserver_preload(["whatwhere.scripts.gpu_check", "whatwhere"])
-    waiting = list(groups)
-    running: dict[Any, tuple[Group, Any]] = {}
-    current: dict[Any, str] = {}
-    # How many cases of a group have a row.
-    done: dict[Any, int] = {}
+    waiting, again = list(groups), []
+    # The cases without a row, by connection.
+    running: dict[Any, tuple[Group, list[Case], Any]] = {}
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < until:
             group = waiting.pop(0)
@@ -360,31 +334,31 @@ def _check_all(
             process = context.Process(target=_work, args=(group, device, str(cache), sender))
             process.start()
             sender.close()
-            running[receiver], done[receiver] = (group, process), 0
+            running[receiver] = group, list(group.cases), process
         left = until - time.monotonic()
         if left <= 0:
-            for _, process in running.values():
+            for *_, process in running.values():
                 process.kill()
             return
         ready: list[Any] = multiprocessing.connection.wait(list(running), timeout=left)
         for receiver in ready:
-            group, process = running[receiver]
+            group, cases, process = running[receiver]
             try:
-                message = receiver.recv()
+                row = receiver.recv()
             except EOFError:
                 process.join()
                 del running[receiver]
-                not_done = group.cases[done.pop(receiver) :]
                 # After a case that made the GPU unusable it ends with 0.
-                if receiver in current or (not_done and (process.exitcode or not_done == group.cases)):
-                    died = {"status": f"its process ended with exit code {process.exitcode}"}
-                    yield group, {"case": current.pop(receiver, str(not_done[0])), **died}
+                if cases and process.exitcode:
+                    died = f"its process ended with exit code {process.exitcode}"
+                    yield group, {"case": str(cases[0]), "status": died}
                 continue
-            if isinstance(message, str):
-                current[receiver] = message
-            else:
-                done[receiver] += 1
-                yield group, {"case": current.pop(receiver), **message}
+            one = cases.pop(0)
+            if row["status"].startswith(OUT_OF_MEMORY):
+                again.append(dataclasses.replace(group, cases=(one,)))
+            yield group, row
+    if again and not last:
+        yield from check_all(again, device, cache, 1, until, last=True)
 
 
 # The benchmark: each stage in a process.
@@ -398,7 +372,7 @@ STAGES = (
 )
 
 
-def run_benchmark(folder: pathlib.Path, cache: pathlib.Path, until: float) -> int:
+def run_benchmark(folder: pathlib.Path, until: float) -> int:
     """Runs the stages of the benchmark up to a time of the monotonic clock; returns the largest exit code."""
     code = 0
     for stage in STAGES:
@@ -408,7 +382,7 @@ def run_benchmark(folder: pathlib.Path, cache: pathlib.Path, until: float) -> in
             continue
         files = ["--output", str(folder / "benchmark.csv"), "--tiles", str(folder / "tiles.json"), "--resume"]
         command = [sys.executable, "-m", "whatwhere", "benchmark", "--device", "cuda", "--minutes", f"{minutes:.2f}"]
-        environment = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
         done = subprocess.run([*command, *files, *stage], env=environment).returncode
         if done not in (0, 1):
             print(f"the benchmark ended with exit code {done}: {' '.join(stage)}", file=sys.stderr)
@@ -423,20 +397,17 @@ def summary(
     groups: Sequence[Group], rows: Sequence[dict[str, str]], folder: pathlib.Path, state: dict[str, str]
 ) -> list[str]:
     """Returns one screen: what was checked, what failed, what was left out, the benchmark's figures, the tiles."""
-    of_group = {group.name: [row for row in rows if row["group"] == group.name] for group in groups}
     failed = [row for row in rows if row["status"] != "ok"]
-    wholly = sum(len(of_group[group.name]) == len(group.cases) for group in groups)
+    done = collections.Counter(row["group"] for row in rows)
+    left = [group.name for group in groups if done[group.name] < len(group.cases)]
     comparisons = sum(int(row["comparisons"] or 0) for row in rows)
     lines = [
-        f"checked: {len(rows)} of {sum(len(group.cases) for group in groups)} cases, {wholly} of {len(groups)} groups, "
-        f"{comparisons} comparisons passed, {len(failed)} cases failed"
+        f"checked: {len(rows)} of {sum(len(group.cases) for group in groups)} cases, {len(groups) - len(left)} of "
+        f"{len(groups)} groups, {comparisons} comparisons passed, {len(failed)} cases failed"
     ]
-    for name in dict.fromkeys(row["group"] for row in failed):
-        first, *more = [row for row in failed if row["group"] == name]
-        lines.append(
-            f"  FAILED {name}: {first['case']}: {first['status'][:120]}" + f" (and {len(more)} more)" * bool(more)
-        )
-    left = [group.name for group in groups if len(of_group[group.name]) < len(group.cases)]
+    for name, count in collections.Counter(row["group"] for row in failed).items():
+        first = next(row for row in failed if row["group"] == name)
+        lines.append(f"  FAILED {name}, {count} of its cases: {first['case']}: {first['status'][:120]}")
     if left:
         lines.append(f"  not finished: {', '.join(left[:12])}" + f", and {len(left) - 12} more" * (len(left) > 12))
     return [*lines, *summary_of_benchmark(read_rows(folder / "benchmark.csv", **state), folder / "tiles.csv")]
@@ -445,16 +416,12 @@ def summary(
 def interpreter_problem() -> str:
     """Returns why Triton's interpreter does not work here, in one sentence, or an empty string."""
     try:
-        found = {name: importlib.metadata.version(name) for name in ("numpy", "triton")}
+        old, new = (TorchVersion(importlib.metadata.version(name)) for name in ("triton", "numpy"))
     except importlib.metadata.PackageNotFoundError:
         return ""
-    numpy, triton = (tuple(map(int, re.findall(r"\d+", found[name])[:2])) for name in ("numpy", "triton"))
-    if numpy < (2, 4) or triton >= (3, 7):
+    if old >= "3.7" or new < "2.4":
         return ""
-    return (
-        f"Triton {found['triton']}'s interpreter does not work with NumPy {found['numpy']}: it needs NumPy before 2.4, "
-        "or Triton 3.7"
-    )
+    return f"Triton {old}'s interpreter does not work with NumPy {new}: it needs NumPy before 2.4, or Triton 3.7"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -462,24 +429,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_parser("gpu-check", "[OPTIONS]", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark (default 8)")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=None,
-        help=f"processes; default: half the cores, at most 12, and one for {JOB_BYTES >> 30} GiB of free device memory",
-    )
-    parser.add_argument("--only", action="append", default=[], help="groups whose name contains this; repeatable")
     parser.add_argument("--case", help="one case, by its whole name, in this process; no files")
     parser.add_argument("--no-benchmark", action="store_true", help="check only")
     parser.add_argument(
         "--output", type=pathlib.Path, default=pathlib.Path("runs/gpu_check"), help="a folder; default runs/gpu_check"
     )
-    parser.add_argument("--cache", type=pathlib.Path, help="folder of compiled kernels; default: `cache` in --output")
     parsed = parser.parse_args(arguments)
-    for name in ("minutes", "jobs"):
-        value = getattr(parsed, name)
-        if value is not None and not 0 < value < 10000:
-            parser.error(f"--{name}={value!r} is not valid: it must be greater than 0")
+    if not parsed.minutes > 0:
+        parser.error(f"--minutes={parsed.minutes!r} is not valid: it must be greater than 0")
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
     problem = interpreter_problem() if interpreted and parsed.device == "cpu" else ""
     if problem and torch.cuda.is_available():
@@ -492,15 +449,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"PyTorch {torch.__version__} finds no CUDA device: nothing was checked. Without a GPU, `make test` runs "
             "the kernels in Triton's interpreter"
         )
-    if parsed.device == "cuda" and interpreted:
-        parser.error(f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']!r} is set: kernels would not run on the GPU")
-    if parsed.device == "cpu" and not interpreted:
-        parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1: kernels need a GPU otherwise")
-    parsed.cache = parsed.cache or parsed.output / "cache"
+    if interpreted != (parsed.device == "cpu"):
+        parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1; with --device cuda unset it")
     return parsed
 
 
-def default_jobs(device: str) -> int:
+def jobs_on(device: str) -> int:
     """Returns how many processes check at a time."""
     if device == "cpu":
         return 1
@@ -517,9 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             comparisons, error = of_group.check(one, torch.device(parsed.device), of_group.all_tiles)
             print(f"{comparisons} comparisons passed, the largest error is {error:.3f} of the allowed one")
             return 0
-    groups = [group for group in groups if not parsed.only or any(part in group.name for part in parsed.only)]
-    if parsed.case or not groups:
-        print(f"--case={parsed.case!r}, --only={parsed.only!r}: nothing has this name", file=sys.stderr)
+        print(f"--case={parsed.case!r} is not valid: no case has this name", file=sys.stderr)
         return 2
     parsed.output.mkdir(parents=True, exist_ok=True)
     device = torch.device(parsed.device)
@@ -530,10 +482,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     latest = {(row["group"], row["case"]): row for row in read_rows(file, **state)}
     open_groups = []
     for group in groups:
-        known = {one: latest.get((group.name, str(one)), {}).get("status") for one in group.cases}
+        known = {one: latest.get((group.name, str(one)), {}).get("status", "") for one in group.cases}
         # What failed may end the process again, and comes last.
-        cases = [one for one in group.cases if known[one] is None]
-        cases += [one for one in group.cases if known[one] not in (None, "ok")]
+        cases = sorted((one for one in group.cases if known[one] != "ok"), key=lambda one: known[one] != "")
         if cases:
             open_groups.append(dataclasses.replace(group, cases=tuple(cases)))
     if latest:
@@ -542,8 +493,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until = start + 60 * parsed.minutes
     benchmark = parsed.device == "cuda" and not parsed.no_benchmark
     check_until = start + 60 * parsed.minutes * (CHECK_SHARE if benchmark else 1)
-    jobs = parsed.jobs or default_jobs(parsed.device)
-    for group, found in check_all(open_groups, parsed.device, parsed.cache, jobs, check_until):
+    cache = parsed.output / "cache"
+    for group, found in check_all(open_groups, parsed.device, cache, jobs_on(parsed.device), check_until):
         row = {**dict.fromkeys(FIELDS, ""), **state, "date": now(), "group": group.name, **found}
         append_row(file, FIELDS, row)
         latest[row["group"], row["case"]] = row
@@ -552,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         again = f"whatwhere gpu-check --device {parsed.device} --case '{row['case']}'"
         print(f"FAILED {row['case']}: {row['status']}\n    {again}", file=sys.stderr, flush=True)
-    code = run_benchmark(parsed.output, parsed.cache, until) if benchmark else 0
+    code = run_benchmark(parsed.output, until) if benchmark else 0
     names = {group.name for group in groups}
     rows = [row for row in latest.values() if row["group"] in names]
     lines = summary(groups, rows, parsed.output, state)
@@ -562,7 +513,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows:
         print("nothing was checked", file=sys.stderr)
     return 1 if code or not rows or any(row["status"] != "ok" for row in rows) else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -71,10 +71,8 @@ class Case:
 
 def case(kernel: str, dtype: str, head_dim: int, queries: int, keys: int | None = None, **given: Any) -> Case:
     """Returns a case; what is no field of `Case` is an option. `keys` is by default as `queries`."""
-    names = {field.name for field in dataclasses.fields(Case)}
-    fields = {name: value for name, value in given.items() if name in names}
-    options = tuple((name, value) for name, value in given.items() if name not in names)
-    return Case(kernel, dtype, head_dim, queries, keys or queries, **fields, options=options)
+    fields = {name: given.pop(name) for name in ("batch", "heads", "groups", "mask") if name in given}
+    return Case(kernel, dtype, head_dim, queries, keys or queries, **fields, options=tuple(given.items()))
 
 
 @contextlib.contextmanager
@@ -92,7 +90,6 @@ class Call(NamedTuple):
     """A kernel with its inputs and what they should give.
 
     Attributes:
-        names: of the inputs.
         inputs: the differentiable ones: query, key, value, cached states, parameters.
         layer: a function of the inputs: the encodings of a layer and a context that have them, until the next call.
         kernel: a function of the inputs; without a mask, of the last query rows too.

@@ -7,12 +7,25 @@ import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from .benchmark.report import append_row
 
 
 @contextlib.contextmanager
-def measured(file: pathlib.Path) -> Iterator[None]:
+def chosen_by(choose: Callable[..., Any]) -> Iterator[None]:
+    """Within it, this function replaces `kernel_launch.choose`."""
+    from whatwhere import kernel_launch
+
+    kernel_launch.CHOSEN.clear()
+    try:
+        with mock.patch.object(kernel_launch, "choose", choose):
+            yield
+    finally:
+        kernel_launch.CHOSEN.clear()
+
+
+def measured(file: pathlib.Path) -> contextlib.AbstractContextManager:
     """Within it, the first call of each kind of kernel times its tiles, unless the file knows them.
 
     The file gets the fastest, and a CSV file beside it all times. A kernel that adds to its results is not timed: it
@@ -20,18 +33,12 @@ def measured(file: pathlib.Path) -> Iterator[None]:
     """
     import triton
 
-    from whatwhere import kernel_launch
     from whatwhere.kernel_launch import Tiles
+    from whatwhere.kernel_launch import choose as original
 
-    original = kernel_launch.choose
     known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
-    def choose(
-        name: str,
-        candidates: Sequence[Tiles],
-        compiles: Callable[[Tiles], Exception | None],
-        run: Callable[[Tiles], None] | None,
-    ) -> Tiles:
+    def choose(name: str, candidates: Sequence[Tiles], compiles: Callable[[Tiles], Any], run: Any) -> Tiles:
         if name in known and compiles(Tiles(*known[name])) is None:
             return Tiles(*known[name])
         fitting = [tiles for tiles in candidates if compiles(tiles) is None]
@@ -48,9 +55,4 @@ def measured(file: pathlib.Path) -> Iterator[None]:
         partial.replace(file)
         return fastest
 
-    kernel_launch.CHOSEN.clear()
-    kernel_launch.choose = choose
-    try:
-        yield
-    finally:
-        kernel_launch.choose = original
+    return chosen_by(choose)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiny import tiny_model
-from whatwhere.scripts.analysis import maps, page
+from whatwhere.scripts.analysis import common, maps, page
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
 TEXT = '<script>1</script>\n"&é\n== T ==\nend'
@@ -52,7 +52,7 @@ def found():
     # Which head is the most selective depends on the weights.
     torch.manual_seed(0)
     model = tiny_model("llama", "cope", "eager", vocab_size=258, position_encoding_parameters={"num_positions": 9})
-    return maps.measure(model, tokenizer, tokenizer(TEXT, return_tensors="pt")["input_ids"])
+    return maps.measure(model, common.encode(tokenizer, TEXT, "cpu"), common.token_texts(tokenizer, TEXT))
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_the_keyboard_is_enough(browser, found):
 def test_tokens_are_text_and_lines_are_lines(browser, found):
     words = browser.execute_script("return [...document.querySelectorAll('.word')].map((one) => one.textContent)")
     assert "".join(words[:19]) == "<script>1</script>⏎"
-    assert words[19:24] == ['"', "&", "<C3>", "<A9>", "⏎"]
+    assert words[19:24] == ['"', "&", "é", "∅", "⏎"]
     assert browser.title == "tiny <model>: what it counts"
     assert browser.execute_script("return document.querySelectorAll('script').length") == 2
     bold = browser.execute_script(

@@ -14,10 +14,10 @@ from whatwhere.scripts.benchmark import attention, data, measure, references
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
 from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
 from whatwhere.scripts.benchmark.models import MODELS
-from whatwhere.scripts.benchmark.report import FIELDS, SHOWN, Report, Result, Shape, missing, read_rows
+from whatwhere.scripts.benchmark.report import FIELDS, SHOWN, Report, Result, Shape, is_failure, missing, read_rows
 from whatwhere.scripts.benchmark.report import versions as report_versions
 
-TINY = ["--lengths", "32", "--heads", "2", "--batch", "1", "--head-dim", "16", "--repeats", "1", "--num-positions", "8"]
+TINY = ["--lengths", "32", "--heads", "2", "--batch", "1", "--head-dim", "16", "--repeats", "1"]
 
 
 def run(folder, *arguments):
@@ -113,15 +113,14 @@ def test_what_keeps_one_from_a_number(tmp_path, monkeypatch, failure, status, co
 
 @pytest.mark.parametrize(("provider", "failed"), [("rope-sdpa-cudnn", 0), ("cope-triton-half", 1), ("llama-cope", 1)])
 def test_errors_of_pytorch_are_not_ours(provider, failed):
-    budget = command.Budget(None, None)
-
     def fail():
         raise RuntimeError("cuDNN Frontend error: no execution plan")
 
     result = Result(provider, stage="backward: ")
-    budget.attempt(result, Shape(1, 1, 8, 16), fail)
+    command.Benchmark(command.parse([]), None, None).attempt(result, Shape(1, 1, 8, 16), fail)
     assert result.status == "backward: RuntimeError: cuDNN Frontend error: no execution plan"
-    assert len(budget.failures) == failed
+    assert is_failure(provider, result.status) == failed
+    assert is_failure(provider, "backward: check failed: dq is off")
 
 
 def test_public_package(tmp_path, monkeypatch):
@@ -146,13 +145,14 @@ def test_time_is_limited(tmp_path, capsys):
     assert "not measured:" in capsys.readouterr().out
 
 
-def test_what_would_take_too_long_is_left_out(tmp_path):
+def test_what_would_take_too_long_is_left_out(tmp_path, monkeypatch):
     """Four times the length is expected to take sixteen times as long."""
-    code, rows = run(tmp_path, "--parts", "attention", "--lengths", "32,16384", "--provider-seconds", "0.05")
+    monkeypatch.setitem(command.PROVIDER_SECONDS, "cpu", 0.05)
+    code, rows = run(tmp_path, "--parts", "attention", "--lengths", "32,16384")
     assert code == 0
     later = [row for row in rows if row["length"] == "16384"]
     assert later
-    assert all("more than --provider-seconds 0.05" in row["status"] for row in later)
+    assert all("s, more than 0.05" in row["status"] for row in later)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_what_would_take_too_long_is_left_out(tmp_path):
         (["--directions", "sideways"], "'sideways'"),
         (["--parts", "speed"], "'speed'"),
         (["--lengths", "0"], "positive integers"),
-        (["--minutes", "-1"], "greater than 0"),
+        (["--minutes", "-1"], "--minutes=-1.0"),
         (["--batch", "0"], "--batch=0"),
         (["--device", "tpu"], "'tpu'"),
         (["--device", "cuda", "--clock", "cpu"], ""),
@@ -264,11 +264,10 @@ def test_device_path(timer, tmp_path):
     """One provider after the other, all directions, with memory; models likewise."""
     output = ["--output", str(tmp_path / "rows.csv")]
     parsed = command.parse([*TINY, *output, "--directions", ",".join(DIRECTIONS), "--layers", "1"])
-    parsed.timer = timer
     parsed.attention = ["rope-sdpa", "cope-listing", "rope-sdpa-cudnn", "pope-sdpa"]
-    budget, common = command.Budget(None, None), {"dtype": "float32", "device": "", "threads": 1, "clock": "events"}
-    report = Report(tmp_path / "rows.csv", common, str)
-    command.benchmark_attention(parsed, report, budget)
+    report = Report(tmp_path / "rows.csv", {"dtype": "float32", "device": "", "threads": 1, "clock": "events"})
+    benchmark = command.Benchmark(parsed, report, timer)
+    benchmark.attention()
     assert len(read_rows(tmp_path / "rows.csv", status="ok")) == 4 + 3 + 4
     found = {(row["provider"], row["direction"]): row for row in report.rows}
     directions = ["forward", "backward", "forward+backward", "decoding"]
@@ -281,25 +280,23 @@ def test_device_path(timer, tmp_path):
     assert (found["rope-sdpa", "forward"]["above_mib"], found["rope-sdpa", "forward"]["peak_mib"]) == ("1.0", "1.0")
     assert found["rope-sdpa", "backward"]["above_mib"] == ""
     assert found["rope-sdpa-cudnn", ""]["status"].startswith("RuntimeError: No viable backend")
-    command.benchmark_model(parsed, report, budget)
+    benchmark.models()
     models = [(row["provider"], row["direction"]) for row in report.rows if row["part"] == "model"]
     assert models == list(itertools.product(["llama-stock", *MODELS], ["training step", "decoding step"]))
     assert {row["above_mib"] for row in report.rows if row["direction"] == "training step"} == {"1.0"}
-    assert not budget.failures
+    assert not any(is_failure(row["provider"], row["status"]) for row in report.rows)
 
 
-def test_defaults_on_a_gpu():
-    parsed = command.parse(["--device", "cpu"])
-    for name in ("lengths", "model_lengths", "head_dims", "dtype", "directions", "provider_seconds", "listing_limit"):
-        setattr(parsed, name, None)
-    command.set_defaults(parsed, torch.device("cuda"))
+def test_defaults_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    parsed = command.parse(["--device", "cuda"])
     assert (parsed.lengths[:3], parsed.head_dims) == ([4096, 16384, 65536], [64, 128])
-    assert (parsed.dtype, parsed.model_lengths, parsed.listing_limit) == ("bfloat16", [4096, 16384], None)
-    assert parsed.shape(512, 64) == Shape(32, 32, 512, 64)
-    assert parsed.shape(65536, 128) == Shape(1, 16, 65536, 128)
+    assert (parsed.dtype, parsed.model_lengths) == ("bfloat16", [4096, 16384])
+    benchmark = command.Benchmark(parsed, None, None)
+    assert benchmark.shape(512, 64) == Shape(32, 32, 512, 64)
+    assert benchmark.shape(65536, 128) == Shape(1, 16, 65536, 128)
     assert parsed.attention[:7] == attention.FIRST
-    parsed.providers, parsed.lengths = ["pope-triton"], [1024]
-    command.set_defaults(parsed, torch.device("cuda"))
+    parsed = command.parse(["--device", "cuda", "--providers", "pope-triton", "--lengths", "1024"])
     assert {"rope-sdpa-flash", "rope-sdpa-cudnn", "pope-triton"} <= set(parsed.attention)
 
 
@@ -312,14 +309,13 @@ def long_workload(monkeypatch):
     monkeypatch.setattr(references, "ALL_ROWS", 64)
     monkeypatch.setattr(references, "SOME_ROWS", 40)
     monkeypatch.setattr(references, "LOGITS", 5000)
-    options = {"num_positions": 8, "dtype": torch.float32, "device": torch.device("cpu")}
-    return Workload(batch=1, heads=2, length=400, head_dim=16, **options)
+    return Workload(batch=1, heads=2, length=400, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["rope-sdpa", "cope-half", "cope-closed", "pope-sdpa", "fox", "alibi"])
 def test_check_of_some_rows(long_workload, name):
     assert long_workload.rows.numel() < 400
-    assert long_workload.check(long_workload.provider(name)).share <= 1
+    assert long_workload.check(long_workload.provider(name)) <= 1
 
 
 def test_bytes_of_inputs(long_workload):
@@ -383,9 +379,8 @@ def sample(milliseconds, above=100 << 20):
 @pytest.fixture
 def report(tmp_path):
     """Two lengths on a GPU that is not there: RoPE's backends, both kernels, and the public package at one length."""
-    lines: list[str] = []
     common = {"dtype": "bfloat16", "device": "GPU", "threads": 1, "clock": "events"}
-    report = Report(tmp_path / "rows.csv", common, lines.append)
+    report = Report(tmp_path / "rows.csv", common)
     for length, factor in ((2048, 9.0), (4096, 1.0), (8192, 1.25)):
         shape = Shape(2, 4, length, 64)
         times = {"forward+backward": sample(4.0 * length / 4096), "backward": sample(3.0), "decoding": sample(1.0)}
@@ -407,7 +402,6 @@ def report(tmp_path):
         else:
             results.append(Result("pope-pytorch", status="out of memory"))
         report.add("attention", shape, results)
-    report.lines = lines
     return report
 
 
@@ -450,5 +444,5 @@ def test_generated_text(tmp_path):
     rows = [json.loads(line)["text"] for line in (tmp_path / "text.jsonl").read_text().splitlines()]
     assert 1e5 <= (tmp_path / "text.jsonl").stat().st_size < 1.1e5
     assert len(set(rows)) == len(rows)
-    assert str(data.Line("a", 1.65, "x", 1.7, at_least=True)).endswith("1.65 x   at least 1.7: NOT MET")
-    assert str(data.Line("a", 1.65, "s", 1.7)).endswith("1.65 s   at most 1.7: met")
+    assert data.line("a", 1.65, "x", 1.7, at_least=True).endswith("1.65 x   at least 1.7: NOT MET")
+    assert data.line("a", 1.65, "s", 1.7).endswith("1.65 s   at most 1.7: met")

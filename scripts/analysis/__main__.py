@@ -21,11 +21,10 @@ Shakespeare's sonnets (the paper uses "10 different Shakespeare sonnets" without
 texts separated by blank lines.
 
 `maps` supports cope, sums with cope, cope_alibi, cope_mlp and token_gated_cope. It reads the first `--tokens` tokens of
-`--text` (a file) or `--prompt`; by default held-out text of the corpus in the checkpoint's `results.json`, or else a
-short English article. `maps.html` opens without a server and initially shows the most selective head (the largest
-standard deviation over tokens of their mean gates); hovering over a token shows which tokens it counts. With one layer
-and one head (`--layers 2 --heads 3`) the figures have the tokens on their axes. `maps.safetensors` contains all maps,
-float32 (layers, heads, tokens, tokens).
+`--text`, by default a short English article. `maps.html` opens without a server and initially
+shows the most selective head (the largest standard deviation over tokens of their mean gates); hovering over a token
+shows which tokens it counts. With one layer and one head (`--layers 2 --heads 3`) the figures have the tokens on their
+axes. `maps.safetensors` contains all maps, float32 (layers, heads, tokens, tokens).
 """
 
 import argparse
@@ -72,10 +71,8 @@ def parser() -> argparse.ArgumentParser:
     one.set_defaults(run=run_deltas)
     one = commands.add_parser("maps", parents=[shared], help="gates, positions and attention of CoPE on a text")
     one.set_defaults(run=run_maps)
-    source = one.add_mutually_exclusive_group()
-    text = "a text file; default: held-out text of the model's corpus, or else a short article"
-    source.add_argument("--text", type=pathlib.Path, metavar="FILE", help=text)
-    source.add_argument("--prompt", metavar="TEXT", help="the text itself")
+    text = "a text file; default: a short article in English"
+    one.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
     one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
     one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
     one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
@@ -114,17 +111,12 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     if options.tokens < 2:
         raise ValueError(f"tokens={options.tokens!r} is not valid: it must be at least 2.")
     checkpoint = options.checkpoint[0]
-    if options.prompt is not None:
-        text, source = options.prompt, "the command"
-    elif options.text is not None:
-        text, source = options.text.read_text(encoding="utf-8"), options.text.name
-    else:
-        # More than enough: tokens are rarely longer than 12 characters.
-        text, source = common.held_out_text(checkpoint, characters=16 * options.tokens)
+    text, source = options.text.read_text(encoding="utf-8"), options.text.name
     model = loading.model(checkpoint, loading.config(checkpoint))
     tokenizer = loading.tokenizer(checkpoint)
     ids = common.encode(tokenizer, text, model.device)[:, : options.tokens]
-    found = maps.measure(model, tokenizer, ids, layers=options.layers, heads=options.heads)
+    tokens = common.token_texts(tokenizer, text)[: options.tokens]
+    found = maps.measure(model, ids, tokens, layers=options.layers, heads=options.heads)
     about = common.describe(checkpoint, model.config)
     # First, since it can raise ValueError.
     content = page.page(found, name=about["name"], text=source)
@@ -155,7 +147,5 @@ def main(arguments: list[str] | None = None) -> None:
         attn_implementation="eager" if options.command == "maps" else None,
         trust_remote_code=options.trust_remote_code,
     )
-    for checkpoint in options.checkpoint:
-        common.refuse_plan(loading.config(checkpoint))
     print(options.run(options, loading, provenance(COMMAND, arguments)))
     print(f"Files: {options.output}")

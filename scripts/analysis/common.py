@@ -3,21 +3,19 @@
 import contextlib
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..evaluation.results import read_json
+from ..evaluation.figures import wrapped
 
+# The first ten of Shakespeare (1609, public domain). PoPE's Figures 3 to 6 are means over ten that it does not name.
 SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
 
-# Plain prose with paragraphs and section titles, for models with an unknown training corpus.
+# Plain prose with paragraphs and section titles.
 PROSE = pathlib.Path(__file__).with_name("prose.txt")
-
-# A byte token of SentencePiece-style tokenizers.
-_BYTE_FALLBACK = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
 def describe(checkpoint: str, config: Any) -> dict[str, Any]:
@@ -29,21 +27,8 @@ def describe(checkpoint: str, config: Any) -> dict[str, Any]:
     }
 
 
-def refuse_plan(config: Any) -> None:
-    """Raises ValueError if the layers of a model have different encodings, which the analyses do not support."""
-    if isinstance(encoding := getattr(config, "position_encoding", None), list):
-        raise ValueError(f"plans by layer are not supported: position_encoding={encoding!r}.")
-
-
 def read_texts(path: pathlib.Path) -> list[str]:
-    """Returns the texts of a UTF-8 file, separated by blank lines.
-
-    `SONNETS` contains the first ten sonnets of Shakespeare (1609, public domain). PoPE's Figures 3 to 6 are means over
-    ten sonnets that the paper does not name.
-
-    Raises:
-        ValueError: there is no text.
-    """
+    """Returns the texts of a file, which are separated by blank lines; raises ValueError if there is none."""
     parts = re.split(r"\n[ \t]*\n", path.read_text(encoding="utf-8"))
     texts = [part.strip("\n") for part in parts if part.strip()]
     if not texts:
@@ -51,40 +36,17 @@ def read_texts(path: pathlib.Path) -> list[str]:
     return texts
 
 
-def held_out_text(checkpoint: str, *, characters: int) -> tuple[str, str]:
-    """Returns a text for a model and its description: held-out documents of its training corpus, else `PROSE`.
-
-    The corpus is read from `results.json` in the checkpoint's folder. Documents are joined by blank lines, up to
-    `characters`.
-
-    Raises:
-        ValueError, OSError: `results.json` is broken, or the corpus cannot be read.
-    """
-    path = pathlib.Path(checkpoint) / "results.json"
-    results = read_json(path) if path.is_file() else {}
-    data = (results.get("recipe") or {}).get("data", {})
-    source = data.get("source", "task")
-    if source == "task":
-        return PROSE.read_text(encoding="utf-8"), "a short article in English"
-    from ..data.corpus import load_text
-
-    # Reads only a few documents, without downloading or copying the corpus.
-    options = {key: data[key] for key in ("dataset", "dataset_config", "splits", "text_field") if key in data}
-    text, split = "", results["data"].get("split", "test")
-    for row in load_text(source, streaming=source != "stdlib", **options)[split]:
-        text += ("\n\n" if text else "") + row["text"]
-        if len(text) >= characters:
-            break
-    name = (data.get("splits") or {}).get(split) or data.get("dataset") or source
-    return text, f"held-out text of the model's training corpus ({name}, split {split})"
-
-
-def label_wavelengths(axes: Any, wavelengths: Sequence[float]) -> None:
-    """Labels the rows of a heatmap of frequencies with at most 8 wavelengths in tokens."""
+def draw_heatmap(
+    axes: Any, values: torch.Tensor, wavelengths: Sequence[float], *, label: str, title: str, **options: Any
+) -> None:
+    """Draws values (F, columns) with at most 8 wavelengths in tokens as labels of the rows."""
+    image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", **options)
+    axes.figure.colorbar(image, ax=axes, label=label)
     every = -(-len(wavelengths) // 8)
     ticks = range(0, len(wavelengths), every)
     axes.set_yticks(ticks, [f"{wavelengths[tick]:,.0f}" for tick in ticks])
     axes.set_ylabel("wavelength (tokens)")
+    axes.set_title(wrapped(title, 3.6), fontsize="medium")
 
 
 def encode(tokenizer: Any, text: str, device: Any) -> torch.Tensor:
@@ -95,21 +57,18 @@ def encode(tokenizer: Any, text: str, device: Any) -> torch.Tensor:
     return ids
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token; incomplete characters are written as bytes, such as <E2> or <E2 80>."""
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    texts = []
-    for token_id, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids))):
-        text = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        if fallback := _BYTE_FALLBACK.match(token):
-            byte = int(fallback[1], 16)
-            text = chr(byte) if byte < 0x80 else f"<{byte:02X}>"
-        elif token.startswith("▁"):
-            # Decoded separately, such a token loses its space.
-            text = token.replace("▁", " ")
-        elif "\ufffd" in text and all(character in byte_of for character in token):
-            text = "<" + " ".join(f"{byte_of[character]:02X}" for character in token) + ">"
-        texts.append(text)
+def token_texts(tokenizer: Any, text: str) -> list[str]:
+    """Returns the part of a text that each token adds: nothing for later bytes of a character; special tokens by name.
+
+    Args:
+        tokenizer: a fast one.
+    """
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    texts, end = [], 0
+    names = tokenizer.convert_ids_to_tokens(encoded["input_ids"])
+    for name, (before, after) in zip(names, encoded["offset_mapping"]):
+        texts.append(name if before == after else text[end:after])
+        end = max(end, after)
     return texts
 
 
@@ -119,9 +78,8 @@ def attention_layers(model: Any) -> list[Any]:
     return [module for module in layers if hasattr(module, "encodings")]
 
 
-@contextlib.contextmanager
-def watched(owner: Any, name: str, watch: Callable[..., None]) -> Iterator[None]:
-    """Calls `watch(result, *arguments)` after every call of the method `owner.name` inside the context."""
+def watched(owner: Any, name: str, watch: Callable[..., None]) -> contextlib.AbstractContextManager:
+    """Within it, `watch(result, *arguments)` is called after every call of the method `owner.name`."""
     method = getattr(owner, name)
 
     def call(*arguments: Any) -> Any:
@@ -129,9 +87,4 @@ def watched(owner: Any, name: str, watch: Callable[..., None]) -> Iterator[None]
         watch(result, *arguments)
         return result
 
-    # Set on the instance, where it overrides the method of the class.
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
+    return mock.patch.object(owner, name, call)

@@ -10,19 +10,15 @@ from typing import Any
 import torch
 
 from ...position_pope import pope_frequencies
-from ..evaluation.figures import new_figure, save_figure, wrapped
-from .common import attention_layers, label_wavelengths
+from ..evaluation.figures import new_figure, save_figure
+from .common import attention_layers, draw_heatmap
 
 
 def read(model: Any) -> dict[str, Any]:
     """Returns the entry of `deltas.json`: deltas (L, H, F) in radians, folded into [-2 pi, 0] as in the model.
 
-    `at_bounds` is the share of deltas exactly at a bound (all of them before training with `delta_init="zeros"`);
-    `outside` is that of the weights outside [-2 pi, 0], which the model reflects at the bounds, and a clamp would hold
-    there.
-
-    Raises:
-        ValueError: the model has no deltas.
+    `at_bounds` is the share of deltas exactly at a bound; `outside` is that of the weights outside [-2 pi, 0], which
+    the model reflects at the bounds, and a clamp would hold there. Raises ValueError if the model has no deltas.
     """
     name = getattr(model.config, "position_encoding", None)
     if name != "pope":
@@ -42,7 +38,6 @@ def read(model: Any) -> dict[str, Any]:
     lowest = torch.tensor(-2 * math.pi, dtype=torch.float32).double()
     return {
         "delta_init": parameters.delta_init,
-        "bounds": [-2 * math.pi, 0.0],
         "layers": [layer.layer_idx for layer in layers],
         "frequencies": frequencies.tolist(),
         "wavelengths": (2 * math.pi / frequencies).tolist(),
@@ -56,34 +51,17 @@ def read(model: Any) -> dict[str, Any]:
 
 
 def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
-    """Draws a histogram, and a heatmap of frequencies by layers and heads; returns the paths of the PNG and the SVG."""
+    """Draws a heatmap of frequencies by layers and heads; returns the paths of the PNG and the SVG."""
     deltas = torch.tensor(entry["deltas"], dtype=torch.float64)
     layers, heads, frequencies = deltas.shape
-    figure = new_figure(11, 4.4)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
-    left.hist(deltas.flatten().numpy(), bins=48, range=tuple(entry["bounds"]), color="C0")
-    # The bin at 0 often has most of the values.
-    left.set_yscale("symlog")
-    left.set_xlim(entry["bounds"][0] - 0.2, entry["bounds"][1] + 0.2)
-    for bound in entry["bounds"]:
-        left.axvline(bound, color="0.4", linestyle=":", linewidth=1)
-    left.set_xticks([-2 * math.pi, -1.5 * math.pi, -math.pi, -0.5 * math.pi, 0], ["-2π", "-3π/2", "-π", "-π/2", "0"])
-    left.set_xlabel("delta (radians); dotted: bounds")
-    left.set_ylabel("number of phase shifts")
-    start = {"zeros": "all at 0", "uniform": "uniform between the bounds"}[entry["delta_init"]]
-    left.set_title(f"distribution (before training: {start})", fontsize="medium")
+    figure = new_figure(8, 4.4)
+    axes = figure.add_subplot()
     # The colour scale is set by the extremes, since small values would be invisible on the scale of the bounds.
-    image = right.imshow(
-        deltas.permute(2, 0, 1).reshape(frequencies, layers * heads).numpy(),
-        aspect="auto",
-        cmap="viridis",
-        interpolation="nearest",
-    )
-    figure.colorbar(image, ax=right, label="delta (radians)")
+    values = deltas.permute(2, 0, 1).reshape(frequencies, layers * heads)
+    title = f"{entry['name']}: learned phase shifts"
+    draw_heatmap(axes, values, entry["wavelengths"], label="delta (radians)", title=title)
     for layer in range(1, layers):
-        right.axvline(layer * heads - 0.5, color="white", linewidth=1)
-    right.set_xticks([layer * heads + (heads - 1) / 2 for layer in range(layers)], [str(i) for i in entry["layers"]])
-    label_wavelengths(right, entry["wavelengths"])
-    right.set_xlabel(f"layer, {heads} {'head' if heads == 1 else 'heads'} each")
-    right.set_title(wrapped(f"{entry['name']}: learned phase shifts", 5.5), fontsize="medium")
+        axes.axvline(layer * heads - 0.5, color="white", linewidth=1)
+    axes.set_xticks([layer * heads + (heads - 1) / 2 for layer in range(layers)], [str(i) for i in entry["layers"]])
+    axes.set_xlabel(f"layer, {heads} {'head' if heads == 1 else 'heads'} each")
     return save_figure(figure, stem)

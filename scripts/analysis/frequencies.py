@@ -9,8 +9,10 @@ the tokens of a text and over heads, then over texts.
 
 import collections
 import contextlib
+import itertools
 import math
 import pathlib
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +20,9 @@ import torch
 
 from ...position_pope import pope_frequencies
 from ...position_registry import list_position_encodings
-from ..evaluation.figures import new_figure, save_figure, wrapped
+from ..evaluation.figures import new_figure, save_figure
 from ..evaluation.results import markdown_table
-from .common import attention_layers, encode, label_wavelengths, watched
+from .common import attention_layers, draw_heatmap, encode, watched
 
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
 
@@ -28,13 +30,11 @@ ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(
 def usage(
     kind: str, frequencies: torch.Tensor, layers: list[int], queries: torch.Tensor, keys: torch.Tensor, tokens: int
 ) -> dict[str, Any]:
-    """Returns the entry of `frequencies.json`: all numbers, and two summaries of each layer.
+    """Returns the entry of `frequencies.json`: all numbers, and a summary of each layer.
 
     `highest_quarter` is the share of the highest quarter of frequencies in the sum of norms (0.25 for equal norms).
-    `used` is (sum n)^2 / (F sum n^2) of the norms n: 1 for equal norms, 1 / F if only one is not 0.
 
     Args:
-        kind: "rope" or "pope".
         frequencies: float64 (F,), radians per token, in the order of the channels (highest first).
         queries, keys: float64 (L, F), mean norms.
     """
@@ -44,20 +44,12 @@ def usage(
         quarter = max(1, round(norms.shape[1] / 4))
         entry[side] = norms.tolist()
         entry[f"{side}_highest_quarter"] = (norms[:, :quarter].sum(1) / norms.sum(1)).tolist()
-        entry[f"{side}_used"] = (norms.sum(1) ** 2 / (norms.shape[1] * norms.square().sum(1))).tolist()
     return entry
 
 
 @torch.inference_mode()
 def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
-    """Returns `usage`, the mean norms of queries and keys on texts, by frequency and layer.
-
-    Args:
-        model: ours, with an encoding of `ALLOWED`.
-
-    Raises:
-        ValueError: the model has no frequencies.
-    """
+    """Returns `usage` of a model on texts; raises ValueError if its encoding is none of `ALLOWED`."""
     name = getattr(model.config, "position_encoding", None)
     if name not in ALLOWED:
         raise ValueError(f"position_encoding={name!r} has no frequencies. Allowed: {', '.join(map(repr, ALLOWED))}.")
@@ -108,22 +100,17 @@ def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pa
     for row, entry in zip(grid, entries):
         for axes, side in zip(row, ("queries", "keys")):
             norms = torch.tensor(entry[side], dtype=torch.float64).T
-            image = axes.imshow(norms.numpy(), aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
-            figure.colorbar(image, ax=axes, label="mean norm")
-            label_wavelengths(axes, entry["wavelengths"])
+            title = f"{entry['name']}: {side} ({entry['kind']})"
+            draw_heatmap(axes, norms, entry["wavelengths"], label="mean norm", title=title, vmin=0)
             every = max(1, len(entry["layers"]) // 12)
             axes.set_xticks(range(0, len(entry["layers"]), every), [str(i) for i in entry["layers"][::every]])
             axes.set_xlabel("layer")
-            kind = {"rope": "RoPE", "pope": "PoPE"}[entry["kind"]]
-            axes.set_title(wrapped(f"{entry['name']}: {side} ({kind})", 3.6), fontsize="medium")
     return save_figure(figure, stem)
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:
-    """Returns a table with a row per checkpoint and side: the summaries of `usage`, as means over layers."""
-    rows = [["checkpoint", "side", "norms in the highest quarter of frequencies", "used"]]
-    for entry in entries:
-        for side in ("queries", "keys"):
-            share, used = (sum(entry[f"{side}_{key}"]) / len(entry["layers"]) for key in ("highest_quarter", "used"))
-            rows.append([entry["name"], side, f"{share:.3f}", f"{used:.3f}"])
+    """Returns a table with a row per checkpoint and side: the summary of `usage`, as the mean over layers."""
+    rows = [["checkpoint", "side", "norms in the highest quarter of frequencies"]]
+    for entry, side in itertools.product(entries, ("queries", "keys")):
+        rows.append([entry["name"], side, f"{statistics.mean(entry[f'{side}_highest_quarter']):.3f}"])
     return markdown_table(rows)

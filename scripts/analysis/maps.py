@@ -22,26 +22,19 @@ from ...position_cope_gates import GatedCoPETerm
 from ...position_registry import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table
-from .common import attention_layers, token_texts, watched
+from .common import attention_layers, watched
 
 # The encodings with contextual positions.
 COUNTING = ("cope", "cope_alibi", "cope_mlp", "token_gated_cope")
 ALLOWED = [name for name in list_position_encodings() if set(COUNTING) & set(name.split("+"))]
 
-KINDS = ("gates", "positions", "position_attention", "attention")
 TITLES = {
     "gates": "gates",
     "positions": "contextual positions",
     "position_attention": "attention by position alone (largest of a row: 1)",
     "attention": "attention",
 }
-# Labels of the colour bars.
-SCALES = {
-    "gates": "gate",
-    "positions": "position (counted tokens)",
-    "position_attention": "weight / largest weight of the row",
-    "attention": "weight / largest weight of the row",
-}
+KINDS = tuple(TITLES)
 
 # Maximum number of tokens on the axes of a single map.
 LABELLED = 256
@@ -103,11 +96,7 @@ class Maps:
         return entries
 
     def most_selective(self) -> dict[str, Any]:
-        """Returns the entry of `summary` with the largest `gate_deviation`, the first of equal ones.
-
-        It is large if gates are open for some tokens and closed for others, and small if all tokens have similar gates
-        or gates are noise.
-        """
+        """Returns the entry of `summary` whose gates differ most between tokens, by `gate_deviation`."""
         return max(self.summary(), key=lambda entry: entry["gate_deviation"])
 
 
@@ -132,17 +121,13 @@ def boundaries(tokens: Sequence[str]) -> list[str]:
 @torch.inference_mode()
 def measure(
     model: Any,
-    tokenizer: Any,
     ids: torch.Tensor,
+    tokens: list[str],
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Maps:
-    """Runs a model on a text and returns its maps.
-
-    Args:
-        model: ours, with an encoding of `ALLOWED`, loaded with `attn_implementation="eager"`.
-        ids: int64 (1, T).
+    """Runs a model, loaded with `attn_implementation="eager"`, on the ids (1, T) of tokens, and returns its maps.
 
     Raises:
         ValueError: the encoding has no contextual positions, or there is no such layer or head.
@@ -152,8 +137,6 @@ def measure(
         raise ValueError(
             f"position_encoding={name!r} has no contextual positions. Allowed: {', '.join(map(repr, ALLOWED))}."
         )
-    if model.config._attn_implementation != "eager":
-        raise ValueError(f"attn_implementation={model.config._attn_implementation!r} has no maps. Allowed: 'eager'.")
     counting = next(part for part in name.split("+") if part in COUNTING)
     served = {layer.layer_idx: layer for layer in attention_layers(model) if counting in layer.encodings}
     layers = _chosen("layers", layers, list(served))
@@ -183,7 +166,6 @@ def measure(
         output = model(input_ids=ids, use_cache=False, output_attentions=True)
     gates, positions, alone = (torch.stack([found[index][which] for index in layers]) for which in range(3))
     part = served[layers[0]].encodings[counting]
-    tokens = token_texts(tokenizer, ids[0].tolist())
     return Maps(
         encoding=name,
         tokens=tokens,
@@ -219,9 +201,6 @@ def counted(
     """Returns gates and positions, (B, H, T, T) each, from the arguments of an encoding's `bias`, without a cache.
 
     Gates of masked keys are 0; positions are clamped as in the encoding.
-
-    Args:
-        part: the encoding of one layer, one of `COUNTING`.
     """
     hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
     if part.name == "token_gated_cope":
@@ -281,7 +260,8 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     if rows == columns == 1:
         title += f", layer {maps.layers[0]}, head {maps.heads[0]}"
     figure.suptitle(wrapped(title, figure.get_figwidth() - 0.5), fontsize="medium")
-    figure.colorbar(image, ax=axes, label=SCALES[kind], shrink=0.8)
+    label = "weight / largest weight of the row" if kind.endswith("attention") else TITLES[kind]
+    figure.colorbar(image, ax=axes, label=label, shrink=0.8)
     return save_figure(figure, stem)
 
 
@@ -293,17 +273,8 @@ def printable(token: str) -> str:
 
 def table(summary: Sequence[dict[str, Any]]) -> str:
     """Returns the summary of `Maps.summary` as a table in Markdown."""
-    keys = ("gate", "gate_newline", "gate_heading", "gate_other", "gate_deviation", "first_position")
-    titles = (
-        "mean gate",
-        "of newlines",
-        "of section titles",
-        "of other tokens",
-        "deviation between tokens",
-        "position of the first token",
-    )
-    rows = [["layer", "head", *titles]]
+    rows = [list(summary[0])]
     for entry in summary:
-        numbers = ("" if entry[key] is None else f"{entry[key]:.3f}" for key in keys)
-        rows.append([str(entry["layer"]), str(entry["head"]), *numbers])
+        layer, head, *numbers = entry.values()
+        rows.append([str(layer), str(head), *("" if number is None else f"{number:.3f}" for number in numbers)])
     return markdown_table(rows)

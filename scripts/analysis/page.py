@@ -23,13 +23,10 @@ LARGEST_MIB = 24
 
 
 def page(maps: Maps, *, name: str, text: str) -> str:
-    """Returns the page, as HTML.
-
-    It contains the lower triangle of every map, row by row, as 16-bit integers in units of 1/65535 of the kind's
-    largest value. It initially shows the head of `Maps.most_selective`.
+    """Returns the page, as HTML, with the lower triangle of every map, row by row.
 
     Raises:
-        ValueError: the page would be larger than 24 MiB.
+        ValueError: the page would be larger than `LARGEST_MIB`.
     """
     layers, heads, length, _ = maps.gates.shape
     size = len(KINDS) * layers * heads * length * (length + 1) // 2 * 2 * 4 / 3 / 2**20

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import Bias, blockwise_attention
 from whatwhere.position_base import PositionContext
-from whatwhere.position_pope import PolarTables, PoPE, PoPEParameters, pope_frequencies
+from whatwhere.position_pope import pope_frequencies
 
 from ..kernel_cases import KERNELS, Call, case
 from .measure import CheckFailed, Refused, captured
@@ -45,7 +44,7 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
+    *("cope-once-half", "cope-flex-half", "cope-chip-half"),
     *(f"{name}-triton" for name in OTHERS),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
@@ -58,18 +57,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative", "cope_mlp")},
 }
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
-PROVIDERS = (
-    *BASELINES,
-    "cope-listing",
-    *(f"cope-{gates}" for gates in ("half", "open", "closed")),
-    *(f"cope-triton-{gates}" for gates in ("half", "open", "closed")),
-    *(f"pope-sdpa{how}" for how in ("", *(f"-{pad}-{name}" for pad in ("padded", "unpadded") for name in BACKENDS))),
-    *("pope-triton", "pope-once", "pope-flex", "cope-once-half", "cope-flex-half", "cope-chip-half"),
-    "pope-pytorch",
-    *("fox", "fox-triton", "alibi", "alibi-triton", *(f"{name}-triton" for name in OTHERS)),
-)
 # Third-party providers, whose errors are not our failures.
 FOREIGN = ("pope-pytorch",)
+# Those that run only by name.
+NAMED = ("cope-open", "pope-sdpa-padded-math", "pope-sdpa-unpadded-math")
+PROVIDERS = dict.fromkeys((*BASELINES, *HOST_PROVIDERS, *FIRST, *MORE, *FOREIGN, *NAMED))
 # PyTorch's providers: errors are not our failures, but a failed check means that our check is wrong.
 STOCK_PREFIXES = ("rope-sdpa", "pope-sdpa-")
 
@@ -79,10 +71,10 @@ class Provider:
     """One way to compute attention.
 
     Attributes:
-        kind: of its reference and its inputs.
+        kind: of its reference and its inputs; see `KINDS`.
         function: the timed function of the inputs.
         decode: computes the newest query against all keys, or None.
-        context: context manager for all calls.
+        context: for all calls.
         tolerance: an error up to this share of the norm always passes.
     """
 
@@ -91,13 +83,6 @@ class Provider:
     decode: Callable[[], torch.Tensor] | None = None
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     tolerance: float = 1e-4
-
-
-class Errors(NamedTuple):
-    """The largest errors of a comparison, relative to the reference's norm and to the allowed error."""
-
-    relative: float
-    share: float
 
 
 def relative_errors(
@@ -109,22 +94,18 @@ def relative_errors(
     factor: float,
     tolerance: float,
     scale: float = 0.0,
-) -> Errors:
-    """Compares tensors with their float64 references.
+) -> float:
+    """Compares tensors with `exact` ones in float64; raises CheckFailed if an error is too large, or NaN.
+
+    Returns the largest error, as a share of the allowed one.
 
     Args:
-        found: the tensors to check.
-        plain: the same from full-matrix attention in the type of `found`.
-        exact: the same in float64.
-        names: of the tensors, for messages.
+        plain: from full-matrix attention in the type of `found`.
         factor: the allowed multiple of the error of `plain`.
         tolerance: an error up to this share of the norm is always allowed.
         scale: lower bound of the norm, for tensors that are small because large terms cancel.
-
-    Raises:
-        CheckFailed: an error is larger, or NaN.
     """
-    relative = share = 0.0
+    share = 0.0
     for name, ours, theirs, truth in zip(names, found, plain, exact):
         norm = max(truth.norm().item(), scale)
         error, allowed = (ours - truth).norm().item(), factor * (theirs - truth).norm().item()
@@ -132,9 +113,8 @@ def relative_errors(
         # `not <=`, so that NaN fails.
         if not error <= allowed:
             raise CheckFailed(f"{name} is off by {error:.3g}; allowed {allowed:.3g} of {norm:.3g}")
-        relative = max(relative, error / norm if norm else error)
         share = max(share, error / allowed if allowed else error)
-    return Errors(relative, share)
+    return share
 
 
 class Workload:
@@ -147,48 +127,23 @@ class Workload:
         heads: int,
         length: int,
         head_dim: int,
-        num_positions: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.shape = (batch, heads, length, head_dim)
-        self.num_positions, self.dtype, self.device = num_positions, dtype, device
+        self.dtype, self.device = dtype, device
         self.scaling = head_dim**-0.5
         # Drawn in float32, because random numbers in float16 differ between devices.
         generator = torch.Generator(device).manual_seed(1)
         self.grad = torch.randn(*self.shape, generator=generator, device=device).to(dtype)
-        fields: dict[str, Any] = {
-            "hidden_size": heads * head_dim,
-            "num_attention_heads": heads,
-            "max_position_embeddings": max(length, 2),
-        }
-        config = WhatWhereLlamaConfig(**fields, num_key_value_heads=heads)
-        positions = torch.arange(length, device=device)[None]
         # The tables are computed in float32; the timed calls convert them once, as a model does for all its layers.
-        rotary = LlamaRotaryEmbedding(LlamaConfig(**fields)).to(device)
-        self.rotary = rotary(torch.zeros((), device=device), positions)
+        rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=heads * head_dim, num_attention_heads=heads)).to(device)
+        self.rotary = rotary(torch.zeros((), device=device), torch.arange(length, device=device)[None])
         self.rotary_cast = tuple(table.to(dtype) for table in self.rotary)
-        parameters = PoPEParameters()
-        self.pope = PoPE(config, parameters, 0).to(device)
-        assert self.pope.delta is not None, "PoPE has phase shifts by default"
-        self.phase_shift = self.pope.delta
-        with torch.no_grad():
-            self.phase_shift.weight.uniform_(-2.0, 0.0, generator=generator)
-        self.polar_tables = PolarTables(head_dim, parameters.theta)
-        self.polar = self._polar(positions, positions)
-        self.phases = positions[0, :, None].float() * pope_frequencies(head_dim, parameters.theta, device)
-        self._positions = positions
         self._calls: dict[str, Call] = {}
-        self._references: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._grads: dict[str, torch.Tensor] = {}
+        self._references: dict[str, tuple[Any, ...]] = {}
         self.rows = chosen_rows(length, device)
         self.parts = in_parts(self.rows, length)
-
-    def _polar(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> PositionContext:
-        past, length = key_positions.shape[1] - query_positions.shape[1], key_positions.shape[1]
-        context = PositionContext(query_positions, past_length=past, key_length=length, consecutive=True)
-        context.shared["pope"] = self.polar_tables(torch.zeros((), device=self.device), context)
-        return context
 
     # Inputs and references.
 
@@ -202,8 +157,6 @@ class Workload:
     def _make_call(self, kind: str) -> Call:
         name, options = KINDS[kind]
         batch, heads, length, head_dim = self.shape
-        if name == "cope":
-            options = {"num_positions": self.num_positions, **options}
         shape = {"batch": batch, "heads": heads, "groups": heads}
         one = case(name, str(self.dtype).removeprefix("torch."), head_dim, length, **shape, **options)
         call = KERNELS[name].call(one, self.device)
@@ -223,7 +176,7 @@ class Workload:
                 return magnitudes(F.softplus(query), F.softplus(key), *rest, rows=rows)
 
             states = KERNELS["plain"].call(dataclasses.replace(one, kernel="plain"), self.device).inputs
-            call = call._replace(inputs=[*states, self.phase_shift.weight], reference=of_raw)
+            call = call._replace(inputs=[*states, *call.inputs[3:]], reference=of_raw)
         return call._replace(inputs=[tensor.requires_grad_() for tensor in call.inputs])
 
     def input_bytes(self, kind: str) -> int:
@@ -232,7 +185,7 @@ class Workload:
         if kind == "rope":
             tensors += self.rotary_cast
         if kind == "pope":
-            tensors += self.polar.shared["pope"][:2]
+            tensors += self.call(kind).layer(*self.call(kind).inputs)[1].shared["pope"][:2]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -247,26 +200,25 @@ class Workload:
             parts.append(self._part(tensor).detach().to(wanted).requires_grad_())
         return parts
 
-    def references(self, kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns output and gradients of one head, in the timed type and in float64."""
+    def references(self, kind: str) -> tuple[Any, ...]:
+        """Returns the incoming gradient, and output and gradients of one head, in the timed type and in float64."""
         if kind not in self._references:
             call = self.call(kind)
             plain, exact = (self._one_head(call, dtype) for dtype in (self.dtype, torch.float64))
-            self._grads[kind], _ = checked_gradient(self._part(self.grad), call.undecided, exact, self.parts)
-            results = [results_of(call.reference, inputs, self._grads[kind], self.parts) for inputs in (plain, exact)]
-            self._references[kind] = (results[0], results[1])
+            grad, _ = checked_gradient(self._part(self.grad), call.undecided, exact, self.parts)
+            results = (results_of(call.reference, inputs, grad, self.parts) for inputs in (plain, exact))
+            self._references[kind] = (grad, *results)
         return self._references[kind]
 
-    def check(self, provider: Provider) -> Errors:
-        """Compares output and gradients of one head with float64, for all rows or some of them.
+    def check(self, provider: Provider) -> float:
+        """Compares output and gradients of one head with float64, for all rows or some of them; raises CheckFailed.
 
-        The incoming gradient of other heads and rows is 0, so that the gradients of keys, values, table and phases are
-        compared completely. Raises CheckFailed.
+        The incoming gradient of other heads and rows is 0, so that all other gradients are compared completely.
         """
-        plain, exact = self.references(provider.kind)
+        grad, plain, exact = self.references(provider.kind)
         call = self.call(provider.kind)
         only = torch.zeros_like(self.grad)
-        only[-1:, -1:] = self._grads[provider.kind]
+        only[-1:, -1:] = grad
         out = provider.function(*call.inputs)
         gradients = torch.autograd.grad(out, call.inputs, only)
         found = [self._part(out.detach())[:, :, self.rows], *map(self._part, gradients)]
@@ -275,14 +227,14 @@ class Workload:
         names = ("output", *call.names)
         return self._errors(provider, found, plain, exact, names, scale=scale)
 
-    def check_decoding(self, provider: Provider, out: torch.Tensor) -> Errors:
+    def check_decoding(self, provider: Provider, out: torch.Tensor) -> float:
         """Compares the newest row."""
-        plain, exact = self.references(provider.kind)
+        _, plain, exact = self.references(provider.kind)
         newest = slice(self.rows.numel() - 1, None)
         rows = [self._part(out)], [plain[0][:, :, newest]], [exact[0][:, :, newest]]
         return self._errors(provider, *rows, ["decoded row"])
 
-    def _errors(self, provider: Provider, *compared: Any, scale: float = 0.0) -> Errors:
+    def _errors(self, provider: Provider, *compared: Any, scale: float = 0.0) -> float:
         # The error of a few rows varies, so a fixed share is also allowed.
         tolerance = max(provider.tolerance, 4 * torch.finfo(self.dtype).eps)
         return relative_errors(*compared, factor=2, tolerance=tolerance, scale=scale)
@@ -350,62 +302,43 @@ class Workload:
     def _pope(self, name: str) -> Provider:
         if name == "pope-pytorch":
             return self._pope_pytorch()
-        if name in ("pope-triton", "pope-once"):
-            attend = self._pope_kernel(once=name == "pope-once")
-        else:
-            attend = self._pope_rotated("unpadded" not in name, flex=name == "pope-flex")
-
-        def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            return attend(*self.pope.before_cache(query, key, self.polar), value, self.polar, True)
-
-        # The cache contains magnitudes; those of the new query and the new key must be computed.
-        query, key, value, _ = self.call("pope").inputs
+        if name == "pope-triton":
+            self._check_triton()
+        call = self.call("pope")
+        query, key, value, delta = call.inputs
         newest = [tensor[:, :, -1:].detach().contiguous() for tensor in (query, key)]
-        with torch.no_grad():
-            cached = self.pope.before_cache(newest[0], key, self.polar)[1]
-        polar = self._polar(self._positions[:, -1:], self._positions)
-
-        def decode() -> torch.Tensor:
-            query, _ = self.pope.before_cache(newest[0], newest[1], polar)
-            return attend(query, cached, value, polar, False)
-
-        context = self._backend(name) if name.startswith("pope-sdpa-") else contextlib.nullcontext
-        return Provider("pope", function, decode, context)
-
-    def _pope_kernel(self, *, once: bool) -> Callable[..., torch.Tensor]:
-        """Our kernel; with `once`, decoding by one launch."""
-        self._check_triton()
-        from whatwhere.kernel_pope import pope_attention
-
-        from .candidates import decode_once
+        # With the tables, which are computed once for all layers of a model.
+        encodings: Any
+        encodings, of_all = call.layer(*call.inputs)
+        _, of_newest = call.layer(newest[0], *call.inputs[1:])
 
         def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor, context: PositionContext
         ) -> torch.Tensor:
-            tables = tuple(table[:, 0] for table in polar.shared["pope"])
-            if once and query.shape[2] == 1:
-                return decode_once(query, key, value, scaling=self.scaling, polar=(*tables, self.phase_shift()))
-            return pope_attention(query, key, value, (*tables, self.phase_shift()), scaling=self.scaling)
-
-        return attend
-
-    def _pope_rotated(self, padded: bool, *, flex: bool) -> Callable[..., torch.Tensor]:
-        """PyTorch's attention on turned pairs: SDPA, with values as wide as keys or not, or FlexAttention."""
-        from .candidates import causal_flex
-
-        def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, polar: PositionContext, causal: bool
-        ) -> torch.Tensor:
-            query, key = self.pope.after_cache(query, key, polar)
+            encodings["pope"].delta.weight = delta
+            if name == "pope-triton":
+                return encodings.kernel(query, key, value, context, ranges=None, scaling=self.scaling, dropout=0.0)
+            query, key = encodings.after_cache(query, key, context)
             width = value.shape[-1]
-            if flex:
-                return causal_flex(query, key, value, scaling=self.scaling)
-            if padded:
+            if "unpadded" not in name:
                 value = F.pad(value, (0, key.shape[-1] - width))
+            causal = query.shape[2] > 1
             out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=self.scaling)
             return out[..., :width]
 
-        return attend
+        def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+            query, key = encodings.before_cache(query, key, of_all)
+            return attend(query, key, value, delta, of_all)
+
+        # The cache contains magnitudes; those of the new query and the new key must be computed.
+        with torch.no_grad():
+            cached = encodings.before_cache(newest[0], key, of_all)[1]
+
+        def decode() -> torch.Tensor:
+            query, _ = encodings.before_cache(newest[0], newest[1], of_newest)
+            return attend(query, cached, value, delta, of_newest)
+
+        return Provider("pope", function, decode, self._backend(name))
 
     def _pope_pytorch(self) -> Provider:
         """The public package, which takes raw queries, keys and phases, and has no fused decoding."""
@@ -413,10 +346,15 @@ class Workload:
             package = importlib.import_module("PoPE_pytorch")
         except ImportError as error:
             raise Refused(f"not installed: {error}") from error
-        attention = package.flash_attn_with_pope
+        call = self.call("pope")
+        part: Any = call.layer(*call.inputs)[0]["pope"]
+        frequencies = pope_frequencies(self.shape[3], part.parameters_.theta, self.device)
+        phases = torch.arange(self.shape[2], device=self.device)[:, None].float() * frequencies
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            return attention(query, key, value, pos_emb=(self.phases, self.phase_shift()), causal=True)
+            part.delta.weight = delta
+            shifted = (phases, part.delta(None))
+            return package.flash_attn_with_pope(query, key, value, pos_emb=shifted, causal=True)
 
         # A larger tolerance, since only the function must be the same, not the rounding.
         return Provider("pope", function, tolerance=2e-2)
@@ -464,11 +402,6 @@ class Workload:
 
 def tiles_note() -> str:
     """Returns the tiles of the last kernels."""
-    try:
-        launch = importlib.import_module("whatwhere.kernel_launch")
-    except ImportError:
-        return ""
-    parts = []
-    for slot, tiles in launch.CHOSEN.items():
-        parts.append(f"{slot[0]} {tiles}")
-    return ", ".join(dict.fromkeys(parts))
+    from whatwhere.kernel_launch import CHOSEN
+
+    return ", ".join(dict.fromkeys(f"{slot[0]} {tiles}" for slot, tiles in CHOSEN.items()))

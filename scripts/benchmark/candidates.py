@@ -5,17 +5,14 @@ and a key, backward 5), bf16, 4 x 32 x 4096 x 64, with 780 TFLOP/s and 4.3 TB/s:
 
 | provider | against | expected |
 |---|---|---|
-| `pope-sdpa-*`, `pope-flex` | `pope-triton` | keys twice as wide: 11 / 7 = 1.6 with cuDNN's backward, 2.0 with ours |
+| `pope-sdpa-*` | `pope-triton` | keys twice as wide: 11 / 7 = 1.6 with cuDNN's backward, 2.0 with ours |
 | `cope-flex-half` | `cope-triton-half` | the same products; with a backward of one pass 1.0 instead of 1.3 |
 | `cope-chip-half` | `cope-triton-half` | 0.5 GB of z less: 0.12 of 0.36 ms forward; 9 % at 16,384 tokens |
-| `pope-once` | `pope-triton` | decoding by one launch: 40 us of the host less; nothing in a CUDA graph |
 | `cope-once-half` | `cope-triton-half` | decoding by one launch: 110 us of the host less |
 
 `cope-once-half` in a CUDA graph: between two kernels a GPU is idle for 1 to 2 us, and while windows are counted (one
 program a key head, 2 blocks of 64 keys, 2 to 3 us) nothing else runs; here the programs with the other keys run beside
-it. So 5 to 9 us less. Keys and values are read once, those of the newest split (at least 256 keys) twice; z is never in
-global memory. On sm_90 there is room for 2 programs a multiprocessor (214 registers), as many as there are splits;
-`pope-once` has room for 4. With closed gates the window is all keys, one program walks them, and nothing is won.
+it. So 5 to 9 us less. With closed gates the window is all keys, one program walks them, and nothing is won.
 
 Axes: B batch, H query heads, G key heads, Q query rows, K keys, D head dim, P positions in CoPE's table.
 """
@@ -27,7 +24,7 @@ from unittest import mock
 import torch
 import triton
 import triton.language as tl
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from whatwhere.kernel_cope import Window, _counts, _Pass, _running_counts, _triangle, cope_attention
 from whatwhere.kernel_flash import (
@@ -40,8 +37,7 @@ from whatwhere.kernel_flash import (
     seen_keys,
     softmax_step,
 )
-from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
-from whatwhere.kernel_polar import polar_argument
+from whatwhere.kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, store
 
 # Rows and keys of a block of FlexAttention's mask.
 BLOCK = 128
@@ -55,23 +51,6 @@ def _compiled() -> Any:
 def _attend(query: torch.Tensor) -> Any:
     # Only on a GPU there is a compiled backward pass.
     return _compiled() if query.is_cuda else flex_attention
-
-
-@functools.cache
-def _causal(Q: int, K: int, device: torch.device) -> BlockMask:
-    return create_block_mask(lambda b, h, q, k: k <= q + (K - Q), None, None, Q, K, device=device)
-
-
-def causal_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    """Returns causal attention by FlexAttention, rows aligned to the end of the keys.
-
-    Args:
-        query: (B, H, Q, D). key: (B, G, K, D). value: (B, G, K, V).
-        scaling: the factor on q.k.
-    """
-    mask = None if query.shape[2] == 1 else _causal(query.shape[2], key.shape[2], query.device)
-    result: torch.Tensor = _attend(query)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
-    return result
 
 
 def _left_of(start: torch.Tensor, count: int, Q: int, K: int) -> BlockMask:
@@ -151,24 +130,15 @@ class _CoPEFlex(torch.autograd.Function):
         return (*results, grad_table.to(attention.table.dtype), None, None)
 
 
-def cope_flex(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    scaling: float,
-    position_scale: float,
-) -> torch.Tensor:
+def cope_flex(*inputs: torch.Tensor, scaling: float, position_scale: float) -> torch.Tensor:
     """Returns what `kernel_cope.cope_attention` does, causal and without options; the plain part by FlexAttention.
 
     Args:
-        query: (B, H, Q, D). key, value: (B, G, K, D). table: (D, P).
+        inputs: query (B, H, Q, D), key and value (B, G, K, D), table (D, P).
         scaling: the factor on q.k.
         position_scale: the factor on q.e.
     """
-    result: torch.Tensor = _CoPEFlex.apply(query, key, value, table, scaling, position_scale)
-    return result
+    return _CoPEFlex.apply(*inputs, scaling, position_scale)
 
 
 @triton.jit
@@ -187,15 +157,14 @@ def _position_tile(q, table, position_scale, P, D: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def _window_step(
-    q, keys, key_row, values, value_row, z, block, ranges, low, high, count, stopped, acc, weight, top, newer, scaling,
-    last, Q, K, P, BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q, keys, key_row, values, value_row, z, block, high, count, stopped, acc, weight, top, newer, scaling, last, Q, K,
+    P, BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of `_window_forward` without options; z (BLOCK_M, positions) is on chip."""
     begin = block * BLOCK_N
     k = load(keys, key_row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
-    seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N)
+    seen = seen_keys(None, high, high, begin, Q, K, BLOCK_N)
     counting = count < last
     stopped = tl.where(counting & (high > 0), begin, stopped)
     counts = _counts(tl.sigmoid(logits), seen & counting[:, None], BITS)
@@ -242,14 +211,14 @@ def window_on_chip_kernel(
     sure = tl.minimum((P - 1) // BLOCK_N, block + 1)
     for _ in range(0, sure):
         count, stopped, acc, weight, top = _window_step(
-            q, keys, key.row, values, value.row, z, block, None, high, high, count, stopped, acc, weight, top, newer,
-            scaling, last, Q, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
+            q, keys, key.row, values, value.row, z, block, high, count, stopped, acc, weight, top, newer, scaling,
+            last, Q, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
         )  # fmt: skip
         block -= 1
     while (tl.max(((high > 0) & (count < last)).to(tl.int32)) > 0) & (block >= 0):
         count, stopped, acc, weight, top = _window_step(
-            q, keys, key.row, values, value.row, z, block, None, high, high, count, stopped, acc, weight, top, newer,
-            scaling, last, Q, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
+            q, keys, key.row, values, value.row, z, block, high, count, stopped, acc, weight, top, newer, scaling,
+            last, Q, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
         )  # fmt: skip
         block -= 1
     weight = tl.where(weight == 0, 1.0, weight)
@@ -290,27 +259,13 @@ def _window_on_chip(self: _Pass) -> Window:
     return window
 
 
-def _check_table(table: torch.Tensor) -> None:
-    if table.shape[1] > 64:
-        raise ValueError(f"table={tuple(table.shape)!r} is not valid: at most 64 positions are supported.")
-
-
-def cope_on_chip(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    scaling: float,
-    position_scale: float,
-) -> torch.Tensor:
+def cope_on_chip(*inputs: torch.Tensor, scaling: float, position_scale: float) -> torch.Tensor:
     """Returns what `kernel_cope.cope_attention` does for several rows, causal and without options.
 
     Arguments as in `cope_flex`. The table has at most 64 positions: z of a row is in registers.
     """
-    _check_table(table)
     with mock.patch.object(_Pass, "window_forward", _window_on_chip):
-        return cope_attention(query, key, value, table, scaling=scaling, position_scale=position_scale)
+        return cope_attention(*inputs, scaling=scaling, position_scale=position_scale)
 
 
 @triton.jit
@@ -337,70 +292,14 @@ def _join(
     return tl.sum(tile * weights[:, None], 0) / total, top + tl.log2(total)
 
 
-@triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
-def decode_once_kernel(
-    query, key, value, parts, top_lse, done, out, ranges, polar, scaling, G, groups, K, splits,
-    D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """`decode_kernel`; the last program of a key head joins its splits. done: int32 (B * G), 0 before and after."""
-    decode_kernel(
-        query, key, value, parts, top_lse, ranges, None, polar, None, scaling, G, groups, K, splits,
-        D, V, R, PRECISION, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    tl.debug_barrier()
-    member = (tl.program_id(0) // splits).to(tl.int64)
-    if tl.atomic_add(done + member, 1, sem="acq_rel") == splits - 1:
-        tl.store(done + member, 0)
-        for row in range(0, groups):
-            joined, _ = _join(parts, top_lse, member, row, splits, splits, groups, V, BLOCK_V, BLOCK_S)
-            channels = tl.arange(0, BLOCK_V)
-            to = out + (member * groups + row) * V + channels
-            tl.store(to, joined.to(out.dtype.element_ty), mask=channels < V)
-
-
 @functools.cache
 def _done(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def decode_once(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scaling: float,
-    ranges: torch.Tensor | None = None,
-    polar: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
-) -> torch.Tensor:
-    """Returns what `kernel_flash.flash_decode` does, by one launch instead of two; arguments as there."""
-    (B, H, _, D), (_, G, K, V) = query.shape, value.shape
-    splits = _decode_splits(query, B * G, K)
-    parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
-    top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)
-    out = torch.empty(B, H, 1, V, dtype=query.dtype, device=query.device)
-    tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
-    rows = block_width(H // G)
-    launch(
-        decode_once_kernel,
-        (splits * B * G,),
-        [Tiles(rows, 64, 4, 2), Tiles(rows, 32, 4, 1)],
-        (D, V, R, query.dtype, ranges is not None, polar is not None and polar[-1] is not None, rows),
-        (
-            *(heads(query), heads(key), heads(value), parts, top_lse, _done(B * G, query.device), out, ranges, tables),
-            *(float(scaling), G, H // G, K, splits),
-        ),
-        {
-            **{"D": D, "V": V, "R": R, "PRECISION": precision(query.dtype, V), "BLOCK_D": block_width(D)},
-            **{"BLOCK_V": block_width(V), "BLOCK_S": block_width(splits)},
-        },
-    )
-    return out
-
-
 @triton.jit
 def _decode_window(
-    query, key, value, table, window, ranges, member, scaling, position_scale, G, groups, K, P, splits,
+    query, key, value, table, window, member, scaling, position_scale, G, groups, K, P, splits,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -411,48 +310,38 @@ def _decode_window(
     b = member // G
     g = member % G
     rows = tl.arange(0, BLOCK_M)
-    first = 0
-    high = K
-    if ranges is not None:
-        ranges += b * (1 + K) * 2
-        first = tl.maximum(tl.load(ranges), 0)
-        high = tl.minimum(tl.load(ranges + 1), K)
-    start = first // BLOCK_N * BLOCK_N
-    size = tl.cdiv(tl.maximum(high - start, 0), splits * BLOCK_N) * BLOCK_N
+    size = tl.cdiv(K, splits * BLOCK_N) * BLOCK_N
     q = load(pointer(query, b, g * groups), query.head, 0, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
     z = _position_tile(q, table, position_scale, P, D, PRECISION, BLOCK_D, BLOCK_P)
     last = (P - 1) << BITS
-    low = tl.zeros([BLOCK_M], tl.int32) + first
-    highs = tl.zeros([BLOCK_M], tl.int32) + high
+    high = tl.zeros([BLOCK_M], tl.int32) + K
     count = tl.zeros([BLOCK_M], tl.int32)
     top = tl.full([BLOCK_M], MASKED, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     newer = _triangle(tl.float16, BLOCK_N, True)
     # The keys from here on are done.
-    end = tl.cdiv(high, BLOCK_N) * BLOCK_N
+    end = tl.cdiv(K, BLOCK_N) * BLOCK_N
     pending = 1
-    while (end > start) & ((pending > 0) | ((end - start) % tl.maximum(size, 1) != 0)):
+    while (end > 0) & ((pending > 0) | (end % size != 0)):
         end -= BLOCK_N
         count, _, acc, weight, top = _window_step(
-            q, pointer(key, b, g), key.row, pointer(value, b, g), value.row, z, end // BLOCK_N, ranges, low, highs,
-            count, highs, acc, weight, top, newer, scaling, last, 1, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
+            q, pointer(key, b, g), key.row, pointer(value, b, g), value.row, z, end // BLOCK_N, high, count, high,
+            acc, weight, top, newer, scaling, last, 1, K, P, BITS, D, PRECISION, BLOCK_D, BLOCK_N,
         )  # fmt: skip
         pending = tl.max(((rows < groups) & (count < last)).to(tl.int32))
-    some = weight != 0
-    weight = tl.where(some, weight, 1.0)
     store(window.out + member * groups * D, D, 0, groups, acc / weight[:, None], D, BLOCK_M, BLOCK_D)
     flat = member * groups + rows
-    tl.store(window.lse + flat, tl.where(some, top + tl.log2(weight), MASKED), mask=rows < groups)
+    tl.store(window.lse + flat, top + tl.log2(weight), mask=rows < groups)
     at_last = tl.sum(tl.where(tl.arange(0, BLOCK_P)[None, :] == P - 1, z, 0.0), 1)
     tl.store(window.constant + flat, at_last * LOG2_E, mask=rows < groups)
-    tl.store(window.start + member, tl.maximum(end - start, 0) // tl.maximum(size, 1))
+    tl.store(window.start + member, end // size)
 
 
 @triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
 def cope_decode_once_kernel(
-    query, key, value, table, parts, top_lse, window, done, out, ranges, scaling, position_scale, G, groups, K, P,
-    splits, BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
+    query, key, value, table, parts, top_lse, window, done, out, scaling, position_scale, G, groups, K, P, splits,
+    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Decoding with CoPE: no program waits for another, the last one of a key head joins what all have found.
@@ -467,12 +356,12 @@ def cope_decode_once_kernel(
         return
     if windows:
         _decode_window(
-            query, key, value, table, window, ranges, member, scaling, position_scale, G, groups, K, P, splits,
+            query, key, value, table, window, member, scaling, position_scale, G, groups, K, P, splits,
             BITS, D, PRECISION, BLOCK_D, BLOCK_P, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
         decode_kernel(
-            query, key, value, parts, top_lse, ranges, None, None, None, scaling, G, groups, K, splits,
+            query, key, value, parts, top_lse, None, None, None, None, scaling, G, groups, K, splits,
             D, D, 0, PRECISION, BLOCK_D, BLOCK_D, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         member = member // splits
@@ -488,7 +377,6 @@ def cope_decode_once_kernel(
             lse = tl.load(window.lse + flat, cache_modifier=".cg")
             near = tl.load(window.out + flat * D + channels, mask=channels < D, other=0.0, cache_modifier=".cg")
             top = tl.maximum(plain_lse, lse)
-            # If neither saw anything both are 0.
             shares = tl.exp2(plain_lse - top), tl.exp2(lse - top)
             joined = (plain * shares[0] + near * shares[1]) / (shares[0] + shares[1])
             tl.store(out + flat * D + channels, joined.to(out.dtype.element_ty), mask=channels < D)
@@ -502,18 +390,12 @@ def cope_decode_once(
     *,
     scaling: float,
     position_scale: float,
-    ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns what `kernel_cope.cope_attention` does for one row, without gradients, by one launch instead of four.
+    """Returns what `kernel_cope.cope_attention` does for one row, without options, by one launch instead of four.
 
-    Args:
-        query: (B, H, 1, D). key, value: (B, G, K, D). table: (D, P), P at most 64.
-        scaling: the factor on q.k.
-        position_scale: the factor on q.e.
-        ranges: what the row sees, int32 (B, 1, 1 + K, 2), or None: all keys.
+    Arguments as in `cope_flex`. The table has at most 64 positions.
     """
-    _check_table(table)
-    attention = _Pass([query, key, value, table, *[None] * 7, ranges, None, None], scaling, position_scale)
+    attention = _Pass([query, key, value, table, *[None] * 10], scaling, position_scale)
     B, H, G, K, D, P = attention.B, attention.H, attention.G, attention.K, attention.D, attention.P
     splits = _decode_splits(query, B * G, K)
     rows = block_width(H // G)
@@ -536,7 +418,7 @@ def cope_decode_once(
         (
             *(heads(query), heads(key), heads(value), attention.table),
             *(attention.empty(B, G, splits, H // G, D), attention.empty(B, G, splits, H // G)),
-            *(window, _done(B * G, query.device), out, attention.ranges, float(scaling), float(position_scale)),
+            *(window, _done(B * G, query.device), out, float(scaling), float(position_scale)),
             *(G, H // G, K, P, splits),
         ),
         {**attention.constants, **attention.bits, "BLOCK_P": block_width(P), "BLOCK_S": block_width(splits)},

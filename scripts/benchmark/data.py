@@ -1,6 +1,5 @@
 """Preparation and reading of text: speed, memory, start and waiting; see docs/kernels.md."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -12,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Megabytes of text: the two sizes whose memory is compared; a small and a large number with `--quick`.
 SIZES, QUICK_SIZES = (120, 1200), (40, 80)
@@ -46,20 +44,10 @@ run.accelerator.end_training()
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A figure, its unit, and what it should be: at least or at most `aim`."""
-
-    what: str
-    value: float
-    unit: str
-    aim: float
-    at_least: bool = False
-
-    def __str__(self) -> str:
-        met = self.value >= self.aim if self.at_least else self.value <= self.aim
-        bound = "at least" if self.at_least else "at most"
-        return f"{self.what:<72} {self.value:8.2f} {self.unit:<3} {bound} {self.aim:g}: {'met' if met else 'NOT MET'}"
+def line(what: str, value: float, unit: str, aim: float, *, at_least: bool = False) -> str:
+    """Returns a line with a figure, what it should be (at most, or at least, `aim`), and whether it is."""
+    bound, met = ("at least", value >= aim) if at_least else ("at most", value <= aim)
+    return f"{what:<72} {value:8.2f} {unit:<3} {bound} {aim:g}: {'met' if met else 'NOT MET'}"
 
 
 def _documents(seed: int) -> Iterator[str]:
@@ -83,26 +71,17 @@ def write_text(file: Path, megabytes: float, seed: int = 0) -> None:
                 return
 
 
-def _train_tokenizer(folder: Path, text: Path) -> str:
-    """Saves a byte-level BPE, trained on a file."""
-    from ..data.tokenize import build_tokenizer
-
-    with text.open(encoding="utf-8") as content:
-        texts = [json.loads(line)["text"] for line in content]
-    build_tokenizer("bpe", vocab_size=VOCABULARY, texts=texts).save_pretrained(folder)
-    return str(folder)
-
-
 class _Workplace:
     """A temporary folder with texts, a tokenizer and caches, and the commands that use them."""
 
     def __init__(self, root: Path) -> None:
+        from ..data.tokenize import build_tokenizer
+
         self.root, self.held_out = root, root / "held_out.jsonl"
         write_text(self.held_out, 1, seed=1)
-        self.settings = [
-            f"data.tokenizer={_train_tokenizer(root / 'tokenizer', self.held_out)}",
-            "data.vocab_size=null",
-        ]
+        texts = itertools.islice(_documents(1), 400)
+        build_tokenizer("bpe", vocab_size=VOCABULARY, texts=texts).save_pretrained(root / "tokenizer")
+        self.settings = [f"data.tokenizer={root / 'tokenizer'}", "data.vocab_size=null"]
 
     def text(self, megabytes: int) -> Path:
         file = self.root / f"{megabytes}.jsonl"
@@ -110,61 +89,58 @@ class _Workplace:
             write_text(file, megabytes)
         return file
 
-    def _start(self, cache: str, arguments: list[str], **streams: Any) -> subprocess.Popen:
+    def python(self, *arguments: str) -> tuple[str, float]:
+        """Runs Python with our caches; returns what it wrote, and MB of the largest of its processes."""
+        cache, log = self.root / "cache", self.root / "log"
         environment = {
             **os.environ,
-            "HF_DATASETS_CACHE": str(self.root / cache / "datasets"),
-            "WHATWHERE_CACHE": str(self.root / cache / "tokens"),
+            "HF_DATASETS_CACHE": str(cache / "datasets"),
+            "WHATWHERE_CACHE": str(cache / "tokens"),
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         }
-        return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **streams)
-
-    def prepare(self, megabytes: int, processes: int, cache: str) -> tuple[float, float]:
-        """Runs `whatwhere prepare` with empty caches; returns tokens a second, and MB of its largest process."""
-        shutil.rmtree(self.root / cache, ignore_errors=True)
-        files = ["--train-file", str(self.text(megabytes)), "--validation-file", str(self.held_out)]
-        command = ["-m", "whatwhere", "prepare", "wikitext103_small", *files, "--processes", str(processes)]
-        command += [word for setting in self.settings for word in ("--set", setting)]
-        log = self.root / f"{cache}.log"
         with log.open("w", encoding="utf-8") as output:
-            process = self._start(cache, command, stdout=output, stderr=output)
-            # Of the largest of its processes.
+            process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=output, stderr=output)
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         said = log.read_text(encoding="utf-8")
-        speed = re.search(r"tokenised the train split: .*\(([\d,]+) tokens/s", said)
-        if process.returncode or speed is None:
-            raise RuntimeError(f"whatwhere prepare failed: {said[-2000:]}")
+        if process.returncode:
+            raise RuntimeError(f"a process failed: {said[-2000:]}")
         # Linux gives KiB, macOS bytes.
-        return float(speed[1].replace(",", "")), usage.ru_maxrss / (1e3 if sys.platform != "darwin" else 1e6)
+        return said, usage.ru_maxrss / (1e3 if sys.platform != "darwin" else 1e6)
 
-    def run(self, megabytes: int, steps: int, cache: str) -> dict[str, float]:
+    def prepare(self, megabytes: int, processes: int) -> tuple[float, float]:
+        """Runs `whatwhere prepare` with empty caches; returns tokens a second, and MB of its largest process."""
+        shutil.rmtree(self.root / "cache", ignore_errors=True)
+        files = ["--train-file", str(self.text(megabytes)), "--validation-file", str(self.held_out)]
+        settings = [word for setting in self.settings for word in ("--set", setting)]
+        command = ["-m", "whatwhere", "prepare", "wikitext103_small", *files, *settings]
+        said, memory = self.python(*command, "--processes", str(processes))
+        speed = re.findall(r"tokenised the train split: .*\(([\d,]+) tokens/s", said)[0]
+        return float(speed.replace(",", "")), memory
+
+    def run(self, megabytes: int, steps: int) -> dict[str, float]:
         """Starts a run of `wikitext103_small` on prepared text, and takes a few steps."""
         settings = [*self.settings, f"training.steps={steps}", "training.warmup_steps=0"]
         files = [str(self.text(megabytes)), str(self.held_out), str(self.root / "run")]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = self._start(cache, ["-c", RUN, "wikitext103_small", json.dumps(settings), *files], **pipes)
-        said, errors = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"the run failed: {errors[-2000:]}")
-        return json.loads(said.splitlines()[-1])
+        said, _ = self.python("-c", RUN, "wikitext103_small", json.dumps(settings), *files)
+        return json.loads(re.findall(r"^\{.*\}$", said, re.MULTILINE)[-1])
 
 
-def benchmark_data(quick: bool) -> Iterator[Line]:
+def benchmark_data(quick: bool) -> Iterator[str]:
     """Yields the figures as they come. Everything is written into a temporary folder, of about 5 GB without `quick`."""
     (small, large), steps, rounds = (QUICK_SIZES, QUICK_STEPS, 1) if quick else (SIZES, STEPS, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="whatwhere-benchmark-") as folder:
         place = _Workplace(Path(folder))
         # In turn; the best of each, because other work on the machine only makes them slower.
-        measured = [[place.prepare(small, processes, "cache") for processes in (1, 2)] for _ in range(rounds)]
+        measured = [[place.prepare(small, processes) for processes in (1, 2)] for _ in range(rounds)]
         (one, _), (two, memory) = (max(column) for column in zip(*measured))
         name = f"tokenising {small} MB, {one / 1e6:.2f} million tokens/s, with 2 processes"
-        yield Line(name, two / one, "x", 1.7, at_least=True)
-        _, more = place.prepare(large, 2, "cache")
+        yield line(name, two / one, "x", 1.7, at_least=True)
+        _, more = place.prepare(large, 2)
         name = f"peak memory: {memory:.0f} MB for {small} MB of text, {more:.0f} MB for {large} MB"
-        yield Line(name, abs(more / memory - 1) * 100, "%", 10)
-        took = place.run(large, steps, "cache")
-        yield Line(f"start of a run on {large} MB of prepared text, after imports", took["start"], "s", 10)
+        yield line(name, abs(more / memory - 1) * 100, "%", 10)
+        took = place.run(large, steps)
+        yield line(f"start of a run on {large} MB of prepared text, after imports", took["start"], "s", 10)
         share = took["waited"] / (took["waited"] + took["worked"]) * 100
         step = took["worked"] / (steps - 2)
-        yield Line(f"waiting for data in a step of wikitext103_small ({step:.2f} s)", share, "%", 2)
+        yield line(f"waiting for data in a step of wikitext103_small ({step:.2f} s)", share, "%", 2)

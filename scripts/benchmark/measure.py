@@ -1,11 +1,10 @@
 """Timing, peak memory, and errors of measurements."""
 
-import dataclasses
 import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,14 +20,8 @@ class Refused(Exception):
     """A provider does not support a configuration; the message gives the reason."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Measurements of one direction.
-
-    Attributes:
-        times: milliseconds of each run.
-        above: peak bytes in addition to the memory allocated before; None if not measured.
-    """
+class Sample(NamedTuple):
+    """The milliseconds of each run, and the peak bytes above those allocated before, if they were measured."""
 
     times: Sequence[float]
     above: int | None = None
@@ -45,38 +38,29 @@ class HostTimer:
         self.now = time.perf_counter if clock == "wall" else time.process_time
         self.repeats = repeats
 
-    def once(self, function: Callable[[], Any]) -> float:
-        start = self.now()
-        function()
-        return (self.now() - start) * 1e3
-
     def in_turns(self, runs: dict[str, dict[str, Callable[[], Any]]]) -> dict[tuple[str, str], Sample]:
         """Times `{provider: {direction: function}}` in rounds, after one warm-up."""
         times: dict[tuple[str, str], list[float]] = {}
         for turn in range(self.repeats + 1):
             for provider, directions in runs.items():
                 for direction, function in directions.items():
-                    elapsed = self.once(function)
+                    start = self.now()
+                    function()
                     if turn > 0:
-                        times.setdefault((provider, direction), []).append(elapsed)
+                        times.setdefault((provider, direction), []).append((self.now() - start) * 1e3)
         return {slot: Sample(values) for slot, values in times.items()}
 
 
 class DeviceTimer:
     """Times functions on a GPU with events, with the L2 cache overwritten before each run.
 
-    Args:
-        repeats: runs of each function; None for 3 to 50 runs in about `seconds`, or fewer if one run takes longer.
-        seconds: device time for one function.
+    Each runs `repeats` times; by default 3 to 50 times in about `seconds`, or once if that takes longer.
     """
 
     def __init__(self, device: torch.device, repeats: int | None, seconds: float) -> None:
         self.repeats = repeats
         self.seconds = seconds
         self.cache = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-
-    def once(self, function: Callable[[], Any]) -> float:
-        return self._runs(function, 1)[0]
 
     def __call__(self, function: Callable[[], Any], *, memory: bool) -> Sample:
         """Times a function, and measures its peak memory in the warm-up run."""
@@ -89,7 +73,7 @@ class DeviceTimer:
             function()
             torch.cuda.synchronize()
             above = torch.cuda.max_memory_allocated() - before
-        estimate = self.once(function) / 1e3
+        estimate = self._runs(function, 1)[0] / 1e3
         repeats = self.repeats or min(50, max(3 if estimate < self.seconds else 1, int(self.seconds / estimate)))
         return Sample(self._runs(function, repeats), above)
 
@@ -107,13 +91,9 @@ class DeviceTimer:
 
 
 def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Captures a function as a CUDA graph, to time it without launch overhead.
+    """Captures a function as a CUDA graph, to time it without launch overhead; raises Refused if that is impossible.
 
-    Returns:
-        The function that replays it, and the tensor with the result of each replay.
-
-    Raises:
-        Refused: the function cannot be captured.
+    Returns the function that replays it, and the tensor with the result of each replay.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -149,5 +129,4 @@ def device_is_lost(error: BaseException) -> bool:
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Returns the text of an error on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return (" ".join(str(error).split()) or type(error).__name__)[:limit]

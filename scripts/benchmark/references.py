@@ -22,14 +22,10 @@ from whatwhere.position_stick_breaking import _without_own, break_stick
 def visible(
     query_length: int, key_length: int, rows: torch.Tensor, *, ranges: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns which keys are visible to the rows: bool (1 or B, 1, N, K).
+    """Returns which keys are visible to the rows, int64 (N,): bool (1 or B, 1, N, K).
 
-    Args:
-        query_length: Q.
-        key_length: K.
-        rows: int64 (N,), query rows.
-        ranges: None for causal (row i sees keys j <= K - Q + i); or int32 (B, 1, Q + K, 2): row i sees the keys with
-            low_i <= j < high_i whose entry Q + j is not 0.
+    ranges: None for causal (row i sees keys j <= K - Q + i); or int32 (B, 1, Q + K, 2): row i sees the keys with
+    low_i <= j < high_i whose entry Q + j is not 0.
     """
     if ranges is None:
         return torch.arange(key_length, device=rows.device) <= rows[None, None, :, None] + (key_length - query_length)
@@ -59,14 +55,9 @@ def attention(
     """Returns what `eager` attention computes for some rows, (B, H, N, D).
 
     Args:
-        query: (B, H, Q, D).
-        key: (B, G, K, D), as cached.
-        value: (B, G, K, D).
+        query: (B, H, Q, D). key, value: (B, G, K, D), as cached. rows: int64 (N,).
         encodings: those of a layer.
         context: the context of all rows.
-        rows: int64 (N,).
-        scaling: the factor on q.k.
-        ranges: see `visible`.
         kept: what dropout multiplies the weights with, (B, H, N, K), or None.
     """
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
@@ -128,13 +119,9 @@ def checked_gradient(
     exact_inputs: Sequence[torch.Tensor],
     parts: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, int]:
-    """Returns a gradient of the output that is 0 in rows that are not compared, and how many rounding decides.
+    """Returns a gradient of the output, (B, H, Q, D), that is 0 in rows that are not compared.
 
-    Args:
-        grad: (B, H, Q, D).
-        undecided: tells of inputs and `rows` which rounding decides, bool (B, H, N), or None.
-        exact_inputs: in float64.
-        parts: the rows to compare.
+    And how many of the rows in `parts` rounding decides: `undecided` tells which of some `rows`, bool (B, H, N).
     """
     found, count = torch.zeros_like(grad), 0
     for rows in parts:
@@ -166,12 +153,9 @@ def undecided_rows(
     incoming gradient of these rows should be set to 0.
 
     Args:
-        query: (B, H, Q, D), float64.
-        gate_key: (B, G, K, D), float64; its products with the queries open the gates.
+        query: (B, H, Q, D). gate_key: (B, G, K, D), whose products with the queries open the gates. Both float64.
         kinks: positions in ascending order.
         rows: int64 (N,).
-        scaling: the factor on the products.
-        ranges: see `visible`.
     """
     seen = visible(query.shape[2], gate_key.shape[2], rows, ranges=ranges)
     gates = torch.sigmoid(_logits(query[:, :, rows], gate_key, scaling)) * seen

@@ -6,8 +6,9 @@ import datetime
 import hashlib
 import pathlib
 import platform
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -15,9 +16,9 @@ from torch.utils import collect_env
 
 import whatwhere
 
-from .attention import BASELINES
+from .attention import BASELINES, FOREIGN, STOCK_PREFIXES
 from .measure import Sample
-from .models import STOCK
+from .models import MODELS, STOCK
 
 FIELDS = (
     "date",
@@ -52,8 +53,7 @@ FIELDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A measured shape: batch x heads x length x head dim, and for models the number of layers."""
 
     batch: int
@@ -69,15 +69,10 @@ class Shape:
 
 @dataclasses.dataclass
 class Result:
-    """One provider at one shape.
+    """One provider at one shape: samples by direction, and why some are missing (`status`, in `stage`).
 
-    Attributes:
-        samples: by direction.
-        status: "ok", or why measurements are missing.
-        stage: the current stage, for the status.
-        error: the largest relative error of the check.
-        note: tiles or attention implementation.
-        inputs: bytes of inputs, tables and incoming gradients, if known.
+    `error` is the largest one of the check, as a share of the allowed one; `inputs` the bytes of inputs, tables and
+    incoming gradients.
     """
 
     provider: str
@@ -89,27 +84,28 @@ class Result:
     inputs: int | None = None
 
 
+def is_failure(provider: str, status: str) -> bool:
+    """Whether a status is a failure of ours."""
+    if provider.startswith(STOCK_PREFIXES):
+        # PyTorch's own providers may raise errors; if their check fails, our check is wrong.
+        return "check failed" in status
+    harmless = status.startswith(("ok", "left out")) or "refused: " in status or "out of memory" in status
+    return not harmless and provider not in FOREIGN
+
+
 class Report:
     """Collects rows of results, prints tables, appends the rows to a CSV file.
 
     Args:
-        output: the CSV file.
         common: fields of all rows.
-        show: prints a line.
         resume: begin with the rows of the file that are about the same state.
-
-    Attributes:
-        rows: all rows, with all `FIELDS`; empty where there is no value.
     """
 
-    def __init__(
-        self, output: pathlib.Path, common: dict[str, Any], show: Callable[[str], None] = print, *, resume: bool = False
-    ) -> None:
+    def __init__(self, output: pathlib.Path, common: dict[str, Any], *, resume: bool = False) -> None:
         self.output = output
-        self.common = common
-        self.show = show
+        self.common = {name: str(value) for name, value in common.items()}
         state = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
-        self.rows = read_rows(output, **{name: str(common[name]) for name in state}) if resume else []
+        self.rows = read_rows(output, **{name: self.common[name] for name in state}) if resume else []
         self.shown: tuple[str, Shape] | None = None
 
     def finished(self, part: str, shape: Shape, provider: str) -> bool:
@@ -121,8 +117,6 @@ class Report:
     def add(self, part: str, shape: Shape, results: Sequence[Result]) -> None:
         """Prints results and appends their rows."""
         rows = [row for result in results for row in self._rows(part, shape, result)]
-        if not rows:
-            return
         self.rows += rows
         for row in rows:
             best = self.baseline(row) if row["direction"] else None
@@ -131,8 +125,7 @@ class Report:
                 row["ratio_to"] = best["provider"]
                 if row["peak_mib"] and float(best["peak_mib"] or 0):
                     row["memory_ratio"] = f"{float(row['peak_mib']) / float(best['peak_mib']):.3f}"
-        self._print(part, shape, rows)
-        for row in rows:
+            self._print(part, shape, row)
             append_row(self.output, FIELDS, row)
 
     def baseline(self, row: dict[str, str]) -> dict[str, str] | None:
@@ -143,9 +136,9 @@ class Report:
         return min(found, key=lambda one: float(one["milliseconds"]), default=None)
 
     def _rows(self, part: str, shape: Shape, result: Result) -> list[dict[str, str]]:
-        row: dict[str, str] = {
+        row = {
             **dict.fromkeys(FIELDS, ""),
-            **{name: str(value) for name, value in self.common.items()},
+            **self.common,
             "date": now(),
             "part": part,
             "provider": result.provider,
@@ -153,7 +146,7 @@ class Report:
             "length": str(shape.length),
             "head_dim": str(shape.head_dim),
             "status": result.status,
-            "error": "" if result.error is None else f"{result.error:.2e}",
+            "error": "" if result.error is None else f"{result.error:.3f}",
             "note": result.note,
         }
         rows = []
@@ -171,68 +164,51 @@ class Report:
             rows.append({**row, "status": "ok", **numbers})
         return rows if result.status == "ok" else [*rows, row]
 
-    def _print(self, part: str, shape: Shape, rows: Sequence[dict[str, str]]) -> None:
-        common = self.common
+    def _print(self, part: str, shape: Shape, row: dict[str, str]) -> None:
+        line = "{:28} {:18} {:>10} {:>10} {:>8} {:>9} {:>9}  {}"
         if self.shown != (part, shape):
             self.shown = part, shape
-            where = f"{common['device']}, {common['threads']} threads, {common['clock']} clock"
-            self.show(f"\n{part}, {shape}, {common['dtype']}, {where}")
-            names = ("provider", "direction", "ms", "fastest", "ratio", "peak MiB", "above", "ratio to")
-            self.show("{:28} {:18} {:>10} {:>10} {:>8} {:>9} {:>9}  {}".format(*names))
-        for row in rows:
-            if not row["direction"]:
-                self.show(f"{row['provider']:28} {row['status']}")
-                continue
-            self.show(
-                f"{row['provider']:28} {row['direction']:18} {row['milliseconds']:>10} {row['fastest']:>10} "
-                f"{row['ratio']:>8} {row['peak_mib']:>9} {row['above_mib']:>9}  {row['ratio_to']}"
-            )
+            where = f"{row['device']}, {row['threads']} threads, {row['clock']} clock"
+            print(f"\n{part}, {shape}, {row['dtype']}, {where}")
+            print(line.format("provider", "direction", "ms", "fastest", "ratio", "peak MiB", "above", "ratio to"))
+        if row["direction"]:
+            columns = ("provider", "direction", "milliseconds", "fastest", "ratio", "peak_mib", "above_mib", "ratio_to")
+            print(line.format(*(row[name] for name in columns)), flush=True)
+        else:
+            print(f"{row['provider']:28} {row['status']}", flush=True)
 
 
 # What a run on a GPU says at its end: providers, with the target of their time forward and backward.
-SHOWN = {"cope-triton-half": 1.3, "pope-triton": 1.65, "fox-triton": None, "alibi-triton": None}
-SHOWN |= {"pope-sdpa-unpadded-cudnn": None, "pope-sdpa-padded-cudnn": None, "cope-half": None}
-SHOWN_LENGTHS = (4096, 16384, 65536)
-SHOWN_DIRECTIONS = ("forward", "forward+backward", "decoding", "decoding graph")
-# The target of memory and decoding. (PoPE's backward should be 3 times faster than PoPE-pytorch's.)
-TARGET_RATIO = 1.2
+SHOWN: dict[str, float | None] = {
+    "cope-triton-half": 1.3,
+    "pope-triton": 1.65,
+    **dict.fromkeys(("fox-triton", "alibi-triton", "pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "cope-half")),
+    # Its backward should take 3 times as long as ours.
+    "pope-pytorch": None,
+}
+SHOWN_LENGTHS = ("4096", "16384", "65536")
+TARGETS = {"decoding": 1.2, "decoding graph": 1.2, "memory": 1.2}
 
 
 def summary_of_benchmark(rows: Sequence[dict[str, str]], tiles: pathlib.Path) -> list[str]:
     """Returns lines for a screen: ratios, what failed or is missing, and tiles that are faster than the first ones."""
-    lines = []
-    found = {(row["part"], row["provider"], row["shape"], row["direction"]): row for row in rows if row["direction"]}
-    attention = sorted(
-        {(row["head_dim"], int(row["length"]), row["shape"]) for row in rows if row["part"] == "attention"}
-    )
-    names = ("", "D", "length", "forward", "+backward", "decoding", "graph", "memory")
-    if attention:
-        lines += ["", "time and memory as multiples of the fastest SDPA with RoPE (!: more than the target)"]
-        lines.append("{:24} {:>4} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9}".format(*names))
-    for provider, target in SHOWN.items():
-        for head_dim, length, shape in attention:
-            of_shape = [found.get(("attention", provider, shape, direction)) for direction in SHOWN_DIRECTIONS]
-            if length in SHOWN_LENGTHS and any(of_shape):
-                cells = [
-                    _cell(row, "ratio", bound)
-                    for row, bound in zip(of_shape, (None, target, TARGET_RATIO, TARGET_RATIO))
-                ]
-                cells.append(_cell(of_shape[1], "memory_ratio", TARGET_RATIO))
-                lines.append(f"{provider:24} {head_dim:>4} {length:>7} {' '.join(f'{cell:>9}' for cell in cells)}")
-    for head_dim, length, shape in attention:
-        ours, theirs = (found.get(("attention", name, shape, "backward")) for name in ("pope-triton", "pope-pytorch"))
-        if ours and theirs:
-            faster = float(theirs["milliseconds"]) / float(ours["milliseconds"])
-            lines.append(
-                f"pope-triton backward, D={head_dim}, {length}: {faster:.2f} times faster than pope-pytorch (3)"
-            )
-    models = [row for row in rows if row["part"] == "model" and row["ratio"] and row["provider"] != STOCK]
-    steps: dict[tuple[str, str], list[str]] = {}
-    for row in models:
-        steps.setdefault((row["provider"], row["shape"]), []).append(f"{row['direction']} {row['ratio']}")
-    lines += [f"{name}, {shape}, to stock Llama: {', '.join(parts)}" for (name, shape), parts in steps.items()]
-    lines += missing(rows)
-    return [*lines, *summary_of_tiles(read_rows(tiles))]
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        provider, direction = row["provider"], row["direction"]
+        if row["ratio"] and (provider in MODELS or (provider in SHOWN and row["length"] in SHOWN_LENGTHS)):
+            targets = {"forward+backward": SHOWN.get(provider), **TARGETS}
+            cells = found.setdefault((provider, row["shape"]), [])
+            cells.append(f"{direction} {_marked(row['ratio'], targets.get(direction))}")
+            if direction == "forward+backward" and row["memory_ratio"]:
+                cells.append(f"memory {_marked(row['memory_ratio'], TARGETS['memory'])}")
+    lines = [f"{provider:24} {shape:20} {', '.join(cells)}" for (provider, shape), cells in sorted(found.items())]
+    if lines:
+        lines = ["", "as multiples of the fastest SDPA with RoPE, or of stock Llama (!: more than the target)", *lines]
+    return [*lines, *missing(rows), *summary_of_tiles(read_rows(tiles))]
+
+
+def _marked(ratio: str, target: float | None) -> str:
+    return f"{float(ratio):.2f}" + ("!" if target and float(ratio) > target else "")
 
 
 def missing(rows: Sequence[dict[str, str]], most: int = 10) -> list[str]:
@@ -247,12 +223,6 @@ def missing(rows: Sequence[dict[str, str]], most: int = 10) -> list[str]:
     others = [f"not measured: {text} ({', '.join(shapes[text])})" for text in shapes if "check failed" not in text]
     more = len(others) - most
     return [*lines, *others[:most], *([f"not measured, in addition: {more} kinds"] if more > 0 else [])]
-
-
-def _cell(row: dict[str, str] | None, field: str, target: float | None) -> str:
-    if not row or not row[field]:
-        return ""
-    return f"{float(row[field]):.2f}" + ("!" if target and float(row[field]) > target else "")
 
 
 def summary_of_tiles(rows: Sequence[dict[str, str]]) -> list[str]:
@@ -303,10 +273,7 @@ def read_rows(file: pathlib.Path, **wanted: str) -> list[dict[str, str]]:
 
 def old_columns(output: pathlib.Path) -> bool:
     """Whether the file has other columns than the rows, so that nothing may be appended."""
-    if not output.exists():
-        return False
-    with output.open(newline="", encoding="utf-8") as file:
-        return tuple(next(csv.reader(file), ())) != FIELDS
+    return output.exists() and output.read_text(encoding="utf-8").splitlines()[:1] != [",".join(FIELDS)]
 
 
 def device_name(device: torch.device) -> str:
@@ -314,11 +281,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = pathlib.Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def versions(device: torch.device) -> dict[str, str]:

@@ -1,9 +1,8 @@
 """Serving: new tokens per second by continuous batching, and by `generate` with one prompt after the other."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -15,16 +14,8 @@ from .models import MODELS, STOCK, Models
 PAGE = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Serving:
-    """New tokens per second of one model.
-
-    Attributes:
-        alone: by `generate` with one prompt after the other.
-        together: by `generate_batch` with all prompts.
-        agreeing: the number of prompts of which both give the same tokens. In half precision, tokens that are almost as
-            likely as each other may differ.
-    """
+class Serving(NamedTuple):
+    """New tokens per second by `generate` and by `generate_batch`, and of how many prompts the tokens agree."""
 
     alone: float
     together: float
@@ -43,7 +34,8 @@ def serve(model: Any, prompts: list[list[int]], new_tokens: int) -> Serving:
     """Measures a model, each way once after a first one with two prompts.
 
     Raises:
-        CheckFailed: a request failed, or in float32 the tokens of a prompt differ.
+        CheckFailed: a request failed, or in float32 the tokens of a prompt differ. (In half precision, tokens that are
+            almost as likely as each other may differ.)
     """
     options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     # All answers have the same length.

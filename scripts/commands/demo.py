@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ..evaluation.checkpoints import at_least_one
 from ..evaluation.results import check_writable, lm_eval_tasks, provenance, write_json
 from ..training.errors import TrainingError
 from .common import command_parser
@@ -44,12 +43,12 @@ sys.meta_path.insert(0, Hidden())
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder, prompt, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+folder, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(prompt, return_tensors="pt")
 torch.manual_seed(0)
-output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=True, top_k=20, temperature=0.7)
+output = model.generate(**inputs, max_new_tokens=120, do_sample=True, top_k=20, temperature=0.7)
 assert not any(name.partition(".")[0] == "whatwhere" for name in sys.modules), "the package was imported"
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
@@ -72,11 +71,7 @@ def processes() -> int:
 
 
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
-    """Trains each encoding in its own process, `processes()` at a time, unless it is finished; continues runs.
-
-    Raises:
-        TrainingError: training failed; its messages were printed.
-    """
+    """Trains each encoding in its own process, `processes()` at a time, unless it is finished; continues runs."""
     threads = max(1, (os.cpu_count() or 1) // processes())
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
@@ -93,19 +88,16 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(processes()) as pool:
         statuses = dict(zip(folders, pool.map(run, folders)))
-    failed = {encoding: status for encoding, status in statuses.items() if status}
-    if failed and set(failed.values()) <= {130, 143}:
-        raise KeyboardInterrupt
+    failed = [encoding for encoding, status in statuses.items() if status]
     if failed:
         raise TrainingError(f"training failed: {', '.join(failed)}")
 
 
-def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path, tokens: int | None) -> None:
+def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's part to its folder."""
     from ..evaluation import length, length_report
 
     arguments = [*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"]
-    arguments += ["--tokens", str(tokens)] if tokens else []
     (output / "length.json").unlink(missing_ok=True)
     results = length.run(length.parser().parse_args(arguments), provenance("length", arguments))
     for folder in folders:
@@ -143,15 +135,11 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, An
     print(f"{TASK}, {tasks[TASK]['samples']} documents: {score:.3f} bits per byte")
 
 
-def continue_prompt(folder: pathlib.Path, prompt: str, *, new_tokens: int) -> str:
-    """Generates a continuation of a prompt in a process with remote code, without the package and without network.
-
-    Raises:
-        TrainingError: the process failed.
-    """
+def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
+    """Generates a continuation of a prompt in a process with remote code, without the package and without network."""
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
-        command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt, str(new_tokens)]
+        command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt]
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         done = subprocess.run(command, env=environment, check=False, **streams)
     if done.returncode:
@@ -167,8 +155,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
     )
-    parser.add_argument("--tokens", type=at_least_one, help="tokens to score (default: 16 of the longest windows)")
-    parser.add_argument("--new-tokens", type=at_least_one, default=120, help="length of the continuation; default 120")
     options = parser.parse_args(arguments)
     steps = options.steps
     # As in the recipes, warm-up takes a twentieth of the steps.
@@ -187,12 +173,12 @@ def main(arguments: list[str] | None = None) -> None:
     with stage("train"):
         train(folders, overrides)
     with stage("length extrapolation"):
-        measure_lengths(list(folders.values()), options.output, options.tokens)
+        measure_lengths(list(folders.values()), options.output)
     with stage(f"lm-eval {CHOSEN}"):
         run_lm_eval(folders[CHOSEN], options.output, provenance("demo", arguments))
     with stage("model cards"):
         for folder in folders.values():
             print(write_card(folder))
     with stage(f"{CHOSEN} in a clean process"):
-        print(continue_prompt(folders[CHOSEN], PROMPT, new_tokens=options.new_tokens))
+        print(continue_prompt(folders[CHOSEN], PROMPT))
     print(f"\nThe demo took {time.perf_counter() - begin:.0f} s. Results: {options.output}")

@@ -1,6 +1,5 @@
 """`whatwhere kernel-hub`: writes the Triton kernels as a kernel of Hugging Face's Kernel Hub (package `kernels`)."""
 
-import argparse
 import base64
 import hashlib
 import json
@@ -113,15 +112,6 @@ def add_op_namespace_prefix(op_name: str) -> str:
 '''
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    result = command_parser("kernel-hub", "OUTPUT [OPTIONS]", DESCRIPTION)
-    result.add_argument("output", type=pathlib.Path, metavar="OUTPUT", help="a new or empty folder")
-    result.add_argument("--repo-id", default=f"you/{NAME}", metavar="ID", help=f"on the Hub; default you/{NAME}")
-    result.add_argument("--build", action="store_true", help=f"also write build/torch-<{'|'.join(BUILDS)}>")
-    return result
-
-
 def kernel_source(text: str) -> str:
     """Returns a file of `modeling` for the kernel, whose `_ops` gives the namespace of the operators."""
     if "_NAMESPACE" not in text:
@@ -175,11 +165,14 @@ def built(backend: str) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Writes the folder."""
-    options = parser()
-    parsed = options.parse_args(arguments)
+    parser = command_parser("kernel-hub", "OUTPUT [OPTIONS]", DESCRIPTION)
+    parser.add_argument("output", type=pathlib.Path, metavar="OUTPUT", help="a new or empty folder")
+    parser.add_argument("--repo-id", default=f"you/{NAME}", metavar="ID", help=f"on the Hub; default you/{NAME}")
+    parser.add_argument("--build", action="store_true", help=f"also write build/torch-<{'|'.join(BUILDS)}>")
+    parsed = parser.parse_args(arguments)
     output: pathlib.Path = parsed.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        options.error(f"output={str(output)!r} is not valid: it must be a new or empty folder")
+        parser.error(f"output={str(output)!r} is not valid: it must be a new or empty folder")
     files = project(parsed.repo_id)
     for backend in BUILDS if parsed.build else ():
         files |= {f"build/torch-{backend}/{name}": text for name, text in built(backend).items()}

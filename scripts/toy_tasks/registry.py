@@ -19,11 +19,7 @@ PROBES: dict[str, type[SampleConfig]] = {"alice": alice.AliceConfig}
 
 
 def task_config(task: str, parameters: Mapping[str, Any]) -> Any:
-    """Returns the configuration (`SampleConfig`) of a task or probe with these parameters, and defaults for the rest.
-
-    Raises:
-        ValueError: the task or a parameter is unknown, or a parameter is of the wrong type or out of range.
-    """
+    """Returns the configuration (`SampleConfig`) of a task or probe; raises ValueError if something is not valid."""
     configs: dict[str, type[SampleConfig]] = {**TASKS, **PROBES}
     if task not in configs:
         raise ValueError(f"task={task!r} is not valid. {suggest(task, configs)}")
