@@ -37,7 +37,6 @@ Axes: B batch, H query heads, G key heads (query head h uses key head h // (H //
 P positions.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,14 +47,12 @@ from .kernel_flash import (
     check_inputs,
     chunk_rows,
     decode_rows,
-    differentiable,
     dropout_arguments,
     dropout_seed,
     flash_backward_columns,
     flash_backward_rows,
     flash_decode,
     flash_forward,
-    given_tensors,
     row_chunk,
     row_limits,
     row_products,
@@ -65,6 +62,7 @@ from .kernel_flash import (
 )
 from .kernel_knots import UNWRITTEN, check_knots, fill_skipped, knot_left, knot_piece, knots_argument
 from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_operator import Operator, empty_results
 from .kernel_terms import (
     added_bias,
     added_gradient,
@@ -94,8 +92,6 @@ WINDOW_ROWS = 64
 SCAN = tl.constexpr(32)
 # Columns of a window program, at most.
 MOST_COLUMNS = 64
-
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
 class Window(NamedTuple):
@@ -785,17 +781,10 @@ class _Pass:
         return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative
 
 
-# The tensors of the operators are those of `cope_attention`: query, key, value, table, gate_key, position_query,
-# relative (3), decay (2), ranges, knots, and the seed of dropout. The first 7 may get a gradient.
-TENSORS, DIFFERENTIABLE = 14, 7
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::cope_forward", mutates_args=())
 def _forward(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int,
-    dropout: float,
-) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(given_tensors(tensors, places, TENSORS), scaling, position_scale, num_positions, dropout)
+    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
+) -> list[torch.Tensor]:
+    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
     window = attention.window_forward()
     parts = []
     for rows, keys, options in attention.plain_parts(window, grad=False):
@@ -809,25 +798,22 @@ def _forward(
     return [out, lse, *window[2:]]
 
 
-@_forward.register_fake
-def _(tensors, *numbers):
+def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
     B, H, Q, D = tensors[0].shape
-    per_row = tensors[0].new_empty((B, H, Q), dtype=torch.float32)
+    out, per_row = empty_results(tensors)
     counts = torch.empty_like(per_row, dtype=torch.int32)
     rows = _window_tiles(D, tensors[0].dtype)[0][0].rows
     blocks = counts.new_empty((B, H, -(-Q // rows)))
-    like = (per_row, blocks, blocks, counts, counts, per_row)
-    return [tensors[0].new_empty(B, H, Q, D), *map(torch.empty_like, like)]
+    return [out, *map(torch.empty_like, (per_row, blocks, blocks, counts, counts, per_row))]
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::cope_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
-    scaling: float, position_scale: float, num_positions: int, dropout: float,
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float,
+    position_scale: float, num_positions: int, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(given_tensors(tensors, places, TENSORS), scaling, position_scale, num_positions, dropout)
+    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
     query, key, value, relative = attention.query, attention.key, attention.value, attention.relative
-    window = Window(*saved)
+    window, (grad, _) = Window(*results), grads
     delta = row_products(grad, window.out)
     grad_query, grad_table, grad_key, grad_value, *others = attention.window_backward(grad, delta, window)
     grad_gate_key, grad_position_query, grad_relative = others
@@ -847,29 +833,23 @@ def _backward(
             grad_relative += from_relative[1]
             grad_key[:, :, keys] += columns[0]
             grad_value[:, :, keys] += columns[1]
-    results = (grad_query, grad_key, grad_value, grad_table, grad_gate_key, grad_position_query, grad_relative)
-    return [results[place].to(one.dtype) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
+    gradients = (grad_query, grad_key, grad_value, grad_table, grad_gate_key, grad_position_query, grad_relative)
+    return [gradient.to(one.dtype) for one, gradient in zip(tensors, gradients) if one is not None]
 
 
-@_backward.register_fake
-def _(grad, tensors, saved, places, *numbers):
-    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::cope_decode", mutates_args=())
 def _decode(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int
+    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
 ) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
-    given = given_tensors(tensors, places, TENSORS)
-    query, (B, H, _, D), G = given[0], given[0].shape, given[1].shape[1]
-    # Of the query, and of the query of the table.
-    for index in (0, 5):
-        given[index] = None if given[index] is None else given[index].reshape(B, G, H // G, D)
+    query, key, value, table, gate_key, position_query, *others = tensors
+    (B, H, _, D), G = query.shape, key.shape[1]
+    shape = (B, G, H // G, D)
+    position_query = None if position_query is None else position_query.reshape(shape)
+    given = (query.reshape(shape), key, value, table, gate_key, position_query, *others)
     attention = _Pass(given, scaling, position_scale, num_positions)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
-        *(query, attention.key, attention.value),
+        *(query, key, value),
         scaling=scaling,
         ranges=attention.ranges,
         added=attention.added(slice(None)),
@@ -879,12 +859,8 @@ def _decode(
     )
 
 
-@_decode.register_fake
-def _(tensors, *numbers):
-    return tensors[0].new_empty(tensors[0].shape)
-
-
-differentiable(_forward, _backward)
+_SETTINGS = "float scaling, float position_scale, int num_positions, float dropout"
+_attention = Operator("cope", _SETTINGS, _forward, _backward, _decode, empty=_empty)
 
 
 def cope_attention(
@@ -959,12 +935,7 @@ def cope_attention(
         check_added(decay, relative, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
-    tensors = [query, key, value, table, gate_key, position_query, *(relative or (None, None, None))]
-    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-    tensors += [*(decay or (None, None)), ranges, knots, dropout_seed(query, dropout)]
-    places = [place for place, one in enumerate(tensors) if one is not None]
-    present = [tensors[place] for place in places]
-    settings = (scaling, position_scale, table.shape[1] if num_positions is None else num_positions)
-    if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(present, places, *settings)
-    return _forward(present, places, *settings, dropout)[0]
+    first = (query, key, value, table, gate_key, position_query, *(relative or (None,))[:1])
+    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), ranges, knots, dropout_seed(query, dropout))
+    num_positions = table.shape[1] if num_positions is None else num_positions
+    return _attention(first, others, scaling, position_scale, num_positions, dropout)[0]

@@ -16,7 +16,6 @@ it sees only keys j < start[b, h, i // rows]. A row that sees no key has output 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -662,43 +661,6 @@ def row_chunk(
     if rows == slice(0, query_length):
         return slice(0, key_length), ranges
     return slice(0, key_length), torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), dim=2)
-
-
-def given_tensors(tensors: Sequence[torch.Tensor], places: Sequence[int], count: int) -> list[Any]:
-    """Returns `count` tensors of an operator, None where there is none.
-
-    PyTorch finds no gradients in lists with None: an operator takes the tensors that there are, and their places.
-    """
-    found = dict(zip(places, tensors))
-    return [found.get(place) for place in range(count)]
-
-
-def refuse(ctx: Any, *grads: Any) -> None:
-    """The derivative of an operator that has none."""
-    raise NotImplementedError(
-        "the attention kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
-    )
-
-
-def differentiable(forward: Any, backward: Any) -> None:
-    """Makes the first result of an operator (tensors, places, *numbers) differentiable in the first of its tensors.
-
-    `backward`: an operator (gradient, tensors, results, places, *numbers), which returns their gradients.
-    """
-
-    def save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
-        tensors, *ctx.settings = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
-
-    def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
-        # Read once: activation checkpointing allows no second time.
-        saved, count = list(ctx.saved_tensors), len(ctx.settings[0])
-        results = [] if grads[0] is None else backward(grads[0], saved[:count], saved[count:], *ctx.settings)
-        return ([*results, *[None] * (count - len(results))], *(None,) * len(ctx.settings))
-
-    forward.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(refuse)
 
 
 class _Call:

@@ -10,7 +10,6 @@ Axes: B batch, H query heads, G key heads, Q query length, K key length, D head 
 D), W = D + R: R cosine parts, R sine parts, D - R plain channels.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,15 +17,14 @@ import torch
 
 from .kernel_flash import (
     check_inputs,
-    differentiable,
     dropout_arguments,
     dropout_seed,
     flash_backward,
     flash_decode,
     flash_forward,
-    given_tensors,
 )
 from .kernel_launch import Tiles, block_width, heads, launch, load, pointer
+from .kernel_operator import Operator
 from .kernel_polar import subtract_phase
 
 try:
@@ -35,8 +33,6 @@ try:
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
 
-# Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 # Memory of the pairs that are made at once: as much as the query, and at least so many bytes.
 SCRATCH_BYTES = 64 << 20
 
@@ -123,13 +119,11 @@ def _turn_backward(
     return grad_features, None if parts is None else parts.sum((0, 2))
 
 
-# The tensors of the operators: query, key, value, shift, cosine and sine of queries and of keys (4), ranges, and the
-# seed of dropout. The first 4 may get a gradient.
-TENSORS, DIFFERENTIABLE = 10, 4
-
-
 def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
     """Yields what is computed at once: some batch entries, or some key heads of one entry with their query heads.
+
+    tensors: query, key, value, shift, which may get gradients; cosine and sine of queries and of keys (4), ranges, and
+    the seed of dropout.
 
     Each takes at most the scratch memory (or is one key head): slices of batch and heads of queries, and of keys; the
     arguments of `_turn` for both; values; and options of `kernel_flash`.
@@ -169,36 +163,23 @@ def _join(parts: list[tuple[tuple[slice, slice], torch.Tensor]], shape: Sequence
     return whole
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::pope_forward", mutates_args=())
-def _forward(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, dropout: float
-) -> list[torch.Tensor]:
-    given = given_tensors(tensors, places, TENSORS)
+def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> list[torch.Tensor]:
     out, lse = [], []
-    for at, _, of_query, of_key, values, options in _parts(given, dropout):
+    for at, _, of_query, of_key, values, options in _parts(tensors, dropout):
         part_out, part_lse = flash_forward(_turn(*of_query), _turn(*of_key), values, scaling=scaling, **options)
         out.append((at, part_out))
         lse.append((at, part_lse))
-    shape = given[0].shape
+    shape = tensors[0].shape
     return [_join(out, shape), _join(lse, shape[:3])]
 
 
-@_forward.register_fake
-def _(tensors, *others):
-    query = tensors[0]
-    return [query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)]
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::pope_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
-    scaling: float, dropout: float,
-) -> list[torch.Tensor]:  # fmt: skip
-    given = given_tensors(tensors, places, TENSORS)
-    (query, key, value, shift), (out, lse) = given[:DIFFERENTIABLE], saved
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, dropout: float
+) -> list[torch.Tensor]:
+    (query, key, value, shift), (out, lse), (grad, _) = tensors[:4], results, grads
     queries, keys, values = [], [], []
     grad_shift = None if shift is None else shift.new_zeros(shift.shape)
-    for at, at_keys, of_query, of_key, part_value, options in _parts(given, dropout):
+    for at, at_keys, of_query, of_key, part_value, options in _parts(tensors, dropout):
         turned = _turn(*of_query), _turn(*of_key)
         grad_query, grad_key, grad_value, _ = flash_backward(
             grad[at], *turned, part_value, out[at], lse[at], scaling=scaling, **options
@@ -209,27 +190,16 @@ def _backward(
         queries.append((at, grad_query))
         keys.append((at_keys, _turn_backward(grad_key, *of_key)[0]))
         values.append((at_keys, grad_value))
-    results = [_join(queries, query.shape), _join(keys, key.shape), _join(values, value.shape)]
-    return results if grad_shift is None else [*results, grad_shift]
+    gradients = [_join(queries, query.shape), _join(keys, key.shape), _join(values, value.shape)]
+    return gradients if grad_shift is None else [*gradients, grad_shift]
 
 
-@_backward.register_fake
-def _(grad, tensors, saved, places, *numbers):
-    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::pope_decode", mutates_args=())
-def _decode(tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float) -> torch.Tensor:
-    query, key, value, shift, *phases, ranges, _ = given_tensors(tensors, places, TENSORS)
+def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
+    query, key, value, shift, *phases, ranges, _ = tensors
     return flash_decode(query, key, value, scaling=scaling, ranges=ranges, polar=(*phases, shift))
 
 
-@_decode.register_fake
-def _(tensors, *others):
-    return tensors[0].new_empty(tensors[0].shape)
-
-
-differentiable(_forward, _backward)
+_attention = Operator("pope", "float scaling, float dropout", _forward, _backward, _decode)
 
 
 def _check(
@@ -293,11 +263,5 @@ def pope_attention(
     check_inputs(query, key, value, scaling, ranges)
     _check(query, key, value, phases, shift)
     shift = None if shift is None else shift.float()
-    tensors = [query, key, value, shift]
-    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-    tensors += [*phases, ranges, dropout_seed(query, dropout)]
-    places = [place for place, one in enumerate(tensors) if one is not None]
-    present = [tensors[place] for place in places]
-    if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(present, places, scaling)
-    return _forward(present, places, scaling, dropout)[0]
+    others = (*phases, ranges, dropout_seed(query, dropout))
+    return _attention((query, key, value, shift), others, scaling, dropout)[0]

@@ -31,7 +31,7 @@ S splits of the keys.
 """
 
 import dataclasses
-import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,13 +44,13 @@ from .kernel_flash import (
     decode_rows,
     dropout_arguments,
     dropout_seed,
-    refuse,
     row_limits,
     running_sums,
     seen_keys,
     softmax_step,
 )
 from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_operator import Operator
 
 try:
     import triton
@@ -68,8 +68,6 @@ SPENT = tl.constexpr(58.0)
 SEVERAL = tl.constexpr(2)
 # Row blocks that a program examines in one step to find those that have visited its keys.
 SCAN = tl.constexpr(32)
-
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
 # Parts of kernels. `slope` (BLOCK_M) is None for stick-breaking.
@@ -433,19 +431,9 @@ def _constants(query: torch.Tensor) -> dict[str, Any]:
     return {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(query.dtype, D)}
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::scan_forward", mutates_args=())
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slopes: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    scaling: float,
-    own: int,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(tensors: Sequence[Any], scaling: float, own: int, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, and float32 (B, H, Q): the remainder, or with slopes the log-sum-exp of the logits."""
+    query, key, value, slopes, ranges, seed = tensors
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     forward_tiles, _ = _tiles(D, query.dtype)
     # One row: the heads that share a key head are the rows.
@@ -486,27 +474,12 @@ def _forward(
     return out.view(B, H, Q, D), rest.view(B, H, Q)
 
 
-@_forward.register_fake
-def _(query, key, value, slopes, ranges, seed, scaling, own, dropout):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    grad_rest: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slopes: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    rest: torch.Tensor,
-    scaling: float,
-    own: int,
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, own: int,
     dropout: float,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Returns the gradients of query, key, value, and of the slopes if there are some."""
+    (query, key, value, slopes, ranges, seed), (grad, grad_rest), (rest,) = tensors, grads, results
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     _, tiles = _tiles(D, query.dtype)
     rows, columns = tiles[0].rows, tiles[0].columns
@@ -549,35 +522,11 @@ def _backward(
             _constants(query),
             repeatable=False,
         )
-    results = [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)]
-    return results if slope_sums is None else [*results, slope_sums.sum((0, 2))]
+    gradients = [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)]
+    return gradients if slope_sums is None else [*gradients, slope_sums.sum((0, 2))]
 
 
-@_backward.register_fake
-def _(grad, grad_rest, query, key, value, slopes, ranges, seed, rest, scaling, own, dropout):
-    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, slopes) if tensor is not None]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scaling, ctx.own, ctx.dropout = inputs
-    if tensors[3] is not None:
-        ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor | None, grad_rest: torch.Tensor | None) -> tuple:
-    # Read once: activation checkpointing allows no second time.
-    saved = ctx.saved_tensors
-    if grad is None and grad_rest is None:
-        return (None,) * 9
-    grad = torch.zeros_like(saved[0]) if grad is None else grad
-    results = _backward(grad, grad_rest, *saved, ctx.scaling, ctx.own, ctx.dropout)
-    return (*results, *([None] if saved[3] is None else []), *[None] * 5)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(refuse)
+_attention = Operator("scan", "float scaling, int own, float dropout", _forward, _backward, saved=slice(1, 2))
 
 
 def _check(
@@ -624,7 +573,7 @@ def cope_alibi_attention(
         raise ValueError(f"slopes={tuple(slopes.shape)!r} is not valid: it must be {(query.shape[1],)!r}.")
     ranges = None if ranges is None else ranges.contiguous()
     slopes, seed = slopes.float().contiguous(), dropout_seed(query, dropout)
-    return _forward(query, key, value, slopes, ranges, seed, scaling, 0, dropout)[0]
+    return _attention((query, key, value, slopes), (ranges, seed), scaling, 0, dropout)[0]
 
 
 def stick_attention(
@@ -652,5 +601,6 @@ def stick_attention(
     """
     _check(query, key, value, scaling, ranges)
     ranges = None if ranges is None else ranges.contiguous()
-    seed = dropout_seed(query, dropout)
-    return _forward(query, key, value, None, ranges, seed, scaling, 0 if inclusive else 1, dropout)
+    others = (ranges, dropout_seed(query, dropout))
+    out, remainder = _attention((query, key, value, None), others, scaling, 0 if inclusive else 1, dropout)
+    return out, remainder

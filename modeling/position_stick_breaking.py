@@ -7,7 +7,7 @@ see `attention_blockwise`).
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from transformers import initialization as init
 
 from .attention_blockwise import (
-    _NAMESPACE,
     DIRECT_ROWS,
     MASKED,
     Block,
@@ -30,6 +29,7 @@ from .attention_blockwise import (
     compute_dtype,
 )
 from .attention_mask import causal_mask, dense_mask, is_ranges
+from .kernel_operator import Operator
 from .learned_table import LearnedTable
 from .position_base import Parameters, PositionContext, PositionEncoding
 
@@ -184,18 +184,10 @@ class _Window:
         return torch.threshold_(out, self.least, 0.0)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::stick_breaking_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    strict: bool,
-    scaling: float,
-    dropout: float,
-    block_size: int,
+    tensors: Sequence[Any], strict: bool, block_size: int, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, mask, seed = tensors
     with torch.no_grad(), _without_autocast(query.device):
         attention = _Attention(query, key, value, mask, (), seed, scaling, dropout, block_size)
         window = _Window(attention, strict)
@@ -215,26 +207,11 @@ def _forward(
         return out, remainder
 
 
-@_forward.register_fake
-def _(query, key, value, mask, seed, strict, scaling, dropout, block_size):
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    return out, query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::stick_breaking_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    grad_remainder: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    strict: bool,
-    scaling: float,
-    dropout: float,
-    block_size: int,
-) -> list[torch.Tensor]:
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], strict: bool, block_size: int,
+    scaling: float, dropout: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    (query, key, value, mask, seed), (grad, grad_remainder) = tensors, grads
     with torch.no_grad(), _without_autocast(query.device):
         attention = _Attention(query, key, value, mask, (), seed, scaling, dropout, block_size)
         window = _Window(attention, strict)
@@ -242,7 +219,8 @@ def _backward(
         grad_query = torch.zeros(N, n, Q, D, dtype=attention.dtype, device=query.device)
         grad_key = torch.zeros(N, K, D, dtype=attention.dtype, device=query.device)
         grad_value = torch.zeros(N, K, V, dtype=attention.dtype, device=query.device)
-        grad, grad_remainder = grad.reshape(N, n, Q, V), grad_remainder.reshape(N, n, Q)
+        grad = grad.reshape(N, n, Q, V)
+        grad_remainder = grad.new_zeros(N, n, Q) if grad_remainder is None else grad_remainder.reshape(N, n, Q)
         for chunk, block in attention.blocks():
             columns, logits, spent = window.open(chunk, block)
             C, n, R, W = logits.shape
@@ -276,30 +254,8 @@ def _backward(
         ]
 
 
-@_backward.register_fake
-def _(grad, grad_remainder, query, key, value, mask, seed, strict, scaling, dropout, block_size):
-    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value)]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, key, value, mask, seed, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, mask, seed)
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor, grad_remainder: torch.Tensor) -> tuple:
-    results = _backward(grad, grad_remainder, *ctx.saved_tensors, *ctx.settings)
-    return (*results, None, None, None, None, None, None)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "blockwise stick-breaking attention has no second derivative: use attn_implementation='eager' for gradients of "
-        "gradients"
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+_SETTINGS = "bool strict, int block_size, float scaling, float dropout"
+_attention = Operator("stick_breaking", _SETTINGS, _forward, _backward, saved=slice(0))
 
 
 def stick_breaking_attention(
@@ -346,7 +302,8 @@ def stick_breaking_attention(
         return output, remainder, weights if direct else None
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
     rows = block_size or block_rows(query.device)
-    return *_forward(query, key, value, mask, seed, not inclusive, scaling, dropout, rows), None
+    output, remainder = _attention((query, key, value), (mask, seed), not inclusive, rows, scaling, dropout)
+    return output, remainder, None
 
 
 class HeadNorm(nn.Module):
