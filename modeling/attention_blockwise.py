@@ -306,8 +306,8 @@ class _Attention:
             self.buffers.append(torch.empty_like(self.buffers[0]))
         return self.buffers[index][: math.prod(shape)].view(shape)
 
-    def blocks(self) -> Iterator[tuple[slice, Block]]:
-        """Yields the chunk of N, and the block, for all blocks in which some row sees some key."""
+    def blocks(self) -> Iterator[Block]:
+        """Yields all blocks in which some row sees some key."""
         for low in range(0, self.N, self.chunk):
             chunk = slice(low, min(low + self.chunk, self.N))
             member = self.member[chunk]
@@ -317,7 +317,7 @@ class _Attention:
                 rows = slice(start, min(start + self.block_size, self.Q))
                 block = self._block(chunk, batches, batch, group, rows)
                 if block is not None:
-                    yield chunk, block
+                    yield block
 
     def _block(
         self, chunk: slice, batches: slice, batch: torch.Tensor, group: torch.Tensor, rows: slice
@@ -364,11 +364,11 @@ class _Attention:
         """
         return tensor.flip(2).to(self.dtype).reshape(self.N, self.n, self.K).contiguous()
 
-    def logits(self, chunk: slice, block: Block, *, keep: bool) -> torch.Tensor:
+    def logits(self, block: Block, *, keep: bool) -> torch.Tensor:
         """Returns the logits (C, n, R, W) of a block, terms included, in a reused buffer."""
         C, n, R, _ = block.query.shape
         W = block.columns.stop - block.columns.start
-        key = self.key[chunk, block.columns]
+        key = self.key[block.chunk, block.columns]
         flat = block.query.reshape(C, n * R, self.D)
         out = self.buffer(0, C, n * R, W)
         if flat.dtype == self.dtype:
@@ -394,10 +394,10 @@ class _Attention:
             return logits.exp_()
         return torch.threshold_(logits.clamp_(min=NEGLIGIBLE).exp_(), 2.0**-80, 0.0)
 
-    def keep_mask(self, chunk: slice, block: Block, like: torch.Tensor) -> torch.Tensor:
+    def keep_mask(self, block: Block, like: torch.Tensor) -> torch.Tensor:
         """The dropout mask of a block, 0 or 1 / (1 - dropout): the same each time it is asked for."""
         generator = torch.Generator(device=self.device)
-        generator.manual_seed((self.seed + chunk.start * self.Q + block.rows.start) % (1 << 62))
+        generator.manual_seed((self.seed + block.chunk.start * self.Q + block.rows.start) % (1 << 62))
         return torch.empty_like(like).bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
 
 
@@ -418,14 +418,15 @@ def _forward(
         # exp(logit - lse) must be 0 in rows that see nothing.
         lse = torch.full((B, H, Q), -MASKED, dtype=attention.dtype, device=query.device)
         out_view, lse_view = out.view(attention.N, attention.n, Q, V), lse.view(attention.N, attention.n, Q)
-        for chunk, block in attention.blocks():
-            logits = attention.logits(chunk, block, keep=False)
+        for block in attention.blocks():
+            chunk = block.chunk
+            logits = attention.logits(block, keep=False)
             C, n, R, W = logits.shape
             maximum = logits.amax(-1, keepdim=True)
             weights = attention.exponentials(logits.sub_(maximum), block)
             total = weights.sum(-1, keepdim=True)
             if dropout > 0:
-                weights.mul_(attention.keep_mask(chunk, block, weights))
+                weights.mul_(attention.keep_mask(block, weights))
             rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[chunk, block.columns])
             rows = rows.view(C, n, R, V).div_(total)
             row_lse = maximum.add_(total.log_()).squeeze(-1)
@@ -455,8 +456,9 @@ def _backward(
         # delta_i = sum_j weight_ij d(weight_ij)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         lse = lse.view(N, n, Q)
-        for chunk, block in attention.blocks():
-            logits = attention.logits(chunk, block, keep=True)
+        for block in attention.blocks():
+            chunk = block.chunk
+            logits = attention.logits(block, keep=True)
             C, n, R, W = logits.shape
             weights = attention.exponentials(logits.sub_(lse[chunk, :, block.rows, None]), block)
             grad_rows = grad[chunk, :, block.rows].reshape(C, n * R, V)
@@ -465,7 +467,7 @@ def _backward(
             grad_logits = grad_logits.view(C, n, R, W)
             dropped = weights
             if dropout > 0:
-                keep = attention.keep_mask(chunk, block, weights)
+                keep = attention.keep_mask(block, weights)
                 grad_logits.mul_(keep)
                 dropped = keep.mul_(weights)
             dropped = dropped.view(C, n * R, W).to(value.dtype)

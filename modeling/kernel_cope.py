@@ -43,25 +43,26 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_flash import (
+    LN_2,
+    LOG2_E,
     apply_dropout,
     check_inputs,
     chunk_rows,
     decode_rows,
     dropout_arguments,
     dropout_seed,
-    flash_backward_columns,
-    flash_backward_rows,
+    flash_backward,
     flash_decode,
     flash_forward,
-    row_chunk,
     row_limits,
+    row_parts,
     row_products,
     running_sums,
     seen_keys,
     softmax_step,
 )
 from .kernel_knots import UNWRITTEN, check_knots, fill_skipped, knot_left, knot_piece, knots_argument
-from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
 from .kernel_operator import Operator, empty_results
 from .kernel_terms import (
     added_bias,
@@ -74,16 +75,6 @@ from .kernel_terms import (
     store_last,
 )
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
-
-# Far below every logit; -inf would give NaN in rows that see nothing of a block.
-MASKED = tl.constexpr(-1e30)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
 # Query rows of a window program, at most; `start` has one entry for so many rows.
@@ -626,16 +617,11 @@ class _Pass:
         One part, or with relative positions one for each chunk.
         """
         size = self.Q if self.relative is None else self.chunk
-        for first in range(0, self.Q, size):
-            rows = slice(first, min(first + size, self.Q))
-            keys, ranges = row_chunk(rows, self.Q, self.K, self.ranges)
-            blocks = slice(first // self.rows, triton.cdiv(rows.stop, self.rows))
-            options: dict[str, Any] = {"scaling": self.scaling, "ranges": ranges}
-            options["added"] = self.added(rows, keys, grad=grad)
-            options["bound"] = (window.start[:, :, blocks], self.rows)
-            # Each part counts its rows from 0.
-            seed = self.seed + first if self.seed is not None and first else self.seed
-            yield rows, keys, {**options, "dropout": dropout_arguments(seed, self.probability)}
+        seen = {"ranges": self.ranges, "seed": self.seed, "dropout": self.probability}
+        for rows, keys, options in row_parts(self.query, self.key, size, **seen):
+            blocks = slice(rows.start // self.rows, triton.cdiv(rows.stop, self.rows))
+            options |= {"scaling": self.scaling, "added": self.added(rows, keys, grad=grad)}
+            yield rows, keys, {**options, "bound": (window.start[:, :, blocks], self.rows)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
@@ -822,9 +808,8 @@ def _backward(
     for rows, keys, options in attention.plain_parts(window, grad=True):
         part_query = query[:, :, rows]
         plain = (grad[:, :, rows], part_query, key[:, :, keys], value[:, :, keys], lse[:, :, rows], delta[:, :, rows])
-        part, _ = flash_backward_rows(*plain, **options, initial=grad_query[:, :, rows])
-        initial = (grad_key, grad_value) if relative is None else None
-        *columns, _ = flash_backward_columns(*plain, **options, initial=initial)
+        before = (grad_key, grad_value) if relative is None else (None, None)
+        part, *columns, _ = flash_backward(*plain, **options, initial=(grad_query[:, :, rows], *before))
         if relative is None:
             grad_query, grad_key, grad_value = part, *columns
         else:
@@ -923,13 +908,11 @@ def cope_attention(
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
         )
-    keys, queries = ("keys", key), ("query", query)
-    given = (("value", value, *keys), ("gate_key", gate_key, *keys), ("position_query", position_query, *queries))
-    for name, one, other, like in given:
+    for name, one, like in (("gate_key", gate_key, key), ("position_query", position_query, query)):
         if one is not None and (one.shape != like.shape or one.dtype != like.dtype):
             raise ValueError(
-                f"{name}={tuple(one.shape)!r} of type {one.dtype!r} is not valid: it must be as the {other}, "
-                f"{tuple(like.shape)!r} of type {like.dtype!r}."
+                f"{name}={tuple(one.shape)!r} of type {one.dtype!r} is not valid: it must be {tuple(like.shape)!r} of "
+                f"type {like.dtype!r}."
             )
     if decay is not None or relative is not None:
         check_added(decay, relative, query, key)

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 try:
+    # The other files of kernels import Triton from here.
     import triton
     import triton.language as tl
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
+
+# Far below every logit, and far from overflow. -inf would give NaN in rows that have seen no key yet.
+MASKED = tl.constexpr(-1e30)
 
 # True if kernels run on the CPU, one program after the other, by Triton's interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")

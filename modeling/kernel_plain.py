@@ -19,12 +19,12 @@ import torch
 from .kernel_flash import (
     check_inputs,
     chunk_rows,
-    dropout_arguments,
     dropout_seed,
     flash_backward,
     flash_decode,
     flash_forward,
-    row_chunk,
+    row_parts,
+    row_products,
 )
 from .kernel_operator import Operator
 from .kernel_terms import check_added, decay_argument, relative_argument, relative_gradients
@@ -42,20 +42,14 @@ def _parts(
     the positions of rows and keys, ranges, and the seed of dropout. The first 6 may get a gradient.
     """
     query, key, _, *decay, table, row_decay, key_decay, row_positions, key_positions, ranges, seed = tensors
-    Q, K = query.shape[2], key.shape[2]
-    size = Q if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
-    for first in range(0, Q, size):
-        rows = slice(first, min(first + size, Q))
-        keys, visible = row_chunk(rows, Q, K, ranges)
+    size = query.shape[2] if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
+    for rows, keys, options in row_parts(query, key, size, ranges=ranges, seed=seed, dropout=dropout):
         if table is None:
             added = decay_argument(*(decay if row_decay is None else (row_decay, key_decay)))
         else:
             positions = row_positions[:, rows], key_positions[:, keys]
             added = relative_argument(query[:, :, rows], table, *positions, scaling, grad=grad)
-        # Each part counts its rows from 0.
-        own_seed = seed + first if seed is not None and first else seed
-        options = {"scaling": scaling, "ranges": visible, "added": added}
-        yield rows, keys, {**options, "dropout": dropout_arguments(own_seed, dropout)}
+        yield rows, keys, {**options, "scaling": scaling, "added": added}
 
 
 def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> Sequence[torch.Tensor]:
@@ -71,18 +65,18 @@ def _backward(
     grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, dropout: float
 ) -> list[torch.Tensor]:
     (query, key, value, *decay, table), (out, lse), (grad, _) = tensors[:6], results, grads
-    parts = _parts(tensors, scaling, dropout, grad=True)
+    parts, delta = _parts(tensors, scaling, dropout, grad=True), row_products(grad, out)
     if table is None:
         ((_, _, options),) = parts
         options["decay_gradient"] = decay[0] is not None
-        *gradients, of_decay = flash_backward(grad, query, key, value, out, lse, **options)
+        *gradients, of_decay = flash_backward(grad, query, key, value, lse, delta, **options)
         return [*gradients, *(one.to(numbers.dtype) for one, numbers in zip(of_decay or (), decay))]
     grad_query = query.new_empty(query.shape)
     grad_key, grad_value, grad_table = (one.new_zeros(one.shape, dtype=torch.float32) for one in (key, value, table))
     for rows, keys, options in parts:
         part = query[:, :, rows]
         part_query, part_key, part_value, _ = flash_backward(
-            *(grad[:, :, rows], part, key[:, :, keys], value[:, :, keys], out[:, :, rows], lse[:, :, rows]), **options
+            *(grad[:, :, rows], part, key[:, :, keys], value[:, :, keys], lse[:, :, rows], delta[:, :, rows]), **options
         )
         from_relative = relative_gradients(options["added"], part, table, scaling)
         grad_query[:, :, rows] = part_query + from_relative[0]
@@ -133,7 +127,7 @@ def plain_attention(
     Raises:
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
-    check_inputs(query, key, value, scaling, ranges)
+    check_inputs(query, key, value, scaling, ranges, as_wide=False)
     check_added(decay, relative, query, key)
     both, (table, *positions) = decay or (None, None), relative or (None, None, None)
     learned = any(one is not None and one.requires_grad for one in both)

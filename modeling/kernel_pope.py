@@ -22,16 +22,11 @@ from .kernel_flash import (
     flash_backward,
     flash_decode,
     flash_forward,
+    row_products,
 )
-from .kernel_launch import Tiles, block_width, heads, launch, load, pointer
+from .kernel_launch import Tiles, block_width, heads, launch, load, pointer, tl, triton
 from .kernel_operator import Operator
 from .kernel_polar import subtract_phase
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
 
 # Memory of the pairs that are made at once: as much as the query, and at least so many bytes.
 SCRATCH_BYTES = 64 << 20
@@ -180,9 +175,9 @@ def _backward(
     queries, keys, values = [], [], []
     grad_shift = None if shift is None else shift.new_zeros(shift.shape)
     for at, at_keys, of_query, of_key, part_value, options in _parts(tensors, dropout):
-        turned = _turn(*of_query), _turn(*of_key)
+        turned, delta = (_turn(*of_query), _turn(*of_key)), row_products(grad[at], out[at])
         grad_query, grad_key, grad_value, _ = flash_backward(
-            grad[at], *turned, part_value, out[at], lse[at], scaling=scaling, **options
+            grad[at], *turned, part_value, lse[at], delta, scaling=scaling, **options
         )
         grad_query, part_shift = _turn_backward(grad_query, *of_query)
         if grad_shift is not None and part_shift is not None:
@@ -202,11 +197,7 @@ def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Ten
 _attention = Operator("pope", "float scaling, float dropout", _forward, _backward, _decode)
 
 
-def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor], shift: Any
-) -> None:
-    if value.shape != key.shape:
-        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
+def _check(query: torch.Tensor, key: torch.Tensor, tables: Sequence[torch.Tensor], shift: Any) -> None:
     B, H, Q, D = query.shape
     K, R = key.shape[2], tables[0].shape[-1]
     for table, length in zip(tables, (Q, Q, K, K)):
@@ -261,7 +252,7 @@ def pope_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     check_inputs(query, key, value, scaling, ranges)
-    _check(query, key, value, phases, shift)
+    _check(query, key, phases, shift)
     shift = None if shift is None else shift.float()
     others = (*phases, ranges, dropout_seed(query, dropout))
     return _attention((query, key, value, shift), others, scaling, dropout)[0]

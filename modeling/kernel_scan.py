@@ -37,6 +37,8 @@ from typing import Any
 import torch
 
 from .kernel_flash import (
+    LN_2,
+    LOG2_E,
     _decode_splits,
     apply_dropout,
     check_inputs,
@@ -49,19 +51,9 @@ from .kernel_flash import (
     seen_keys,
     softmax_step,
 )
-from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
 from .kernel_operator import Operator
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
-
-# Far below every logit; -inf would give NaN in rows that see nothing of a block. The log-sum-exp of such rows.
-MASKED = tl.constexpr(-1e30)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # A stick is spent when 2^-58 of it is left: less than float32 resolves.
 SPENT = tl.constexpr(58.0)
 # Key blocks between two looks at what is left of the sticks: loads are pipelined over them.
@@ -529,12 +521,13 @@ def _backward(
 _attention = Operator("scan", "float scaling, int own, float dropout", _forward, _backward, saved=slice(1, 2))
 
 
-def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None
-) -> None:
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor | None,
+    ranges: torch.Tensor | None, scaling: float, own: int, dropout: float,
+) -> list[torch.Tensor]:  # fmt: skip
     check_inputs(query, key, value, scaling, ranges)
-    if value.shape != key.shape:
-        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
+    others = (None if ranges is None else ranges.contiguous(), dropout_seed(query, dropout))
+    return _attention((query, key, value, slopes), others, scaling, own, dropout)
 
 
 def cope_alibi_attention(
@@ -568,12 +561,9 @@ def cope_alibi_attention(
     Raises:
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
-    _check(query, key, value, scaling, ranges)
     if slopes.shape != query.shape[1:2]:
         raise ValueError(f"slopes={tuple(slopes.shape)!r} is not valid: it must be {(query.shape[1],)!r}.")
-    ranges = None if ranges is None else ranges.contiguous()
-    slopes, seed = slopes.float().contiguous(), dropout_seed(query, dropout)
-    return _attention((query, key, value, slopes), (ranges, seed), scaling, 0, dropout)[0]
+    return _attend(query, key, value, slopes.float().contiguous(), ranges, scaling, 0, dropout)[0]
 
 
 def stick_attention(
@@ -599,8 +589,5 @@ def stick_attention(
         (B, H, Q, D) in the type of the query, and the remainder 1 - sum_j A_ij, of all weights, float32 (B, H, Q).
         Rows that see nothing give 0, and a remainder of 1.
     """
-    _check(query, key, value, scaling, ranges)
-    ranges = None if ranges is None else ranges.contiguous()
-    others = (ranges, dropout_seed(query, dropout))
-    out, remainder = _attention((query, key, value, None), others, scaling, 0 if inclusive else 1, dropout)
+    out, remainder = _attend(query, key, value, None, ranges, scaling, 0 if inclusive else 1, dropout)
     return out, remainder

@@ -24,6 +24,7 @@ from .attention_blockwise import (
     _product,
     _reversed,
     _without_autocast,
+    autocast_inputs,
     block_rows,
     check_inputs,
     compute_dtype,
@@ -138,7 +139,7 @@ class _Window:
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
 
-    def open(self, chunk: slice, block: Block) -> tuple[slice, torch.Tensor, torch.Tensor]:
+    def open(self, block: Block) -> tuple[slice, torch.Tensor, torch.Tensor]:
         """Returns the window's columns, the logits (C, n, R, W), and the sums of softplus from the newest key on."""
         attention, columns = self.attention, block.columns
         all_columns = columns.stop - columns.start
@@ -151,7 +152,7 @@ class _Window:
                 visible=None if block.visible is None else block.visible[..., :width],
                 additive=None if block.additive is None else block.additive[..., :width],
             )
-            logits = attention.logits(chunk, part, keep=False)
+            logits = attention.logits(part, keep=False)
             # Of a 4D mask the own keys are taken out already.
             if self.own_logits is not None and attention.mask is None:
                 near = min(R, width)
@@ -195,13 +196,14 @@ def _forward(
         out = query.new_zeros(*query.shape[:3], V)
         remainder = torch.ones(query.shape[:3], dtype=attention.dtype, device=query.device)
         out_view, remainder_view = out.view(N, n, Q, V), remainder.view(N, n, Q)
-        for chunk, block in attention.blocks():
-            columns, logits, spent = window.open(chunk, block)
+        for block in attention.blocks():
+            chunk = block.chunk
+            columns, logits, spent = window.open(block)
             C, n, R, W = logits.shape
             remainder_view[chunk, :, block.rows] = torch.exp(-spent[..., -1])
             weights = window.weights(logits, spent, out=logits)
             if dropout > 0:
-                weights.mul_(attention.keep_mask(chunk, block, weights))
+                weights.mul_(attention.keep_mask(block, weights))
             rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[chunk, columns])
             out_view[chunk, :, block.rows] = rows.view(C, n, R, V).to(out.dtype)
         return out, remainder
@@ -221,8 +223,9 @@ def _backward(
         grad_value = torch.zeros(N, K, V, dtype=attention.dtype, device=query.device)
         grad = grad.reshape(N, n, Q, V)
         grad_remainder = grad.new_zeros(N, n, Q) if grad_remainder is None else grad_remainder.reshape(N, n, Q)
-        for chunk, block in attention.blocks():
-            columns, logits, spent = window.open(chunk, block)
+        for block in attention.blocks():
+            chunk = block.chunk
+            columns, logits, spent = window.open(block)
             C, n, R, W = logits.shape
             left = torch.exp(-spent[..., -1]).mul_(grad_remainder[chunk, :, block.rows])
             weights = window.weights(logits, spent, out=attention.buffer(2, C, n, R, W))
@@ -232,7 +235,7 @@ def _backward(
             shares = shares.view(C, n, R, W)
             dropped = weights
             if dropout > 0:
-                keep = attention.keep_mask(chunk, block, weights)
+                keep = attention.keep_mask(block, weights)
                 shares.mul_(keep)
                 dropped = keep.mul_(weights)
             dropped = dropped.view(C, n * R, W).to(value.dtype)
@@ -292,9 +295,7 @@ def stick_breaking_attention(
         remainder of 1.
     """
     check_inputs(query, key, value, mask.detach() if direct and mask is not None else mask)
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = autocast_inputs(query, key, value)
     if mask is not None and not is_ranges(mask) and not inclusive:
         mask = _without_own(mask)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import oracles
 from test_kernel_flash import close, poison, visible_by  # noqa: F401
-from tiny import mask_of, ranges_of, slow_but
+from tiny import check_operator, mask_of, ranges_of, slow_but
 from whatwhere import kernel_flash, kernel_launch, kernel_scan
 from whatwhere.kernel_launch import Tiles
 from whatwhere.kernel_scan import cope_alibi_attention, stick_attention

@@ -118,8 +118,8 @@ def test_spent_sticks_save_work(padded, monkeypatch):
     counted = []
     logits = blockwise._Attention.logits
 
-    def counting(self, chunk, block, **options):
-        found = logits(self, chunk, block, **options)
+    def counting(self, block, **options):
+        found = logits(self, block, **options)
         counted.append(found.numel())
         return found
 
