@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention_mask import causal_mask, dense_mask, is_ranges
-from .kernel_operator import Operator
+from .kernel_operator import Operator, check_shapes
 from .position_base import PositionContext
 
 # Far below every logit, and far from overflow when terms are added. -inf would give NaN in fully masked rows.
@@ -188,11 +188,7 @@ def _unpack(
 ) -> list[tuple[type[Term], Sequence[Any], Sequence[float]]]:
     """Returns the class, tensors and settings of each bias, from the flat arguments of an operator.
 
-    Args:
-        terms: the names of the terms, joined by "+".
-        counts: for each term, how many tensors and how many settings it has.
-        tensors: the tensors of all terms, or anything that belongs to them.
-        settings: the settings of all terms.
+    terms: names, joined by "+". counts: for each term, how many tensors and how many settings it has.
     """
     found = []
     for index, name in enumerate(terms.split("+") if terms else ()):
@@ -540,13 +536,8 @@ def direct_attention(
 
 
 def check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-    B, H, Q, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or H % G != 0 or Q > K:
-        raise ValueError(
-            f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: "
-            "they must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q at most K."
-        )
+    check_shapes(query, key, value)
+    (B, H, Q, _), K = query.shape, key.shape[2]
     if mask is None:
         return
     ranges = mask.dtype == torch.int32 and mask.shape == (B, 1, Q + K, 2)

@@ -317,10 +317,8 @@ def _window_gradients(
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
 
-    `bias`: (BLOCK_M, BLOCK_N), added to the logits but not to the gates, or None.
-
-    Returns the weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the
-    keys right of each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
+    The weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the keys right
+    of each key, and the level and fraction of each position. `bias` is not added to the gates.
     """
     last = _last(knots, P, BITS)
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
@@ -593,10 +591,8 @@ class _Pass:
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         num_positions = num_positions or self.P
         bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
-        self.bits = {"BITS": bits}
+        self.constants["BITS"] = bits
         self.knots = None if knots is None else knots_argument(knots, num_positions, bits)
-        optional = (ranges, gate_key, self.decay, self.relative, seed, knots)
-        self.tune = (self.D, query.dtype, *(one is not None for one in optional))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -612,10 +608,8 @@ class _Pass:
         return relative_argument(self.query[:, :, rows], table, *positions, self.scaling, grad=grad)
 
     def plain_parts(self, window: Window, *, grad: bool) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-        """Yields rows, keys and options of `kernel_flash` for the keys left of the windows.
-
-        One part, or with relative positions one for each chunk.
-        """
+        """Yields rows, keys and options of `kernel_flash` for the keys left of the windows."""
+        # With relative positions z of all rows would be quadratic.
         size = self.Q if self.relative is None else self.chunk
         seen = {"ranges": self.ranges, "seed": self.seed, "dropout": self.probability}
         for rows, keys, options in row_parts(self.query, self.key, size, **seen):
@@ -631,7 +625,6 @@ class _Pass:
             _position_values,
             lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
             [Tiles(64, 64) if half else Tiles(32, 32)],
-            (),
             (
                 *(heads(self.position_query), self.table, into, self.position_scale),
                 *(self.H, self.P, first, into.shape[1], self.Q),
@@ -640,10 +633,7 @@ class _Pass:
         )
 
     def window_forward(self, *, shared_rows: bool = False) -> Window:
-        """Attention over the windows.
-
-        shared_rows: all rows see what row 0 of the ranges, or the last row of causal attention, sees (decoding).
-        """
+        """Attention over the windows. With `shared_rows` all rows see what a single row would see (decoding)."""
         B, H, Q = self.B, self.H, self.Q
         rows = decode_rows(Q) if shared_rows else self.rows
         chunk = Q if shared_rows else self.chunk
@@ -666,12 +656,12 @@ class _Pass:
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
-                (*self.tune, rows, shared_rows),
                 (
                     *(*self.matrices, values, self.knots, self.ranges, added, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
-                {**self.constants, **self.bits, "SHARED": shared_rows},
+                {**self.constants, "SHARED": shared_rows},
+                key=(rows,),
             )
         return window
 
@@ -700,14 +690,9 @@ class _Pass:
         return grad.mul_(self.position_scale)
 
     def window_backward(self, grad: torch.Tensor, delta: torch.Tensor, window: Window) -> tuple[Any, ...]:
-        """Gradients of the windows.
+        """Gradients of query, table, key, value, gate keys, position query, and table of relative positions.
 
-        Of query (B, H, Q, D), table (D, P) float32, key, value and gate keys float32, of the query of the table
-        (B, H, Q, D) if it is one of its own, and of the table of relative positions, float32: None if there is none.
-
-        Args:
-            grad: (B, H, Q, D). delta: float32 (B, H, Q), the sum of grad * out.
-            window: of the forward pass, with the output and log-sum-exp over all keys.
+        All but those of the queries are float32; None if there is none. `window` has the log-sum-exp over all keys.
         """
         B, H, Q, D, P, K = self.B, self.H, self.Q, self.D, self.P, self.K
         members, chunk, groups = B * H, self.chunk, H // self.G
@@ -737,9 +722,8 @@ class _Pass:
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
                 self.backward_tiles,
-                self.tune,
                 (*inputs, window_query, levels, counts, slopes, self.scaling, H, groups, *place),
-                {**self.constants, **self.bits},
+                self.constants,
                 repeatable=self.relative is None,
             )
             grad_z = self.grad_values(levels, window, rows).to(self.query.dtype)
@@ -759,9 +743,8 @@ class _Pass:
                 _window_columns,
                 (triton.cdiv(ahead, columns) * B * self.G,),
                 self.backward_tiles,
-                self.tune,
                 (*inputs, counts, slopes, grad_key, grad_gate_key, grad_value, self.scaling, self.G, groups, *place),
-                {**self.constants, **self.bits},
+                self.constants,
                 repeatable=False,
             )
         return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative

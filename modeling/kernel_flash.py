@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
+from .kernel_operator import check_shapes
 from .kernel_polar import polar_argument, polar_products, polar_query
 from .kernel_terms import added_bias, added_gradient, added_rows, store_last
 
@@ -567,12 +568,9 @@ _COLUMNS: _Table = {
     (512, 256): (Tiles(16, 32, 8, 1),),
 }
 # float32 has its products on the ordinary cores, with all of their operands in registers.
-_SMALLEST = Tiles(16, 16, 4, 1)
-_FLOAT32 = (Tiles(32, 32, 8, 1), _SMALLEST)
-_ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
+_FLOAT32 = (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1))
 # Their rows are `decode_rows`. Wide float32 begins with the second: compilers take minutes for the first.
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
-_COMBINE = (Tiles(16, 16, 4, 1),)
 
 # Without a GPU decoding splits the keys in this number, on a GPU so that a split has at least this many keys.
 INTERPRETED_SPLITS = 3
@@ -593,13 +591,8 @@ def check_inputs(
 
     as_wide: values must have D channels.
     """
-    B, H, Q, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or G == 0 or H % G or not 0 < Q <= K:
-        raise ValueError(
-            f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: they "
-            "must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q from 1 to K."
-        )
+    check_shapes(query, key, value)
+    (B, _, Q, D), K = query.shape, key.shape[2]
     if value.shape[3] > 256 or not value.shape[3] <= D <= 2 * value.shape[3]:
         raise ValueError(
             f"query={tuple(query.shape)!r}, value={tuple(value.shape)!r} are not valid: values may have at most 256 "
@@ -631,11 +624,7 @@ def dropout_arguments(seed: torch.Tensor | None, probability: float) -> Dropout 
 
 
 def dropout_seed(query: torch.Tensor, probability: float) -> torch.Tensor | None:
-    """Returns a seed from PyTorch's generator of the device, int32 (1,); None if nothing is dropped.
-
-    Raises:
-        ValueError: the probability is not in [0, 1].
-    """
+    """Returns a seed from PyTorch's generator of the device, int32 (1,); None if nothing is dropped."""
     if not 0 <= probability <= 1:
         raise ValueError(f"dropout={probability!r} is not valid: it must be in [0, 1].")
     if probability == 0:
@@ -684,12 +673,7 @@ class _Call:
         self.lengths = (Q, K, 0 if start is None else start.shape[-1], bound_rows)
         widths = {"D": D, "V": V, "BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
         self.constants: dict[str, Any] = {**widths, "PRECISION": precision(query.dtype, V)}
-        self.kind = (query.dtype, self.constants["PRECISION"], D, V, Q >= LONG)
-
-    def key(self, *optional: object) -> tuple[Any, ...]:
-        """What the choice of tiles depends on."""
-        added = self.options[2]
-        return (*self.kind, *(one is not None for one in (*self.options, added and added.z, *optional)))
+        self.key = (Q >= LONG,)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -698,22 +682,17 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _candidates(table: _Table, call: _Call) -> tuple[Tiles, ...]:
     widths = max(64, call.constants["BLOCK_D"]), max(64, call.constants["BLOCK_V"])
-    return _FLOAT32[widths[0] > 128 :] if call.kind[0] == torch.float32 else table[widths]
+    return _FLOAT32[widths[0] > 128 :] if call.matrices[0].data.dtype == torch.float32 else table[widths]
 
 
 def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of grad * out over channels, "delta" in the backward pass: float32 (B, H, Q).
-
-    Args:
-        grad, out: (B, H, Q, V), float32, bfloat16 or float16.
-    """
+    """Returns the sum of grad * out, (B, H, Q, V) each, over channels, "delta": float32 (B, H, Q)."""
     B, H, Q, V = grad.shape
     result = torch.empty(B, H, Q, dtype=torch.float32, device=grad.device)
     launch(
         row_products_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
-        _ROW_PRODUCTS,
-        (V, grad.dtype),
+        [Tiles(32, 16)],
         (heads(grad), heads(out), result, H, Q),
         {"V": V, "BLOCK_V": block_width(V)},
     )
@@ -755,9 +734,9 @@ def flash_forward(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_FORWARD, call),
-        call.key(constant, before[0]),
         (*call.matrices, out, lse, *call.options, constant, *before, call.scaling, H, H // G, *call.lengths),
         call.constants,
+        key=call.key,
     )
     return out, lse
 
@@ -797,18 +776,18 @@ def flash_backward(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_ROWS, call),
-        call.key(of_rows, before_query),
         (*given, results[0], of_rows, *call.options, before_query, call.scaling, H, H // G, *call.lengths),
         call.constants,
+        key=call.key,
         repeatable=call.options[2] is None or call.options[2].grad is None,
     )
     launch(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
         _candidates(_COLUMNS, call),
-        (*call.key(of_keys, before[0]), H // G),
         (*given, *results[1:], of_keys, *call.options, *before, call.scaling, G, *call.lengths),
         {**call.constants, "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
+        key=call.key,
     )
     return *results, of_decay
 
@@ -858,15 +837,14 @@ def flash_decode(
         decode_kernel,
         lambda tiles: (splits * blocks * B * G,),
         [dataclasses.replace(one, rows=rows) for one in _DECODE[query.dtype == torch.float32 and V > 128 :]],
-        (*call.key(tables and tables.shift), R, rows),
         (*call.matrices, parts, top_lse, ranges, start, tables, added, call.scaling, G, H // G, K, splits),
         {**call.constants, "R": R},
+        key=(rows,),
     )
     launch(
         combine_kernel,
         lambda tiles: (B * H,),
-        _COMBINE,
-        (V, query.dtype),
+        [Tiles(16, 16)],
         (parts, top_lse, out, constant, *before, H // G, splits),
         {"V": V, "BLOCK_V": block_width(V)},
     )

@@ -20,6 +20,17 @@ def empty_results(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [query.new_empty(*query.shape[:3], value.shape[3]), numbers]
 
 
+def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises ValueError if the shapes of query, key and value do not fit."""
+    B, H, Q, D = query.shape
+    G, K = key.shape[1], key.shape[2]
+    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or G == 0 or H % G or not 0 < Q <= K:
+        raise ValueError(
+            f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: they "
+            "must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q from 1 to K."
+        )
+
+
 def _given(tensors: Sequence[torch.Tensor], present: Sequence[bool]) -> list[Any]:
     """Returns tensors, and None for those that are not present."""
     found = iter(tensors)

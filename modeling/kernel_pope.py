@@ -86,7 +86,6 @@ def _launch_turn(
         turn_kernel,
         (triton.cdiv(T, _TURN.rows) * B * H,),
         [_TURN],
-        (),
         (heads(features), turned, *grads, cos, sin, shift, cos.stride(0), H, T),
         {"BACKWARD": grads[0] is not None, "D": D, "R": cos.shape[-1], "BLOCK_D": block_width(D)},
     )
@@ -117,12 +116,10 @@ def _turn_backward(
 def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
     """Yields what is computed at once: some batch entries, or some key heads of one entry with their query heads.
 
-    tensors: query, key, value, shift, which may get gradients; cosine and sine of queries and of keys (4), ranges, and
-    the seed of dropout.
-
     Each takes at most the scratch memory (or is one key head): slices of batch and heads of queries, and of keys; the
     arguments of `_turn` for both; values; and options of `kernel_flash`.
     """
+    # The first four may get gradients.
     query, key, value, shift, *phases, ranges, seed = tensors
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     n = H // G
@@ -241,16 +238,13 @@ def pope_attention(
         dropout: the probability that a weight is dropped.
 
     Returns:
-        (B, H, Q, D) in the type of the query (that of autocast where it is on); 0 in rows that see nothing.
+        (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
 
     Raises:
         ValueError: shapes or types do not fit, a table requires a gradient, scaling is not positive, or dropout is not
             in [0, 1].
     """
     *phases, shift = tables
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     check_inputs(query, key, value, scaling, ranges)
     _check(query, key, phases, shift)
     shift = None if shift is None else shift.float()

@@ -441,7 +441,6 @@ def _forward(tensors: Sequence[Any], scaling: float, own: int, dropout: float) -
         _scan_forward,
         lambda tiles: (splits * triton.cdiv(rows, tiles.rows) * B * members,),
         forward_tiles,
-        (D, query.dtype, slopes is None, ranges is None, seed is None, rows if shared else 0),
         (
             *map(heads, (query, key, value)),
             *(out, lse if slopes is not None else None, sums if slopes is None or shared else None, ranges, slopes),
@@ -449,6 +448,7 @@ def _forward(tensors: Sequence[Any], scaling: float, own: int, dropout: float) -
             *(scaling, members, 1 if shared else H // G, rows, Q, K, own, splits),
         ),
         {**_constants(query), "SHARED": shared},
+        key=(rows if shared else 0,),
     )
     # The sums of the splits that are newer than each.
     newer = torch.nn.functional.pad(sums[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2) if shared else None
@@ -490,14 +490,12 @@ def _backward(
         *(*map(heads, (grad, query, key, value)), ranges, slopes, dropout_arguments(seed, dropout)),
         *(None if slopes is None else rest, delta),
     )
-    tune = (D, query.dtype, slopes is None, ranges is None, seed is None, grad_left is None)
     for first in range(0, Q, chunk):
         end = min(first + chunk, Q)
         launch(
             _scan_rows,
             (triton.cdiv(end - first, rows) * B * H,),
             tiles,
-            tune,
             (
                 *(*inputs, grad_left, grad_query, slope_sums, *visited, *carries),
                 *(scaling, H, H // G, Q, K, own, first, chunk, blocks),
@@ -509,7 +507,6 @@ def _backward(
             _scan_columns,
             (triton.cdiv(ahead, columns) * B * G,),
             tiles,
-            tune,
             (*inputs, *visited, *carries, grad_key, grad_value, scaling, G, H // G, Q, K, own, first, chunk),
             _constants(query),
             repeatable=False,

@@ -598,10 +598,7 @@ def test_operator_of_decoding():
         ({"table": torch.zeros(16, 1)}, r"table=\(16, 1\) is not valid"),
         ({"table": torch.zeros(8, 4)}, r"table=\(8, 4\) is not valid"),
         ({"gate_key": torch.zeros(1, 1, 9, 8)}, r"gate_key=\(1, 1, 9, 8\)"),
-        (
-            {"position_query": torch.zeros(1, 1, 9, 16)},
-            r"position_query=\(1, 1, 9, 16\).*as the query, \(1, 1, 10, 16\)",
-        ),
+        ({"position_query": torch.zeros(1, 1, 9, 16)}, r"position_query=\(1, 1, 9, 16\).*must be \(1, 1, 10, 16\)"),
         ({"position_query": torch.zeros(1, 1, 10, 16).half()}, r"position_query=.*float16.*must be .*float32"),
         ({"decay": (torch.zeros(1, 1, 9), torch.zeros(1, 1, 10))}, r"decay=\(1, 1, 9\)"),
         ({"decay": (torch.zeros(1, 1, 10), torch.zeros(1, 1, 10, requires_grad=True))}, "no gradient"),

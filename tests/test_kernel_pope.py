@@ -187,16 +187,6 @@ def test_operators(shifted, limited):
     check_operator(operator.decode, [*one, constant], [*first, step, None], 0.3, 0.0)
 
 
-def test_autocast():
-    arguments = inputs((1, 2, 1, 20, 20, 16, 16))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = pope_attention(*arguments, scaling=0.3)
-    assert out.dtype == torch.bfloat16
-    out.float().sum().backward()
-    assert all(tensor.grad.dtype == torch.float32 for tensor in wanted(*arguments))
-    close(out, reference(*doubled(*arguments), None, 0.3), 3e-2)
-
-
 def test_wrong_arguments():
     query, key, value, (*phases, shift) = inputs((1, 2, 1, 8, 10, 16, 16))
     with pytest.raises(ValueError, match="tables="):
