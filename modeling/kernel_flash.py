@@ -766,7 +766,9 @@ def flash_backward(
     call = _Call(query, key, value, **options)
     B, H, G, Q, K, _ = call.shape
     before_query, *before = map(_contiguous, initial)
-    results = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key, value)]
+    grad_query, grad_key, grad_value = (
+        torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key, value)
+    )
     of_decay = None
     if decay_gradient:
         of_decay = lse.new_empty(B, H, Q), lse.new_empty(B, H, K)
@@ -776,7 +778,7 @@ def flash_backward(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_ROWS, call),
-        (*given, results[0], of_rows, *call.options, before_query, call.scaling, H, H // G, *call.lengths),
+        (*given, grad_query, of_rows, *call.options, before_query, call.scaling, H, H // G, *call.lengths),
         call.constants,
         key=call.key,
         repeatable=call.options[2] is None or call.options[2].grad is None,
@@ -785,11 +787,11 @@ def flash_backward(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
         _candidates(_COLUMNS, call),
-        (*given, *results[1:], of_keys, *call.options, *before, call.scaling, G, *call.lengths),
+        (*given, grad_key, grad_value, of_keys, *call.options, *before, call.scaling, G, *call.lengths),
         {**call.constants, "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
         key=call.key,
     )
-    return *results, of_decay
+    return grad_query, grad_key, grad_value, of_decay
 
 
 def decode_rows(groups: int) -> int:

@@ -96,7 +96,7 @@ class Operator:
                 grad = torch.zeros_like(empty_results(tensors)[0]) if grad is None else grad
                 gradients = run_backward(grad, grad_numbers, results, tensors, *ctx.settings)
             # An empty list is one of tensors to PyTorch.
-            rest = ([] if isinstance(setting, list) and not setting else None for setting in ctx.settings)
+            rest: list[Any] = [[] if isinstance(setting, list) and not setting else None for setting in ctx.settings]
             return [*gradients, *[None] * (size - len(gradients))], *rest
 
         def refuse(ctx: Any, *grads: Any) -> None:
