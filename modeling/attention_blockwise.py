@@ -17,7 +17,6 @@ to the query" are then ordinary cumulative sums, and the oldest keys are at the 
 """
 
 import dataclasses
-import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention_mask import causal_mask, dense_mask, is_ranges
+from .kernel_operator import Operator, check_shapes
 from .position_base import PositionContext
 
 # Far below every logit, and far from overflow when terms are added. -inf would give NaN in fully masked rows.
@@ -43,9 +43,6 @@ GPU_ROWS, GPU_LOGITS = 128, 1 << 26
 
 # Up to this many query rows (decoding), the whole row of logits is computed at once with ordinary operations.
 DIRECT_ROWS = 4
-
-# Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
 def split_digits(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -191,11 +188,7 @@ def _unpack(
 ) -> list[tuple[type[Term], Sequence[Any], Sequence[float]]]:
     """Returns the class, tensors and settings of each bias, from the flat arguments of an operator.
 
-    Args:
-        terms: the names of the terms, joined by "+".
-        counts: for each term, how many tensors and how many settings it has.
-        tensors: the tensors of all terms, or anything that belongs to them.
-        settings: the settings of all terms.
+    terms: names, joined by "+". counts: for each term, how many tensors and how many settings it has.
     """
     found = []
     for index, name in enumerate(terms.split("+") if terms else ()):
@@ -203,6 +196,18 @@ def _unpack(
         found.append((TERMS[name], tensors[:tensor_count], settings[:setting_count]))
         tensors, settings = tensors[tensor_count:], settings[setting_count:]
     return found
+
+
+def _tensors(given: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns query, key, value, mask, seed and the tensors of all terms, from those of the operator.
+
+    These are query, key, value, the tensors of the terms with None for those without gradients, the others, and None
+    for the first, mask, and seed.
+    """
+    query, key, value, *tensors, mask, seed = given
+    half = len(tensors) // 2
+    joined = [other if one is None else one for one, other in zip(tensors[:half], tensors[half:])]
+    return query, key, value, mask, seed, joined
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -297,8 +302,8 @@ class _Attention:
             self.buffers.append(torch.empty_like(self.buffers[0]))
         return self.buffers[index][: math.prod(shape)].view(shape)
 
-    def blocks(self) -> Iterator[tuple[slice, Block]]:
-        """Yields the chunk of N, and the block, for all blocks in which some row sees some key."""
+    def blocks(self) -> Iterator[Block]:
+        """Yields all blocks in which some row sees some key."""
         for low in range(0, self.N, self.chunk):
             chunk = slice(low, min(low + self.chunk, self.N))
             member = self.member[chunk]
@@ -308,7 +313,7 @@ class _Attention:
                 rows = slice(start, min(start + self.block_size, self.Q))
                 block = self._block(chunk, batches, batch, group, rows)
                 if block is not None:
-                    yield chunk, block
+                    yield block
 
     def _block(
         self, chunk: slice, batches: slice, batch: torch.Tensor, group: torch.Tensor, rows: slice
@@ -355,11 +360,11 @@ class _Attention:
         """
         return tensor.flip(2).to(self.dtype).reshape(self.N, self.n, self.K).contiguous()
 
-    def logits(self, chunk: slice, block: Block, *, keep: bool) -> torch.Tensor:
+    def logits(self, block: Block, *, keep: bool) -> torch.Tensor:
         """Returns the logits (C, n, R, W) of a block, terms included, in a reused buffer."""
         C, n, R, _ = block.query.shape
         W = block.columns.stop - block.columns.start
-        key = self.key[chunk, block.columns]
+        key = self.key[block.chunk, block.columns]
         flat = block.query.reshape(C, n * R, self.D)
         out = self.buffer(0, C, n * R, W)
         if flat.dtype == self.dtype:
@@ -385,10 +390,10 @@ class _Attention:
             return logits.exp_()
         return torch.threshold_(logits.clamp_(min=NEGLIGIBLE).exp_(), 2.0**-80, 0.0)
 
-    def keep_mask(self, chunk: slice, block: Block, like: torch.Tensor) -> torch.Tensor:
+    def keep_mask(self, block: Block, like: torch.Tensor) -> torch.Tensor:
         """The dropout mask of a block, 0 or 1 / (1 - dropout): the same each time it is asked for."""
         generator = torch.Generator(device=self.device)
-        generator.manual_seed((self.seed + chunk.start * self.Q + block.rows.start) % (1 << 62))
+        generator.manual_seed((self.seed + block.chunk.start * self.Q + block.rows.start) % (1 << 62))
         return torch.empty_like(like).bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
 
 
@@ -396,12 +401,11 @@ def _without_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::blockwise_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-    tensors: Sequence[torch.Tensor], seed: torch.Tensor | None, terms: str, counts: Sequence[int],
-    settings: Sequence[float], scaling: float, dropout: float, block_size: int,
+    given: Sequence[Any], terms: str, counts: Sequence[int], settings: Sequence[float], block_size: int,
+    scaling: float, dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query, key, value, mask, seed, tensors = _tensors(given)
     with torch.no_grad(), _without_autocast(query.device):
         biases = _unpack(terms, counts, tensors, settings)
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
@@ -410,14 +414,15 @@ def _forward(
         # exp(logit - lse) must be 0 in rows that see nothing.
         lse = torch.full((B, H, Q), -MASKED, dtype=attention.dtype, device=query.device)
         out_view, lse_view = out.view(attention.N, attention.n, Q, V), lse.view(attention.N, attention.n, Q)
-        for chunk, block in attention.blocks():
-            logits = attention.logits(chunk, block, keep=False)
+        for block in attention.blocks():
+            chunk = block.chunk
+            logits = attention.logits(block, keep=False)
             C, n, R, W = logits.shape
             maximum = logits.amax(-1, keepdim=True)
             weights = attention.exponentials(logits.sub_(maximum), block)
             total = weights.sum(-1, keepdim=True)
             if dropout > 0:
-                weights.mul_(attention.keep_mask(chunk, block, weights))
+                weights.mul_(attention.keep_mask(block, weights))
             rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[chunk, block.columns])
             rows = rows.view(C, n, R, V).div_(total)
             row_lse = maximum.add_(total.log_()).squeeze(-1)
@@ -430,18 +435,11 @@ def _forward(
         return out, lse
 
 
-@_forward.register_fake
-def _(query, key, value, *others):
-    out = query.new_empty(query.shape[0], query.shape[1], query.shape[2], value.shape[3])
-    return out, query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::blockwise_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
-    value: torch.Tensor, mask: torch.Tensor | None, tensors: Sequence[torch.Tensor], seed: torch.Tensor | None,
-    terms: str, counts: Sequence[int], settings: Sequence[float], scaling: float, dropout: float, block_size: int,
+    grads: Sequence[Any], given: Sequence[Any], results: Sequence[torch.Tensor], terms: str, counts: Sequence[int],
+    settings: Sequence[float], block_size: int, scaling: float, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
+    (query, key, value, mask, seed, tensors), (out, lse), (grad, _) = _tensors(given), results, grads
     with torch.no_grad(), _without_autocast(query.device):
         biases = _unpack(terms, counts, tensors, settings)
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
@@ -454,8 +452,9 @@ def _backward(
         # delta_i = sum_j weight_ij d(weight_ij)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         lse = lse.view(N, n, Q)
-        for chunk, block in attention.blocks():
-            logits = attention.logits(chunk, block, keep=True)
+        for block in attention.blocks():
+            chunk = block.chunk
+            logits = attention.logits(block, keep=True)
             C, n, R, W = logits.shape
             weights = attention.exponentials(logits.sub_(lse[chunk, :, block.rows, None]), block)
             grad_rows = grad[chunk, :, block.rows].reshape(C, n * R, V)
@@ -464,7 +463,7 @@ def _backward(
             grad_logits = grad_logits.view(C, n, R, W)
             dropped = weights
             if dropout > 0:
-                keep = attention.keep_mask(chunk, block, weights)
+                keep = attention.keep_mask(block, weights)
                 grad_logits.mul_(keep)
                 dropped = keep.mul_(weights)
             dropped = dropped.view(C, n * R, W).to(value.dtype)
@@ -479,58 +478,19 @@ def _backward(
             grad_query[chunk, :, block.rows] = rows
             flat = block.query.reshape(C, n * R, D)
             _add_product(grad_key[chunk, block.columns], grad_logits.transpose(1, 2), flat)
-        results = [
+        gradients = [
             grad_query.view(query.shape).to(query.dtype),
             _reversed(grad_key.mul_(scaling).view(key.shape), key.shape).to(key.dtype),
             _reversed(grad_value.view(value.shape), value.shape).to(value.dtype),
         ]
         for term in attention.terms:
             tables = [tensor for tensor, wanted in zip(term.tensors, term.differentiable) if wanted]
-            results += [part.to(table.dtype) for part, table in zip(term.gradients(), tables)]
-        return results
+            gradients += [part.to(table.dtype) for part, table in zip(term.gradients(), tables)]
+        return gradients
 
 
-def _differentiable(terms: str, counts: Sequence[int], tensors: Sequence[Any]) -> list[bool]:
-    """Returns for each tensor whether it gets a gradient."""
-    biases = _unpack(terms, counts, tensors, ())
-    return [wanted for term, own, _ in biases for wanted in term.differentiable[: len(own)]]
-
-
-@_backward.register_fake
-def _(grad, out, lse, query, key, value, mask, tensors, seed, terms, counts, *numbers):
-    tables = [tensor for tensor, wanted in zip(tensors, _differentiable(terms, counts, tensors)) if wanted]
-    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, *tables)]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, key, value, mask, tensors, seed, *ctx.settings = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, mask, seed, out, lse, *tensors)
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple:
-    query, key, value, mask, seed, out, lse, *tensors = ctx.saved_tensors
-    # An empty list is one of tensors to an operator.
-    rest: tuple = (None, None, *(None if numbers else [] for numbers in ctx.settings[1:3]), None, None, None)
-    if grad is None:
-        return (None, None, None, None, [None] * len(tensors), *rest)
-    results = _backward(grad, out, lse, query, key, value, mask, tensors, seed, *ctx.settings)
-    tables = iter(results[3:])
-    terms, counts, *_ = ctx.settings
-    wanted = _differentiable(terms, counts, tensors)
-    return (*results[:3], None, [next(tables) if one else None for one in wanted], *rest)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "blockwise attention has no second derivative: use attn_implementation='eager' for gradients of gradients"
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+_SETTINGS = "str terms, int[] counts, float[] settings, int block_size, float scaling, float dropout"
+_attention = Operator("blockwise", _SETTINGS, _forward, _backward)
 
 
 def _hide(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -576,13 +536,8 @@ def direct_attention(
 
 
 def check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-    B, H, Q, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or H % G != 0 or Q > K:
-        raise ValueError(
-            f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: "
-            "they must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q at most K."
-        )
+    check_shapes(query, key, value)
+    (B, H, Q, _), K = query.shape, key.shape[2]
     if mask is None:
         return
     ranges = mask.dtype == torch.int32 and mask.shape == (B, 1, Q + K, 2)
@@ -651,9 +606,11 @@ def blockwise_attention(
     names = "+".join([bias.term.name for bias in biases])
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
     rows = block_size or block_rows(query.device)
-    arguments = (mask, tensors, seed, names, counts, settings, scaling, dropout, rows)
-    out, _ = _forward(query, key, value, *arguments)
-    return out
+    wanted = [one for bias in biases for one in bias.term.differentiable[: len(bias.tensors)]]
+    first = [tensor if one else None for tensor, one in zip(tensors, wanted)]
+    others = [None if one else tensor for tensor, one in zip(tensors, wanted)]
+    arguments = (names, counts, settings, rows, scaling, dropout)
+    return _attention((query, key, value, *first), (*others, mask, seed), *arguments)[0]
 
 
 def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -80,15 +80,7 @@ def unsupported(query: torch.Tensor, attention_mask: Any) -> str | None:
 
 
 def check_available(config: Any, others: list[str]) -> None:
-    """Checks what is known of attn_implementation="triton" when a model is built.
-
-    Args:
-        config: the configuration of the model.
-        others: the implementations to name in an error.
-
-    Raises:
-        ValueError: Triton is not installed, or the heads are too wide.
-    """
+    """Raises ValueError, which names the `others` implementations, if Triton is missing or heads are too wide."""
     if head_dim(config) > MAX_HEAD_DIM:
         problem = f"does not support head_dim={head_dim(config)}; allowed: at most {MAX_HEAD_DIM}"
     elif import_error():

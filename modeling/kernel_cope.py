@@ -37,34 +37,33 @@ Axes: B batch, H query heads, G key heads (query head h uses key head h // (H //
 P positions.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .kernel_flash import (
+    LN_2,
+    LOG2_E,
     apply_dropout,
     check_inputs,
     chunk_rows,
     decode_rows,
-    differentiable,
     dropout_arguments,
     dropout_seed,
-    flash_backward_columns,
-    flash_backward_rows,
+    flash_backward,
     flash_decode,
     flash_forward,
-    given_tensors,
-    row_chunk,
     row_limits,
+    row_parts,
     row_products,
     running_sums,
     seen_keys,
     softmax_step,
 )
 from .kernel_knots import UNWRITTEN, check_knots, fill_skipped, knot_left, knot_piece, knots_argument
-from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
+from .kernel_operator import Operator, empty_results
 from .kernel_terms import (
     added_bias,
     added_gradient,
@@ -76,16 +75,6 @@ from .kernel_terms import (
     store_last,
 )
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
-
-# Far below every logit; -inf would give NaN in rows that see nothing of a block.
-MASKED = tl.constexpr(-1e30)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
 # Query rows of a window program, at most; `start` has one entry for so many rows.
@@ -94,8 +83,6 @@ WINDOW_ROWS = 64
 SCAN = tl.constexpr(32)
 # Columns of a window program, at most.
 MOST_COLUMNS = 64
-
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
 class Window(NamedTuple):
@@ -330,10 +317,8 @@ def _window_gradients(
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
 
-    `bias`: (BLOCK_M, BLOCK_N), added to the logits but not to the gates, or None.
-
-    Returns the weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the
-    keys right of each key, and the level and fraction of each position: (BLOCK_M, BLOCK_N) each.
+    The weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the keys right
+    of each key, and the level and fraction of each position. `bias` is not added to the gates.
     """
     last = _last(knots, P, BITS)
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
@@ -606,10 +591,8 @@ class _Pass:
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
         num_positions = num_positions or self.P
         bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
-        self.bits = {"BITS": bits}
+        self.constants["BITS"] = bits
         self.knots = None if knots is None else knots_argument(knots, num_positions, bits)
-        optional = (ranges, gate_key, self.decay, self.relative, seed, knots)
-        self.tune = (self.D, query.dtype, *(one is not None for one in optional))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -625,21 +608,14 @@ class _Pass:
         return relative_argument(self.query[:, :, rows], table, *positions, self.scaling, grad=grad)
 
     def plain_parts(self, window: Window, *, grad: bool) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-        """Yields rows, keys and options of `kernel_flash` for the keys left of the windows.
-
-        One part, or with relative positions one for each chunk.
-        """
+        """Yields rows, keys and options of `kernel_flash` for the keys left of the windows."""
+        # With relative positions z of all rows would be quadratic.
         size = self.Q if self.relative is None else self.chunk
-        for first in range(0, self.Q, size):
-            rows = slice(first, min(first + size, self.Q))
-            keys, ranges = row_chunk(rows, self.Q, self.K, self.ranges)
-            blocks = slice(first // self.rows, triton.cdiv(rows.stop, self.rows))
-            options: dict[str, Any] = {"scaling": self.scaling, "ranges": ranges}
-            options["added"] = self.added(rows, keys, grad=grad)
-            options["bound"] = (window.start[:, :, blocks], self.rows)
-            # Each part counts its rows from 0.
-            seed = self.seed + first if self.seed is not None and first else self.seed
-            yield rows, keys, {**options, "dropout": dropout_arguments(seed, self.probability)}
+        seen = {"ranges": self.ranges, "seed": self.seed, "dropout": self.probability}
+        for rows, keys, options in row_parts(self.query, self.key, size, **seen):
+            blocks = slice(rows.start // self.rows, triton.cdiv(rows.stop, self.rows))
+            options |= {"scaling": self.scaling, "added": self.added(rows, keys, grad=grad)}
+            yield rows, keys, {**options, "bound": (window.start[:, :, blocks], self.rows)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
@@ -649,7 +625,6 @@ class _Pass:
             _position_values,
             lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
             [Tiles(64, 64) if half else Tiles(32, 32)],
-            (),
             (
                 *(heads(self.position_query), self.table, into, self.position_scale),
                 *(self.H, self.P, first, into.shape[1], self.Q),
@@ -658,10 +633,7 @@ class _Pass:
         )
 
     def window_forward(self, *, shared_rows: bool = False) -> Window:
-        """Attention over the windows.
-
-        shared_rows: all rows see what row 0 of the ranges, or the last row of causal attention, sees (decoding).
-        """
+        """Attention over the windows. With `shared_rows` all rows see what a single row would see (decoding)."""
         B, H, Q = self.B, self.H, self.Q
         rows = decode_rows(Q) if shared_rows else self.rows
         chunk = Q if shared_rows else self.chunk
@@ -684,12 +656,12 @@ class _Pass:
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
-                (*self.tune, rows, shared_rows),
                 (
                     *(*self.matrices, values, self.knots, self.ranges, added, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
-                {**self.constants, **self.bits, "SHARED": shared_rows},
+                {**self.constants, "SHARED": shared_rows},
+                key=(rows,),
             )
         return window
 
@@ -718,14 +690,9 @@ class _Pass:
         return grad.mul_(self.position_scale)
 
     def window_backward(self, grad: torch.Tensor, delta: torch.Tensor, window: Window) -> tuple[Any, ...]:
-        """Gradients of the windows.
+        """Gradients of query, table, key, value, gate keys, position query, and table of relative positions.
 
-        Of query (B, H, Q, D), table (D, P) float32, key, value and gate keys float32, of the query of the table
-        (B, H, Q, D) if it is one of its own, and of the table of relative positions, float32: None if there is none.
-
-        Args:
-            grad: (B, H, Q, D). delta: float32 (B, H, Q), the sum of grad * out.
-            window: of the forward pass, with the output and log-sum-exp over all keys.
+        All but those of the queries are float32; None if there is none. `window` has the log-sum-exp over all keys.
         """
         B, H, Q, D, P, K = self.B, self.H, self.Q, self.D, self.P, self.K
         members, chunk, groups = B * H, self.chunk, H // self.G
@@ -755,9 +722,8 @@ class _Pass:
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
                 self.backward_tiles,
-                self.tune,
                 (*inputs, window_query, levels, counts, slopes, self.scaling, H, groups, *place),
-                {**self.constants, **self.bits},
+                self.constants,
                 repeatable=self.relative is None,
             )
             grad_z = self.grad_values(levels, window, rows).to(self.query.dtype)
@@ -777,25 +743,17 @@ class _Pass:
                 _window_columns,
                 (triton.cdiv(ahead, columns) * B * self.G,),
                 self.backward_tiles,
-                self.tune,
                 (*inputs, counts, slopes, grad_key, grad_gate_key, grad_value, self.scaling, self.G, groups, *place),
-                {**self.constants, **self.bits},
+                self.constants,
                 repeatable=False,
             )
         return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative
 
 
-# The tensors of the operators are those of `cope_attention`: query, key, value, table, gate_key, position_query,
-# relative (3), decay (2), ranges, knots, and the seed of dropout. The first 7 may get a gradient.
-TENSORS, DIFFERENTIABLE = 14, 7
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::cope_forward", mutates_args=())
 def _forward(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int,
-    dropout: float,
-) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(given_tensors(tensors, places, TENSORS), scaling, position_scale, num_positions, dropout)
+    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
+) -> list[torch.Tensor]:
+    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
     window = attention.window_forward()
     parts = []
     for rows, keys, options in attention.plain_parts(window, grad=False):
@@ -809,25 +767,22 @@ def _forward(
     return [out, lse, *window[2:]]
 
 
-@_forward.register_fake
-def _(tensors, *numbers):
+def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
     B, H, Q, D = tensors[0].shape
-    per_row = tensors[0].new_empty((B, H, Q), dtype=torch.float32)
+    out, per_row = empty_results(tensors)
     counts = torch.empty_like(per_row, dtype=torch.int32)
     rows = _window_tiles(D, tensors[0].dtype)[0][0].rows
     blocks = counts.new_empty((B, H, -(-Q // rows)))
-    like = (per_row, blocks, blocks, counts, counts, per_row)
-    return [tensors[0].new_empty(B, H, Q, D), *map(torch.empty_like, like)]
+    return [out, *map(torch.empty_like, (per_row, blocks, blocks, counts, counts, per_row))]
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::cope_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
-    scaling: float, position_scale: float, num_positions: int, dropout: float,
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float,
+    position_scale: float, num_positions: int, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(given_tensors(tensors, places, TENSORS), scaling, position_scale, num_positions, dropout)
+    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
     query, key, value, relative = attention.query, attention.key, attention.value, attention.relative
-    window = Window(*saved)
+    window, (grad, _) = Window(*results), grads
     delta = row_products(grad, window.out)
     grad_query, grad_table, grad_key, grad_value, *others = attention.window_backward(grad, delta, window)
     grad_gate_key, grad_position_query, grad_relative = others
@@ -836,9 +791,8 @@ def _backward(
     for rows, keys, options in attention.plain_parts(window, grad=True):
         part_query = query[:, :, rows]
         plain = (grad[:, :, rows], part_query, key[:, :, keys], value[:, :, keys], lse[:, :, rows], delta[:, :, rows])
-        part, _ = flash_backward_rows(*plain, **options, initial=grad_query[:, :, rows])
-        initial = (grad_key, grad_value) if relative is None else None
-        *columns, _ = flash_backward_columns(*plain, **options, initial=initial)
+        before = (grad_key, grad_value) if relative is None else (None, None)
+        part, *columns, _ = flash_backward(*plain, **options, initial=(grad_query[:, :, rows], *before))
         if relative is None:
             grad_query, grad_key, grad_value = part, *columns
         else:
@@ -847,29 +801,23 @@ def _backward(
             grad_relative += from_relative[1]
             grad_key[:, :, keys] += columns[0]
             grad_value[:, :, keys] += columns[1]
-    results = (grad_query, grad_key, grad_value, grad_table, grad_gate_key, grad_position_query, grad_relative)
-    return [results[place].to(one.dtype) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
+    gradients = (grad_query, grad_key, grad_value, grad_table, grad_gate_key, grad_position_query, grad_relative)
+    return [gradient.to(one.dtype) for one, gradient in zip(tensors, gradients) if one is not None]
 
 
-@_backward.register_fake
-def _(grad, tensors, saved, places, *numbers):
-    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::cope_decode", mutates_args=())
 def _decode(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, position_scale: float, num_positions: int
+    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
 ) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
-    given = given_tensors(tensors, places, TENSORS)
-    query, (B, H, _, D), G = given[0], given[0].shape, given[1].shape[1]
-    # Of the query, and of the query of the table.
-    for index in (0, 5):
-        given[index] = None if given[index] is None else given[index].reshape(B, G, H // G, D)
+    query, key, value, table, gate_key, position_query, *others = tensors
+    (B, H, _, D), G = query.shape, key.shape[1]
+    shape = (B, G, H // G, D)
+    position_query = None if position_query is None else position_query.reshape(shape)
+    given = (query.reshape(shape), key, value, table, gate_key, position_query, *others)
     attention = _Pass(given, scaling, position_scale, num_positions)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
-        *(query, attention.key, attention.value),
+        *(query, key, value),
         scaling=scaling,
         ranges=attention.ranges,
         added=attention.added(slice(None)),
@@ -879,12 +827,8 @@ def _decode(
     )
 
 
-@_decode.register_fake
-def _(tensors, *numbers):
-    return tensors[0].new_empty(tensors[0].shape)
-
-
-differentiable(_forward, _backward)
+_SETTINGS = "float scaling, float position_scale, int num_positions, float dropout"
+_attention = Operator("cope", _SETTINGS, _forward, _backward, _decode, empty=_empty)
 
 
 def cope_attention(
@@ -947,24 +891,17 @@ def cope_attention(
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
         )
-    keys, queries = ("keys", key), ("query", query)
-    given = (("value", value, *keys), ("gate_key", gate_key, *keys), ("position_query", position_query, *queries))
-    for name, one, other, like in given:
+    for name, one, like in (("gate_key", gate_key, key), ("position_query", position_query, query)):
         if one is not None and (one.shape != like.shape or one.dtype != like.dtype):
             raise ValueError(
-                f"{name}={tuple(one.shape)!r} of type {one.dtype!r} is not valid: it must be as the {other}, "
-                f"{tuple(like.shape)!r} of type {like.dtype!r}."
+                f"{name}={tuple(one.shape)!r} of type {one.dtype!r} is not valid: it must be {tuple(like.shape)!r} of "
+                f"type {like.dtype!r}."
             )
     if decay is not None or relative is not None:
         check_added(decay, relative, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
-    tensors = [query, key, value, table, gate_key, position_query, *(relative or (None, None, None))]
-    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-    tensors += [*(decay or (None, None)), ranges, knots, dropout_seed(query, dropout)]
-    places = [place for place, one in enumerate(tensors) if one is not None]
-    present = [tensors[place] for place in places]
-    settings = (scaling, position_scale, table.shape[1] if num_positions is None else num_positions)
-    if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(present, places, *settings)
-    return _forward(present, places, *settings, dropout)[0]
+    first = (query, key, value, table, gate_key, position_query, *(relative or (None,))[:1])
+    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), ranges, knots, dropout_seed(query, dropout))
+    num_positions = table.shape[1] if num_positions is None else num_positions
+    return _attention(first, others, scaling, position_scale, num_positions, dropout)[0]

@@ -16,20 +16,15 @@ it sees only keys j < start[b, h, i // rows]. A row that sees no key has output 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
+from .kernel_operator import check_shapes
 from .kernel_polar import polar_argument, polar_products, polar_query
 from .kernel_terms import added_bias, added_gradient, added_rows, store_last
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
 
 
 class Dropout(NamedTuple):
@@ -46,8 +41,6 @@ class Dropout(NamedTuple):
     scale: Any
 
 
-# Far below every logit, and far from overflow. -inf would give NaN in rows that have seen no key yet.
-MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Rows, or blocks of rows, that a program examines in one step to find those that see its keys.
@@ -575,12 +568,9 @@ _COLUMNS: _Table = {
     (512, 256): (Tiles(16, 32, 8, 1),),
 }
 # float32 has its products on the ordinary cores, with all of their operands in registers.
-_SMALLEST = Tiles(16, 16, 4, 1)
-_FLOAT32 = (Tiles(32, 32, 8, 1), _SMALLEST)
-_ROW_PRODUCTS = (Tiles(32, 16, 4, 1),)
+_FLOAT32 = (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1))
 # Their rows are `decode_rows`. Wide float32 begins with the second: compilers take minutes for the first.
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
-_COMBINE = (Tiles(16, 16, 4, 1),)
 
 # Without a GPU decoding splits the keys in this number, on a GPU so that a split has at least this many keys.
 INTERPRETED_SPLITS = 3
@@ -594,21 +584,22 @@ SCRATCH_FACTOR, SCRATCH_BYTES = 4, 32 << 20
 
 
 def check_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None
-) -> None:
-    """Raises ValueError if shapes or types of query, key, value (B, H or G, Q or K, D) or ranges do not fit."""
-    B, H, Q, D = query.shape
-    G, K = key.shape[1], key.shape[2]
-    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or G == 0 or H % G or not 0 < Q <= K:
-        raise ValueError(
-            f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: they "
-            "must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q from 1 to K."
-        )
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None, *,
+    as_wide: bool = True,
+) -> None:  # fmt: skip
+    """Raises ValueError if shapes or types of query, key, value (B, H or G, Q or K, D or V) or ranges do not fit.
+
+    as_wide: values must have D channels.
+    """
+    check_shapes(query, key, value)
+    (B, _, Q, D), K = query.shape, key.shape[2]
     if value.shape[3] > 256 or not value.shape[3] <= D <= 2 * value.shape[3]:
         raise ValueError(
             f"query={tuple(query.shape)!r}, value={tuple(value.shape)!r} are not valid: values may have at most 256 "
             "channels, queries and keys as many as the values, up to twice as many."
         )
+    if as_wide and value.shape != key.shape:
+        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
     types = (torch.float32, torch.bfloat16, torch.float16)
     if query.dtype not in types or key.dtype != query.dtype or value.dtype != query.dtype:
         raise ValueError(
@@ -633,11 +624,7 @@ def dropout_arguments(seed: torch.Tensor | None, probability: float) -> Dropout 
 
 
 def dropout_seed(query: torch.Tensor, probability: float) -> torch.Tensor | None:
-    """Returns a seed from PyTorch's generator of the device, int32 (1,); None if nothing is dropped.
-
-    Raises:
-        ValueError: the probability is not in [0, 1].
-    """
+    """Returns a seed from PyTorch's generator of the device, int32 (1,); None if nothing is dropped."""
     if not 0 <= probability <= 1:
         raise ValueError(f"dropout={probability!r} is not valid: it must be in [0, 1].")
     if probability == 0:
@@ -653,52 +640,21 @@ def chunk_rows(query: torch.Tensor, row_bytes: int, multiple: int) -> int:
     return multiple * min(triton.cdiv(Q, multiple), max(1, fitting))
 
 
-def row_chunk(
-    rows: slice, query_length: int, key_length: int, ranges: torch.Tensor | None
-) -> tuple[slice, torch.Tensor | None]:
-    """Returns the keys that some rows may see, such that they are the last ones, and the ranges of these rows."""
-    if ranges is None:
-        return slice(0, key_length - query_length + rows.stop), None
-    if rows == slice(0, query_length):
-        return slice(0, key_length), ranges
-    return slice(0, key_length), torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), dim=2)
-
-
-def given_tensors(tensors: Sequence[torch.Tensor], places: Sequence[int], count: int) -> list[Any]:
-    """Returns `count` tensors of an operator, None where there is none.
-
-    PyTorch finds no gradients in lists with None: an operator takes the tensors that there are, and their places.
-    """
-    found = dict(zip(places, tensors))
-    return [found.get(place) for place in range(count)]
-
-
-def refuse(ctx: Any, *grads: Any) -> None:
-    """The derivative of an operator that has none."""
-    raise NotImplementedError(
-        "the attention kernels have no second derivative: use attn_implementation='eager' for gradients of gradients"
-    )
-
-
-def differentiable(forward: Any, backward: Any) -> None:
-    """Makes the first result of an operator (tensors, places, *numbers) differentiable in the first of its tensors.
-
-    `backward`: an operator (gradient, tensors, results, places, *numbers), which returns their gradients.
-    """
-
-    def save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
-        tensors, *ctx.settings = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
-
-    def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
-        # Read once: activation checkpointing allows no second time.
-        saved, count = list(ctx.saved_tensors), len(ctx.settings[0])
-        results = [] if grads[0] is None else backward(grads[0], saved[:count], saved[count:], *ctx.settings)
-        return ([*results, *[None] * (count - len(results))], *(None,) * len(ctx.settings))
-
-    forward.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(refuse)
+def row_parts(
+    query: torch.Tensor, key: torch.Tensor, size: int, *, ranges: torch.Tensor | None, seed: torch.Tensor | None,
+    dropout: float,
+) -> Iterator[tuple[slice, slice, dict[str, Any]]]:  # fmt: skip
+    """Yields so many rows of queries at a time, the keys that they may see, and options of `flash_forward` for them."""
+    Q, K = query.shape[2], key.shape[2]
+    for first in range(0, Q, size):
+        rows = slice(first, min(first + size, Q))
+        keys = slice(0, K if ranges is not None else K - Q + rows.stop)
+        visible = ranges
+        if ranges is not None and size < Q:
+            visible = torch.cat((ranges[:, :, rows], ranges[:, :, Q:]), dim=2)
+        # Each part counts its rows from 0.
+        own_seed = seed + first if seed is not None and first else seed
+        yield rows, keys, {"ranges": visible, "dropout": dropout_arguments(own_seed, dropout)}
 
 
 class _Call:
@@ -717,12 +673,7 @@ class _Call:
         self.lengths = (Q, K, 0 if start is None else start.shape[-1], bound_rows)
         widths = {"D": D, "V": V, "BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
         self.constants: dict[str, Any] = {**widths, "PRECISION": precision(query.dtype, V)}
-        self.kind = (query.dtype, self.constants["PRECISION"], D, V, Q >= LONG)
-
-    def key(self, *optional: object) -> tuple[Any, ...]:
-        """What the choice of tiles depends on."""
-        added = self.options[2]
-        return (*self.kind, *(one is not None for one in (*self.options, added and added.z, *optional)))
+        self.key = (Q >= LONG,)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -731,22 +682,17 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _candidates(table: _Table, call: _Call) -> tuple[Tiles, ...]:
     widths = max(64, call.constants["BLOCK_D"]), max(64, call.constants["BLOCK_V"])
-    return _FLOAT32[widths[0] > 128 :] if call.kind[0] == torch.float32 else table[widths]
+    return _FLOAT32[widths[0] > 128 :] if call.matrices[0].data.dtype == torch.float32 else table[widths]
 
 
 def row_products(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of grad * out over channels, "delta" in the backward pass: float32 (B, H, Q).
-
-    Args:
-        grad, out: (B, H, Q, V), float32, bfloat16 or float16.
-    """
+    """Returns the sum of grad * out, (B, H, Q, V) each, over channels, "delta": float32 (B, H, Q)."""
     B, H, Q, V = grad.shape
     result = torch.empty(B, H, Q, dtype=torch.float32, device=grad.device)
     launch(
         row_products_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
-        _ROW_PRODUCTS,
-        (V, grad.dtype),
+        [Tiles(32, 16)],
         (heads(grad), heads(out), result, H, Q),
         {"V": V, "BLOCK_V": block_width(V)},
     )
@@ -788,18 +734,19 @@ def flash_forward(
         forward_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_FORWARD, call),
-        call.key(constant, before[0]),
         (*call.matrices, out, lse, *call.options, constant, *before, call.scaling, H, H // G, *call.lengths),
         call.constants,
+        key=call.key,
     )
     return out, lse
 
 
-def flash_backward_rows(
+def flash_backward(
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, *, initial: torch.Tensor | None = None, decay_gradient: bool = False, **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The gradients of the query, and of c of the rows (see `Decay`).
+    delta: torch.Tensor, *, initial: tuple[torch.Tensor | None, ...] = (None, None, None),
+    decay_gradient: bool = False, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
+    """The gradients of query, key, value, and of c of rows and keys (see `Added`).
 
     Arguments are those of `flash_forward` where nothing else is said.
 
@@ -809,75 +756,42 @@ def flash_backward_rows(
         grad: (B, H, Q, V), of the output, the type of the query.
         lse: float32 (B, H, Q), of all keys that the softmax ran over; +1e30 in rows that see nothing.
         delta: float32 (B, H, Q), `row_products(grad, out)`.
-        initial: (B, H, Q, D), added to the result, or None.
-        decay_gradient: whether the last gradient is computed. It is the rounding error of the sum of a row's weights,
-            which the sums over keys would add up.
+        initial: what is added to the first three results: (B, H, Q, D), float32 (B, G, K, D) and (B, G, K, V), or None.
+        decay_gradient: whether the last two gradients are computed. That of the rows is the rounding error of the sum
+            of a row's weights, which the sums over keys would add up.
 
     Returns:
-        (B, H, Q, D) in the type of the query, and float32 (B, H, Q) or None.
+        (B, H, Q, D), (B, G, K, D), (B, G, K, V) in the type of the query; float32 (B, H, Q) and (B, H, K), or None.
     """
     call = _Call(query, key, value, **options)
-    B, H, G, Q, _, _ = call.shape
-    initial = _contiguous(initial)
-    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    grad_decay = torch.empty(B, H, Q, dtype=torch.float32, device=query.device) if decay_gradient else None
+    B, H, G, Q, K, _ = call.shape
+    before_query, *before = map(_contiguous, initial)
+    grad_query, grad_key, grad_value = (
+        torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key, value)
+    )
+    of_decay = None
+    if decay_gradient:
+        of_decay = lse.new_empty(B, H, Q), lse.new_empty(B, H, K)
+    of_rows, of_keys = of_decay or (None, None)
+    given = (heads(grad), *call.matrices, lse.contiguous(), delta.contiguous())
     launch(
         backward_rows_kernel,
         lambda tiles: (triton.cdiv(Q, tiles.rows) * B * H,),
         _candidates(_ROWS, call),
-        call.key(grad_decay, initial),
-        (
-            *(heads(grad), *call.matrices, lse.contiguous(), delta.contiguous()),
-            *(grad_query, grad_decay, *call.options, initial, call.scaling, H, H // G, *call.lengths),
-        ),
+        (*given, grad_query, of_rows, *call.options, before_query, call.scaling, H, H // G, *call.lengths),
         call.constants,
+        key=call.key,
         repeatable=call.options[2] is None or call.options[2].grad is None,
     )
-    return grad_query, grad_decay
-
-
-def flash_backward_columns(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lse: torch.Tensor,
-    delta: torch.Tensor, *, initial: tuple[torch.Tensor, torch.Tensor] | None = None, decay_gradient: bool = False,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The gradients of key and value, and of c of the keys (see `Decay`); arguments as in `flash_backward_rows`.
-
-    Args:
-        initial: (grad_key, grad_value), float32 (B, G, K, D) and (B, G, K, V), added to the results, or None.
-        decay_gradient: whether the last gradient is computed.
-
-    Returns:
-        (B, G, K, D) and (B, G, K, V), in the type of the key, and float32 (B, H, K) or None.
-    """
-    call = _Call(query, key, value, **options)
-    B, H, G, _, K, _ = call.shape
-    before = [_contiguous(one) for one in initial or (None, None)]
-    grad_key, grad_value = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (key, value))
-    grad_decay = torch.empty(B, H, K, dtype=torch.float32, device=key.device) if decay_gradient else None
     launch(
         backward_columns_kernel,
         lambda tiles: (triton.cdiv(K, tiles.columns) * B * G,),
         _candidates(_COLUMNS, call),
-        (*call.key(grad_decay, before[0]), H // G),
-        (
-            *(heads(grad), *call.matrices, lse.contiguous(), delta.contiguous(), grad_key, grad_value, grad_decay),
-            *(*call.options, *before, call.scaling, G, *call.lengths),
-        ),
+        (*given, grad_key, grad_value, of_keys, *call.options, *before, call.scaling, G, *call.lengths),
         {**call.constants, "GROUPS": H // G, "BLOCK_G": triton.next_power_of_2(H // G)},
+        key=call.key,
     )
-    return grad_key, grad_value, grad_decay
-
-
-def flash_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
-    """The gradients of query, key, value, and c of rows and keys: `out` and `lse` as `flash_forward` returned them."""
-    tensors = (grad, query, key, value, lse, row_products(grad, out))
-    grad_query, of_rows = flash_backward_rows(*tensors, **options)
-    grad_key, grad_value, of_keys = flash_backward_columns(*tensors, **options)
-    return grad_query, grad_key, grad_value, None if of_rows is None or of_keys is None else (of_rows, of_keys)
+    return grad_query, grad_key, grad_value, of_decay
 
 
 def decode_rows(groups: int) -> int:
@@ -925,15 +839,14 @@ def flash_decode(
         decode_kernel,
         lambda tiles: (splits * blocks * B * G,),
         [dataclasses.replace(one, rows=rows) for one in _DECODE[query.dtype == torch.float32 and V > 128 :]],
-        (*call.key(tables and tables.shift), R, rows),
         (*call.matrices, parts, top_lse, ranges, start, tables, added, call.scaling, G, H // G, K, splits),
         {**call.constants, "R": R},
+        key=(rows,),
     )
     launch(
         combine_kernel,
         lambda tiles: (B * H,),
-        _COMBINE,
-        (V, query.dtype),
+        [Tiles(16, 16)],
         (parts, top_lse, out, constant, *before, H // G, splits),
         {"V": V, "BLOCK_V": block_width(V)},
     )

@@ -9,11 +9,7 @@ Axes: B batch, H query heads, Q query rows, D head dim, P pieces.
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
+from .kernel_launch import tl, triton
 
 # The sums of a piece that a row skips; no pair has these bits.
 UNWRITTEN = -1

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 try:
+    # The other files of kernels import Triton from here.
     import triton
     import triton.language as tl
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
     raise
+
+# Far below every logit, and far from overflow. -inf would give NaN in rows that have seen no key yet.
+MASKED = tl.constexpr(-1e30)
 
 # True if kernels run on the CPU, one program after the other, by Triton's interpreter.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
@@ -111,7 +115,7 @@ CHOSEN: dict[tuple[Hashable, ...], Tiles] = {}
 
 def launch(
     kernel: Any, grid: Callable[[Tiles], tuple[int, ...]] | tuple[int, ...], candidates: Sequence[Tiles],
-    key: tuple[Hashable, ...], arguments: Sequence[Any], constants: dict[str, Any], *, repeatable: bool = True,
+    arguments: Sequence[Any], constants: dict[str, Any], *, key: tuple[Hashable, ...] = (), repeatable: bool = True,
 ) -> None:  # fmt: skip
     """Runs a kernel with the first tiles that compile and fit the device.
 
@@ -122,9 +126,10 @@ def launch(
         kernel: a `triton.jit` function.
         grid: the grid, or a function that returns it for some tiles.
         candidates: tiles, the preferred first.
-        key: what the choice depends on besides kernel, device, precision and type of the first argument: sizes, flags.
         arguments: the positional arguments, a tensor or `Heads` first.
         constants: the constants, without the tile sizes.
+        key: what the choice depends on besides the device, the kernel, its constants, the type of the first argument,
+            and which arguments are None.
         repeatable: False for a kernel that adds to its results.
 
     Raises:
@@ -138,7 +143,9 @@ def launch(
         run(choose(kernel.fn.__name__, candidates, lambda tiles: None, None))
         return
     first = arguments[0].data if isinstance(arguments[0], Heads) else arguments[0]
-    key = (*key, first.dtype, constants.get("PRECISION"))
+    parts = (part for one in arguments for part in (one if isinstance(one, tuple) else (one,)))
+    given = "".join("-" if part is None else "x" for part in parts)
+    key = (*key, first.dtype, *constants.values(), given)
     with torch.cuda.device_of(first):
         slot = (kernel.fn.__name__, torch.cuda.current_device(), *key)
         if slot not in CHOSEN:

@@ -11,7 +11,6 @@ Axes: B batch, H query heads, G key heads, Q query length, K key length, D chann
 values, P entries of the table of relative positions.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,86 +19,64 @@ import torch
 from .kernel_flash import (
     check_inputs,
     chunk_rows,
-    differentiable,
-    dropout_arguments,
     dropout_seed,
     flash_backward,
     flash_decode,
     flash_forward,
-    given_tensors,
-    row_chunk,
+    row_parts,
+    row_products,
 )
+from .kernel_operator import Operator
 from .kernel_terms import check_added, decay_argument, relative_argument, relative_gradients
 
-# Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 # With relative positions a chunk is a multiple of so many rows.
 CHUNK_ROWS = 128
-
-# The tensors of the operators: query, key, value, a decay with a gradient (2), the table of relative positions; a decay
-# without one (2), the positions of rows and keys, ranges, and the seed of dropout. The first 6 may get a gradient.
-TENSORS, DIFFERENTIABLE = 12, 6
 
 
 def _parts(
     tensors: Sequence[Any], scaling: float, dropout: float = 0.0, *, grad: bool = False
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Yields rows, keys and options of `kernel_flash`: one part, or with relative positions one for each chunk."""
+    """Yields rows, keys and options of `kernel_flash`: one part, or with relative positions one for each chunk.
+
+    tensors: query, key, value, a decay with a gradient (2), the table of relative positions; a decay without one (2),
+    the positions of rows and keys, ranges, and the seed of dropout. The first 6 may get a gradient.
+    """
     query, key, _, *decay, table, row_decay, key_decay, row_positions, key_positions, ranges, seed = tensors
-    Q, K = query.shape[2], key.shape[2]
-    size = Q if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
-    for first in range(0, Q, size):
-        rows = slice(first, min(first + size, Q))
-        keys, visible = row_chunk(rows, Q, K, ranges)
+    size = query.shape[2] if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
+    for rows, keys, options in row_parts(query, key, size, ranges=ranges, seed=seed, dropout=dropout):
         if table is None:
             added = decay_argument(*(decay if row_decay is None else (row_decay, key_decay)))
         else:
             positions = row_positions[:, rows], key_positions[:, keys]
             added = relative_argument(query[:, :, rows], table, *positions, scaling, grad=grad)
-        # Each part counts its rows from 0.
-        own_seed = seed + first if seed is not None and first else seed
-        options = {"scaling": scaling, "ranges": visible, "added": added}
-        yield rows, keys, {**options, "dropout": dropout_arguments(own_seed, dropout)}
+        yield rows, keys, {**options, "scaling": scaling, "added": added}
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::plain_forward", mutates_args=())
-def _forward(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, dropout: float
-) -> list[torch.Tensor]:
-    given = given_tensors(tensors, places, TENSORS)
-    query, key, value, *_ = given
+def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> Sequence[torch.Tensor]:
+    query, key, value, *_ = tensors
     parts = [
         flash_forward(query[:, :, rows], key[:, :, keys], value[:, :, keys], **options)
-        for rows, keys, options in _parts(given, scaling, dropout)
+        for rows, keys, options in _parts(tensors, scaling, dropout)
     ]
-    return [*parts[0]] if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts)]
+    return parts[0] if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts)]
 
 
-@_forward.register_fake
-def _(tensors, *others):
-    query, _, value, *_ = tensors
-    return [query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)]
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::plain_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
-    scaling: float, dropout: float,
-) -> list[torch.Tensor]:  # fmt: skip
-    given = given_tensors(tensors, places, TENSORS)
-    (query, key, value, *decay, table), (out, lse) = given[:DIFFERENTIABLE], saved
-    parts = _parts(given, scaling, dropout, grad=True)
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, dropout: float
+) -> list[torch.Tensor]:
+    (query, key, value, *decay, table), (out, lse), (grad, _) = tensors[:6], results, grads
+    parts, delta = _parts(tensors, scaling, dropout, grad=True), row_products(grad, out)
     if table is None:
         ((_, _, options),) = parts
         options["decay_gradient"] = decay[0] is not None
-        *results, of_decay = flash_backward(grad, query, key, value, out, lse, **options)
-        return [*results, *(one.to(numbers.dtype) for one, numbers in zip(of_decay or (), decay))]
+        *gradients, of_decay = flash_backward(grad, query, key, value, lse, delta, **options)
+        return [*gradients, *(one.to(numbers.dtype) for one, numbers in zip(of_decay or (), decay))]
     grad_query = query.new_empty(query.shape)
     grad_key, grad_value, grad_table = (one.new_zeros(one.shape, dtype=torch.float32) for one in (key, value, table))
     for rows, keys, options in parts:
         part = query[:, :, rows]
         part_query, part_key, part_value, _ = flash_backward(
-            *(grad[:, :, rows], part, key[:, :, keys], value[:, :, keys], out[:, :, rows], lse[:, :, rows]), **options
+            *(grad[:, :, rows], part, key[:, :, keys], value[:, :, keys], lse[:, :, rows], delta[:, :, rows]), **options
         )
         from_relative = relative_gradients(options["added"], part, table, scaling)
         grad_query[:, :, rows] = part_query + from_relative[0]
@@ -109,25 +86,12 @@ def _backward(
     return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_table.to(table.dtype)]
 
 
-@_backward.register_fake
-def _(grad, tensors, saved, places, *numbers):
-    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
+def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
+    ((_, _, options),) = _parts(tensors, scaling)
+    return flash_decode(*tensors[:3], **options)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::plain_decode", mutates_args=())
-def _decode(tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float) -> torch.Tensor:
-    given = given_tensors(tensors, places, TENSORS)
-    ((_, _, options),) = _parts(given, scaling)
-    return flash_decode(*given[:3], **options)
-
-
-@_decode.register_fake
-def _(tensors, *others):
-    query, _, value, *_ = tensors
-    return query.new_empty(*query.shape[:3], value.shape[3])
-
-
-differentiable(_forward, _backward)
+_attention = Operator("plain", "float scaling, float dropout", _forward, _backward, _decode)
 
 
 def plain_attention(
@@ -163,15 +127,10 @@ def plain_attention(
     Raises:
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
-    check_inputs(query, key, value, scaling, ranges)
+    check_inputs(query, key, value, scaling, ranges, as_wide=False)
     check_added(decay, relative, query, key)
     both, (table, *positions) = decay or (None, None), relative or (None, None, None)
     learned = any(one is not None and one.requires_grad for one in both)
-    tensors = [query, key, value, *(both if learned else (None, None)), table]
-    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-    tensors += [*((None, None) if learned else both), *positions, ranges, dropout_seed(query, dropout)]
-    places = [place for place, one in enumerate(tensors) if one is not None]
-    present = [tensors[place] for place in places]
-    if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(present, places, scaling)
-    return _forward(present, places, scaling, dropout)[0]
+    first = (query, key, value, *(both if learned else (None, None)), table)
+    others = (*((None, None) if learned else both), *positions, ranges, dropout_seed(query, dropout))
+    return _attention(first, others, scaling, dropout)[0]

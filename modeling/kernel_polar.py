@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kernel_launch import dot, load
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
+from .kernel_launch import dot, load, tl, triton
 
 
 class Polar(NamedTuple):

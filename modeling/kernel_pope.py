@@ -10,7 +10,6 @@ Axes: B batch, H query heads, G key heads, Q query length, K key length, D head 
 D), W = D + R: R cosine parts, R sine parts, D - R plain channels.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,25 +17,17 @@ import torch
 
 from .kernel_flash import (
     check_inputs,
-    differentiable,
     dropout_arguments,
     dropout_seed,
     flash_backward,
     flash_decode,
     flash_forward,
-    given_tensors,
+    row_products,
 )
-from .kernel_launch import Tiles, block_width, heads, launch, load, pointer
+from .kernel_launch import Tiles, block_width, heads, launch, load, pointer, tl, triton
+from .kernel_operator import Operator
 from .kernel_polar import subtract_phase
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
-
-# Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 # Memory of the pairs that are made at once: as much as the query, and at least so many bytes.
 SCRATCH_BYTES = 64 << 20
 
@@ -95,7 +86,6 @@ def _launch_turn(
         turn_kernel,
         (triton.cdiv(T, _TURN.rows) * B * H,),
         [_TURN],
-        (),
         (heads(features), turned, *grads, cos, sin, shift, cos.stride(0), H, T),
         {"BACKWARD": grads[0] is not None, "D": D, "R": cos.shape[-1], "BLOCK_D": block_width(D)},
     )
@@ -123,17 +113,13 @@ def _turn_backward(
     return grad_features, None if parts is None else parts.sum((0, 2))
 
 
-# The tensors of the operators: query, key, value, shift, cosine and sine of queries and of keys (4), ranges, and the
-# seed of dropout. The first 4 may get a gradient.
-TENSORS, DIFFERENTIABLE = 10, 4
-
-
 def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
     """Yields what is computed at once: some batch entries, or some key heads of one entry with their query heads.
 
     Each takes at most the scratch memory (or is one key head): slices of batch and heads of queries, and of keys; the
     arguments of `_turn` for both; values; and options of `kernel_flash`.
     """
+    # The first four may get gradients.
     query, key, value, shift, *phases, ranges, seed = tensors
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     n = H // G
@@ -169,39 +155,26 @@ def _join(parts: list[tuple[tuple[slice, slice], torch.Tensor]], shape: Sequence
     return whole
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::pope_forward", mutates_args=())
-def _forward(
-    tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float, dropout: float
-) -> list[torch.Tensor]:
-    given = given_tensors(tensors, places, TENSORS)
+def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> list[torch.Tensor]:
     out, lse = [], []
-    for at, _, of_query, of_key, values, options in _parts(given, dropout):
+    for at, _, of_query, of_key, values, options in _parts(tensors, dropout):
         part_out, part_lse = flash_forward(_turn(*of_query), _turn(*of_key), values, scaling=scaling, **options)
         out.append((at, part_out))
         lse.append((at, part_lse))
-    shape = given[0].shape
+    shape = tensors[0].shape
     return [_join(out, shape), _join(lse, shape[:3])]
 
 
-@_forward.register_fake
-def _(tensors, *others):
-    query = tensors[0]
-    return [query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)]
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::pope_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor, tensors: Sequence[torch.Tensor], saved: Sequence[torch.Tensor], places: Sequence[int],
-    scaling: float, dropout: float,
-) -> list[torch.Tensor]:  # fmt: skip
-    given = given_tensors(tensors, places, TENSORS)
-    (query, key, value, shift), (out, lse) = given[:DIFFERENTIABLE], saved
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, dropout: float
+) -> list[torch.Tensor]:
+    (query, key, value, shift), (out, lse), (grad, _) = tensors[:4], results, grads
     queries, keys, values = [], [], []
     grad_shift = None if shift is None else shift.new_zeros(shift.shape)
-    for at, at_keys, of_query, of_key, part_value, options in _parts(given, dropout):
-        turned = _turn(*of_query), _turn(*of_key)
+    for at, at_keys, of_query, of_key, part_value, options in _parts(tensors, dropout):
+        turned, delta = (_turn(*of_query), _turn(*of_key)), row_products(grad[at], out[at])
         grad_query, grad_key, grad_value, _ = flash_backward(
-            grad[at], *turned, part_value, out[at], lse[at], scaling=scaling, **options
+            grad[at], *turned, part_value, lse[at], delta, scaling=scaling, **options
         )
         grad_query, part_shift = _turn_backward(grad_query, *of_query)
         if grad_shift is not None and part_shift is not None:
@@ -209,34 +182,19 @@ def _backward(
         queries.append((at, grad_query))
         keys.append((at_keys, _turn_backward(grad_key, *of_key)[0]))
         values.append((at_keys, grad_value))
-    results = [_join(queries, query.shape), _join(keys, key.shape), _join(values, value.shape)]
-    return results if grad_shift is None else [*results, grad_shift]
+    gradients = [_join(queries, query.shape), _join(keys, key.shape), _join(values, value.shape)]
+    return gradients if grad_shift is None else [*gradients, grad_shift]
 
 
-@_backward.register_fake
-def _(grad, tensors, saved, places, *numbers):
-    return [one.new_empty(one.shape) for one, place in zip(tensors, places) if place < DIFFERENTIABLE]
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::pope_decode", mutates_args=())
-def _decode(tensors: Sequence[torch.Tensor], places: Sequence[int], scaling: float) -> torch.Tensor:
-    query, key, value, shift, *phases, ranges, _ = given_tensors(tensors, places, TENSORS)
+def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
+    query, key, value, shift, *phases, ranges, _ = tensors
     return flash_decode(query, key, value, scaling=scaling, ranges=ranges, polar=(*phases, shift))
 
 
-@_decode.register_fake
-def _(tensors, *others):
-    return tensors[0].new_empty(tensors[0].shape)
+_attention = Operator("pope", "float scaling, float dropout", _forward, _backward, _decode)
 
 
-differentiable(_forward, _backward)
-
-
-def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: Sequence[torch.Tensor], shift: Any
-) -> None:
-    if value.shape != key.shape:
-        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
+def _check(query: torch.Tensor, key: torch.Tensor, tables: Sequence[torch.Tensor], shift: Any) -> None:
     B, H, Q, D = query.shape
     K, R = key.shape[2], tables[0].shape[-1]
     for table, length in zip(tables, (Q, Q, K, K)):
@@ -280,24 +238,15 @@ def pope_attention(
         dropout: the probability that a weight is dropped.
 
     Returns:
-        (B, H, Q, D) in the type of the query (that of autocast where it is on); 0 in rows that see nothing.
+        (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
 
     Raises:
         ValueError: shapes or types do not fit, a table requires a gradient, scaling is not positive, or dropout is not
             in [0, 1].
     """
     *phases, shift = tables
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     check_inputs(query, key, value, scaling, ranges)
-    _check(query, key, value, phases, shift)
+    _check(query, key, phases, shift)
     shift = None if shift is None else shift.float()
-    tensors = [query, key, value, shift]
-    wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-    tensors += [*phases, ranges, dropout_seed(query, dropout)]
-    places = [place for place, one in enumerate(tensors) if one is not None]
-    present = [tensors[place] for place in places]
-    if query.shape[2] == 1 and not wanted and not dropout:
-        return _decode(present, places, scaling)
-    return _forward(present, places, scaling, dropout)[0]
+    others = (*phases, ranges, dropout_seed(query, dropout))
+    return _attention((query, key, value, shift), others, scaling, dropout)[0]

@@ -31,12 +31,14 @@ S splits of the keys.
 """
 
 import dataclasses
-import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .kernel_flash import (
+    LN_2,
+    LOG2_E,
     _decode_splits,
     apply_dropout,
     check_inputs,
@@ -44,32 +46,20 @@ from .kernel_flash import (
     decode_rows,
     dropout_arguments,
     dropout_seed,
-    refuse,
     row_limits,
     running_sums,
     seen_keys,
     softmax_step,
 )
-from .kernel_launch import Tiles, block_width, dot, heads, launch, load, pointer, precision, store
+from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
+from .kernel_operator import Operator
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
-
-# Far below every logit; -inf would give NaN in rows that see nothing of a block. The log-sum-exp of such rows.
-MASKED = tl.constexpr(-1e30)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # A stick is spent when 2^-58 of it is left: less than float32 resolves.
 SPENT = tl.constexpr(58.0)
 # Key blocks between two looks at what is left of the sticks: loads are pipelined over them.
 SEVERAL = tl.constexpr(2)
 # Row blocks that a program examines in one step to find those that have visited its keys.
 SCAN = tl.constexpr(32)
-
-_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
 # Parts of kernels. `slope` (BLOCK_M) is None for stick-breaking.
@@ -433,19 +423,9 @@ def _constants(query: torch.Tensor) -> dict[str, Any]:
     return {"D": D, "BLOCK_D": block_width(D), "PRECISION": precision(query.dtype, D)}
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::scan_forward", mutates_args=())
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slopes: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    scaling: float,
-    own: int,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(tensors: Sequence[Any], scaling: float, own: int, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, and float32 (B, H, Q): the remainder, or with slopes the log-sum-exp of the logits."""
+    query, key, value, slopes, ranges, seed = tensors
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     forward_tiles, _ = _tiles(D, query.dtype)
     # One row: the heads that share a key head are the rows.
@@ -461,7 +441,6 @@ def _forward(
         _scan_forward,
         lambda tiles: (splits * triton.cdiv(rows, tiles.rows) * B * members,),
         forward_tiles,
-        (D, query.dtype, slopes is None, ranges is None, seed is None, rows if shared else 0),
         (
             *map(heads, (query, key, value)),
             *(out, lse if slopes is not None else None, sums if slopes is None or shared else None, ranges, slopes),
@@ -469,6 +448,7 @@ def _forward(
             *(scaling, members, 1 if shared else H // G, rows, Q, K, own, splits),
         ),
         {**_constants(query), "SHARED": shared},
+        key=(rows if shared else 0,),
     )
     # The sums of the splits that are newer than each.
     newer = torch.nn.functional.pad(sums[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2) if shared else None
@@ -486,27 +466,12 @@ def _forward(
     return out.view(B, H, Q, D), rest.view(B, H, Q)
 
 
-@_forward.register_fake
-def _(query, key, value, slopes, ranges, seed, scaling, own, dropout):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::scan_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    grad_rest: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slopes: torch.Tensor | None,
-    ranges: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    rest: torch.Tensor,
-    scaling: float,
-    own: int,
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, own: int,
     dropout: float,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Returns the gradients of query, key, value, and of the slopes if there are some."""
+    (query, key, value, slopes, ranges, seed), (grad, grad_rest), (rest,) = tensors, grads, results
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     _, tiles = _tiles(D, query.dtype)
     rows, columns = tiles[0].rows, tiles[0].columns
@@ -525,14 +490,12 @@ def _backward(
         *(*map(heads, (grad, query, key, value)), ranges, slopes, dropout_arguments(seed, dropout)),
         *(None if slopes is None else rest, delta),
     )
-    tune = (D, query.dtype, slopes is None, ranges is None, seed is None, grad_left is None)
     for first in range(0, Q, chunk):
         end = min(first + chunk, Q)
         launch(
             _scan_rows,
             (triton.cdiv(end - first, rows) * B * H,),
             tiles,
-            tune,
             (
                 *(*inputs, grad_left, grad_query, slope_sums, *visited, *carries),
                 *(scaling, H, H // G, Q, K, own, first, chunk, blocks),
@@ -544,48 +507,24 @@ def _backward(
             _scan_columns,
             (triton.cdiv(ahead, columns) * B * G,),
             tiles,
-            tune,
             (*inputs, *visited, *carries, grad_key, grad_value, scaling, G, H // G, Q, K, own, first, chunk),
             _constants(query),
             repeatable=False,
         )
-    results = [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)]
-    return results if slope_sums is None else [*results, slope_sums.sum((0, 2))]
+    gradients = [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)]
+    return gradients if slope_sums is None else [*gradients, slope_sums.sum((0, 2))]
 
 
-@_backward.register_fake
-def _(grad, grad_rest, query, key, value, slopes, ranges, seed, rest, scaling, own, dropout):
-    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value, slopes) if tensor is not None]
+_attention = Operator("scan", "float scaling, int own, float dropout", _forward, _backward, saved=slice(1, 2))
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.scaling, ctx.own, ctx.dropout = inputs
-    if tensors[3] is not None:
-        ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor | None, grad_rest: torch.Tensor | None) -> tuple:
-    # Read once: activation checkpointing allows no second time.
-    saved = ctx.saved_tensors
-    if grad is None and grad_rest is None:
-        return (None,) * 9
-    grad = torch.zeros_like(saved[0]) if grad is None else grad
-    results = _backward(grad, grad_rest, *saved, ctx.scaling, ctx.own, ctx.dropout)
-    return (*results, *([None] if saved[3] is None else []), *[None] * 5)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(refuse)
-
-
-def _check(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None
-) -> None:
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slopes: torch.Tensor | None,
+    ranges: torch.Tensor | None, scaling: float, own: int, dropout: float,
+) -> list[torch.Tensor]:  # fmt: skip
     check_inputs(query, key, value, scaling, ranges)
-    if value.shape != key.shape:
-        raise ValueError(f"value={tuple(value.shape)!r} is not valid: it must be as the keys, {tuple(key.shape)!r}.")
+    others = (None if ranges is None else ranges.contiguous(), dropout_seed(query, dropout))
+    return _attention((query, key, value, slopes), others, scaling, own, dropout)
 
 
 def cope_alibi_attention(
@@ -619,12 +558,9 @@ def cope_alibi_attention(
     Raises:
         ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
-    _check(query, key, value, scaling, ranges)
     if slopes.shape != query.shape[1:2]:
         raise ValueError(f"slopes={tuple(slopes.shape)!r} is not valid: it must be {(query.shape[1],)!r}.")
-    ranges = None if ranges is None else ranges.contiguous()
-    slopes, seed = slopes.float().contiguous(), dropout_seed(query, dropout)
-    return _forward(query, key, value, slopes, ranges, seed, scaling, 0, dropout)[0]
+    return _attend(query, key, value, slopes.float().contiguous(), ranges, scaling, 0, dropout)[0]
 
 
 def stick_attention(
@@ -650,7 +586,5 @@ def stick_attention(
         (B, H, Q, D) in the type of the query, and the remainder 1 - sum_j A_ij, of all weights, float32 (B, H, Q).
         Rows that see nothing give 0, and a remainder of 1.
     """
-    _check(query, key, value, scaling, ranges)
-    ranges = None if ranges is None else ranges.contiguous()
-    seed = dropout_seed(query, dropout)
-    return _forward(query, key, value, None, ranges, seed, scaling, 0 if inclusive else 1, dropout)
+    out, remainder = _attend(query, key, value, None, ranges, scaling, 0 if inclusive else 1, dropout)
+    return out, remainder

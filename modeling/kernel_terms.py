@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
+from .kernel_launch import MASKED, tl, triton
 
-# As in `kernel_flash`.
-MASKED = tl.constexpr(-1e30)
 # The distance of what is no row or no key from all others.
 FAR = tl.constexpr(1 << 29)
 

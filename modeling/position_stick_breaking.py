@@ -7,7 +7,7 @@ see `attention_blockwise`).
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from transformers import initialization as init
 
 from .attention_blockwise import (
-    _NAMESPACE,
     DIRECT_ROWS,
     MASKED,
     Block,
@@ -25,11 +24,13 @@ from .attention_blockwise import (
     _product,
     _reversed,
     _without_autocast,
+    autocast_inputs,
     block_rows,
     check_inputs,
     compute_dtype,
 )
 from .attention_mask import causal_mask, dense_mask, is_ranges
+from .kernel_operator import Operator
 from .learned_table import LearnedTable
 from .position_base import Parameters, PositionContext, PositionEncoding
 
@@ -138,7 +139,7 @@ class _Window:
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
 
-    def open(self, chunk: slice, block: Block) -> tuple[slice, torch.Tensor, torch.Tensor]:
+    def open(self, block: Block) -> tuple[slice, torch.Tensor, torch.Tensor]:
         """Returns the window's columns, the logits (C, n, R, W), and the sums of softplus from the newest key on."""
         attention, columns = self.attention, block.columns
         all_columns = columns.stop - columns.start
@@ -151,7 +152,7 @@ class _Window:
                 visible=None if block.visible is None else block.visible[..., :width],
                 additive=None if block.additive is None else block.additive[..., :width],
             )
-            logits = attention.logits(chunk, part, keep=False)
+            logits = attention.logits(part, keep=False)
             # Of a 4D mask the own keys are taken out already.
             if self.own_logits is not None and attention.mask is None:
                 near = min(R, width)
@@ -184,18 +185,10 @@ class _Window:
         return torch.threshold_(out, self.least, 0.0)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::stick_breaking_forward", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    strict: bool,
-    scaling: float,
-    dropout: float,
-    block_size: int,
+    tensors: Sequence[Any], strict: bool, block_size: int, scaling: float, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value, mask, seed = tensors
     with torch.no_grad(), _without_autocast(query.device):
         attention = _Attention(query, key, value, mask, (), seed, scaling, dropout, block_size)
         window = _Window(attention, strict)
@@ -203,38 +196,24 @@ def _forward(
         out = query.new_zeros(*query.shape[:3], V)
         remainder = torch.ones(query.shape[:3], dtype=attention.dtype, device=query.device)
         out_view, remainder_view = out.view(N, n, Q, V), remainder.view(N, n, Q)
-        for chunk, block in attention.blocks():
-            columns, logits, spent = window.open(chunk, block)
+        for block in attention.blocks():
+            chunk = block.chunk
+            columns, logits, spent = window.open(block)
             C, n, R, W = logits.shape
             remainder_view[chunk, :, block.rows] = torch.exp(-spent[..., -1])
             weights = window.weights(logits, spent, out=logits)
             if dropout > 0:
-                weights.mul_(attention.keep_mask(chunk, block, weights))
+                weights.mul_(attention.keep_mask(block, weights))
             rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[chunk, columns])
             out_view[chunk, :, block.rows] = rows.view(C, n, R, V).to(out.dtype)
         return out, remainder
 
 
-@_forward.register_fake
-def _(query, key, value, mask, seed, strict, scaling, dropout, block_size):
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    return out, query.new_empty(query.shape[:3], dtype=compute_dtype(query.dtype))
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::stick_breaking_backward", mutates_args=())
 def _backward(
-    grad: torch.Tensor,
-    grad_remainder: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    strict: bool,
-    scaling: float,
-    dropout: float,
-    block_size: int,
-) -> list[torch.Tensor]:
+    grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], strict: bool, block_size: int,
+    scaling: float, dropout: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    (query, key, value, mask, seed), (grad, grad_remainder) = tensors, grads
     with torch.no_grad(), _without_autocast(query.device):
         attention = _Attention(query, key, value, mask, (), seed, scaling, dropout, block_size)
         window = _Window(attention, strict)
@@ -242,9 +221,11 @@ def _backward(
         grad_query = torch.zeros(N, n, Q, D, dtype=attention.dtype, device=query.device)
         grad_key = torch.zeros(N, K, D, dtype=attention.dtype, device=query.device)
         grad_value = torch.zeros(N, K, V, dtype=attention.dtype, device=query.device)
-        grad, grad_remainder = grad.reshape(N, n, Q, V), grad_remainder.reshape(N, n, Q)
-        for chunk, block in attention.blocks():
-            columns, logits, spent = window.open(chunk, block)
+        grad = grad.reshape(N, n, Q, V)
+        grad_remainder = grad.new_zeros(N, n, Q) if grad_remainder is None else grad_remainder.reshape(N, n, Q)
+        for block in attention.blocks():
+            chunk = block.chunk
+            columns, logits, spent = window.open(block)
             C, n, R, W = logits.shape
             left = torch.exp(-spent[..., -1]).mul_(grad_remainder[chunk, :, block.rows])
             weights = window.weights(logits, spent, out=attention.buffer(2, C, n, R, W))
@@ -254,7 +235,7 @@ def _backward(
             shares = shares.view(C, n, R, W)
             dropped = weights
             if dropout > 0:
-                keep = attention.keep_mask(chunk, block, weights)
+                keep = attention.keep_mask(block, weights)
                 shares.mul_(keep)
                 dropped = keep.mul_(weights)
             dropped = dropped.view(C, n * R, W).to(value.dtype)
@@ -276,30 +257,8 @@ def _backward(
         ]
 
 
-@_backward.register_fake
-def _(grad, grad_remainder, query, key, value, mask, seed, strict, scaling, dropout, block_size):
-    return [tensor.new_empty(tensor.shape) for tensor in (query, key, value)]
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    query, key, value, mask, seed, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, mask, seed)
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor, grad_remainder: torch.Tensor) -> tuple:
-    results = _backward(grad, grad_remainder, *ctx.saved_tensors, *ctx.settings)
-    return (*results, None, None, None, None, None, None)
-
-
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "blockwise stick-breaking attention has no second derivative: use attn_implementation='eager' for gradients of "
-        "gradients"
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+_SETTINGS = "bool strict, int block_size, float scaling, float dropout"
+_attention = Operator("stick_breaking", _SETTINGS, _forward, _backward, saved=slice(0))
 
 
 def stick_breaking_attention(
@@ -336,9 +295,7 @@ def stick_breaking_attention(
         remainder of 1.
     """
     check_inputs(query, key, value, mask.detach() if direct and mask is not None else mask)
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = autocast_inputs(query, key, value)
     if mask is not None and not is_ranges(mask) and not inclusive:
         mask = _without_own(mask)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
@@ -346,7 +303,8 @@ def stick_breaking_attention(
         return output, remainder, weights if direct else None
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
     rows = block_size or block_rows(query.device)
-    return *_forward(query, key, value, mask, seed, not inclusive, scaling, dropout, rows), None
+    output, remainder = _attention((query, key, value), (mask, seed), not inclusive, rows, scaling, dropout)
+    return output, remainder, None
 
 
 class HeadNorm(nn.Module):

@@ -114,7 +114,7 @@ def recording() -> Iterator[list[Launch]]:
 
     original, found = kernel_launch.launch, list[Launch]()
 
-    def record(kernel, grid, candidates, key, arguments, constants, **settings):
+    def record(kernel, grid, candidates, arguments, constants, **settings):
         grid = grid(candidates[0]) if callable(grid) else grid
         found.append(Launch(kernel, grid, tuple(candidates), tuple(arguments), constants))
 

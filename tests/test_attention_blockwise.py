@@ -343,11 +343,12 @@ def test_opcheck(mask):
     case = Case("cope+relative", 20, 30, dtype=torch.float32)
     masks = {None: None, "bool": torch.rand(2, 1, 20, 30) < 0.5}
     mask = masks[mask] if mask in masks else ranges_of(segments_of(mask, 2, 30), 20)
-    tensors = [tensor for bias in case.biases for tensor in bias.tensors]
-    counts, settings = [1, 1, 3, 2], [0.7, 0.7, 0.0]
-    seed = torch.tensor([5])
-    arguments = (case.query, case.key, case.value, mask, tensors, seed, "cope+relative", counts, settings, 0.3, 0.1, 8)
-    torch.library.opcheck(blockwise._forward, arguments)
+    table, relative, *positions = (tensor for bias in case.biases for tensor in bias.tensors)
+    tensors = [case.query, case.key, case.value, table, relative, None, None]
+    others = [None, None, *positions, mask, torch.tensor([5])]
+    settings = ("cope+relative", [1, 1, 3, 2], [0.7, 0.7, 0.0], 8, 0.3, 0.1)
+    arguments = (*blockwise._attention.arguments(tensors, others), *settings)
+    torch.library.opcheck(blockwise._attention.forward, arguments)
 
 
 @pytest.mark.parametrize("encoding", ["cope", "relative", "alibi"])
@@ -537,7 +538,7 @@ def on_meta(monkeypatch):
     """The meta device as a GPU: what is in its tensors cannot be read, and operators run as they are there."""
     for operators in (blockwise, whatwhere.position_stick_breaking):
         monkeypatch.setattr(operators, "_without_autocast", lambda device: contextlib.nullcontext())
-        for operator in (operators._forward, operators._backward):
+        for operator in (operators._attention.forward, operators._attention.backward):
             monkeypatch.setattr(operator, "_abstract_fn", operator._init_fn)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)
 

@@ -45,7 +45,9 @@ ONCE = (("half", 9), ("half", 64), ("open", 33), ("closed", 9))
 def test_decoding_with_cope_by_one_launch(gates, positions, monkeypatch):
     """Windows that end in the newest split, in another, and nowhere."""
     right, launches = candidates.launch, []
-    monkeypatch.setattr(candidates, "launch", lambda *given: launches.append(given[0]) or right(*given))
+    monkeypatch.setattr(
+        candidates, "launch", lambda *given, **options: launches.append(given[0]) or right(*given, **options)
+    )
     query, key, value = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16)
     if gates != "half":
         query[..., 0], key[..., 0] = 8.0, 4.0 if gates == "open" else -4.0

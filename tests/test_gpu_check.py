@@ -139,13 +139,13 @@ def test_every_tile_is_checked(monkeypatch):
     last, runs = kernel_flash._FLOAT32[-1], []
     right = kernel_launch.launch
 
-    def launch(kernel, grid, candidates, key, arguments, constants, **options):
+    def launch(kernel, grid, candidates, arguments, constants, **options):
         def wrong(tiles):
             runs.append((kernel.fn.__name__, tiles))
             if kernel.fn.__name__ == "backward_rows_kernel" and tiles == last:
                 arguments[6].add_(0.01)
 
-        right(kernel, grid, candidates, key, arguments, constants, **options)
+        right(kernel, grid, candidates, arguments, constants, **options)
         wrong(kernel_launch.choose(kernel.fn.__name__, candidates, lambda tiles: None, None))
 
     monkeypatch.setattr(kernel_flash, "launch", launch)

@@ -17,7 +17,7 @@ from tiny import check_operator, slow_but
 from whatwhere import kernel_cope
 from whatwhere.attention_mask import dense_mask
 from whatwhere.kernel_cope import cope_attention
-from whatwhere.kernel_flash import flash_backward_columns, flash_backward_rows, flash_forward, row_products
+from whatwhere.kernel_flash import flash_backward, flash_forward, row_products
 from whatwhere.kernel_launch import Tiles
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
 
@@ -557,10 +557,9 @@ def test_grids_of_many_heads():
         window = attention.window_forward()
         attention.window_backward(query, meta(*heads, 64), window)
         row = meta(*heads, 1, 16)
-        kernel_cope._decode._init_fn([row, query, query, table], range(4), 0.25, 0.25, 8)
+        kernel_cope._decode([row, query, query, table, *[None] * 10], 0.25, 0.25, 8, 0.0)
         flash_forward(query, query, query, scaling=1.0)
-        flash_backward_rows(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
-        flash_backward_columns(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
+        flash_backward(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         row_products(query, query)
     names = {one.kernel.fn.__name__ for one in launches}
     assert names >= {"_position_values", "_window_forward", "_window_rows", "_window_columns"}
@@ -579,16 +578,17 @@ def test_operator(separate, rotated):
     query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=separate)
     position_query = torch.randn_like(query).requires_grad_() if rotated else None
     decay = decay_of(1, 2, 20, 30) if rotated else (None, None)
-    tensors = [query, key, value, table, gate_key, position_query, None, None, None, *decay, None, None, None]
-    check_operator(kernel_cope._forward, tensors, 0.25, 0.25, 16, 0.0)
-    relative = torch.randn(5, 16, requires_grad=True), torch.arange(10, 30)[None], torch.arange(30)[None]
-    tensors[6:11] = *relative, None, None
-    check_operator(kernel_cope._forward, tensors, 0.25, 0.25, 16, 0.0)
+    tensors, nothing = [query, key, value, table, gate_key, position_query], [None] * 3
+    forward, settings = kernel_cope._attention.forward, (0.25, 0.25, 16, 0.0)
+    check_operator(forward, [*tensors, None], [None, None, *decay, *nothing], *settings)
+    relative, *positions = torch.randn(5, 16, requires_grad=True), torch.arange(10, 30)[None], torch.arange(30)[None]
+    check_operator(forward, [*tensors, relative], [*positions, None, None, *nothing], *settings)
 
 
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
-    check_operator(kernel_cope._decode, [query[:, :, :1], *others], 0.25, 0.25, 16)
+    tensors = [query[:, :, :1], *others, *[None] * 3]
+    check_operator(kernel_cope._attention.decode, tensors, [None] * 7, 0.25, 0.25, 16, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -598,11 +598,8 @@ def test_operator_of_decoding():
         ({"table": torch.zeros(16, 1)}, r"table=\(16, 1\) is not valid"),
         ({"table": torch.zeros(8, 4)}, r"table=\(8, 4\) is not valid"),
         ({"gate_key": torch.zeros(1, 1, 9, 8)}, r"gate_key=\(1, 1, 9, 8\)"),
-        (
-            {"position_query": torch.zeros(1, 1, 9, 16)},
-            r"position_query=\(1, 1, 9, 16\).*as the query, \(1, 1, 10, 16\)",
-        ),
-        ({"position_query": torch.zeros(1, 1, 10, 16).half()}, r"position_query=.*float16.*must be as the query"),
+        ({"position_query": torch.zeros(1, 1, 9, 16)}, r"position_query=\(1, 1, 9, 16\).*must be \(1, 1, 10, 16\)"),
+        ({"position_query": torch.zeros(1, 1, 10, 16).half()}, r"position_query=.*float16.*must be .*float32"),
         ({"decay": (torch.zeros(1, 1, 9), torch.zeros(1, 1, 10))}, r"decay=\(1, 1, 9\)"),
         ({"decay": (torch.zeros(1, 1, 10), torch.zeros(1, 1, 10, requires_grad=True))}, "no gradient"),
         ({"relative": (torch.zeros(4, 8), torch.zeros(1, 10), torch.zeros(1, 10))}, r"table=\(4, 8\)"),

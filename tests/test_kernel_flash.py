@@ -140,8 +140,7 @@ def check(shape, tiles, *, V=None, ranges=None, bound=None, dtype=torch.float32,
         actual, actual_lse = kernel_flash.flash_forward(query, key, value, **settings)
         delta = kernel_flash.row_products(grad, actual)
         backward = (grad, query, key, value, actual_lse, delta)
-        grad_query, _ = kernel_flash.flash_backward_rows(*backward, **settings)
-        grad_key, grad_value, _ = kernel_flash.flash_backward_columns(*backward, **settings)
+        grad_query, grad_key, grad_value, _ = kernel_flash.flash_backward(*backward, **settings)
     assert actual.dtype == dtype
     close(actual, out, tolerance)
     close(actual_lse, lse, tolerance)
@@ -221,8 +220,8 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
             query, key, value, constant=constant, initial=initial, **settings
         )
         backward = (grad, query, key, value, actual_lse - constant, kernel_flash.row_products(grad, actual))
-        grad_query, _ = kernel_flash.flash_backward_rows(*backward, initial=first, **settings)
-        grad_key, grad_value, _ = kernel_flash.flash_backward_columns(*backward, initial=firsts, **settings)
+        befores = (first, *firsts)
+        grad_query, grad_key, grad_value, _ = kernel_flash.flash_backward(*backward, initial=befores, **settings)
     close(actual, out)
     close(actual_lse, lse)
     close(grad_query, expected[0] + first)
@@ -288,8 +287,8 @@ def test_tiles_of_the_table() -> None:
         expected, _ = reference(*leaves([query, key, value]), visible_by(None, 40, 40), 0.1)
         close(out, expected)
         backward = (grad, query, key, value, lse, kernel_flash.row_products(grad, out))
-        assert not kernel_flash.flash_backward_rows(*backward, scaling=0.1)[0].isnan().any()
-        assert not kernel_flash.flash_backward_columns(*backward, scaling=0.1)[0].isnan().any()
+        gradients = kernel_flash.flash_backward(*backward, scaling=0.1)[:3]
+        assert not any(one.isnan().any() for one in gradients)
 
 
 @contextlib.contextmanager

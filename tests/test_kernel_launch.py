@@ -1,6 +1,7 @@
 """How kernels are launched: the choice of tiles, and how often a kernel is compiled."""
 
 import contextlib
+import itertools
 import json
 import os
 import types
@@ -73,7 +74,7 @@ def test_errors_of_the_device_are_raised(a_gpu):
     """They are not taken for tiles that do not fit."""
 
     def run(kernel):
-        kernel_launch.launch(kernel, (1,), CANDIDATES, (), (torch.empty(1),), {})
+        kernel_launch.launch(kernel, (1,), CANDIDATES, (torch.empty(1),), {})
 
     for error in (RuntimeError("ptxas died"), AssertionError("no layout")):
         with pytest.raises(RuntimeError, match="No tiles compile"):
@@ -85,16 +86,17 @@ def test_errors_of_the_device_are_raised(a_gpu):
             run(Kernel(loading=RuntimeError(f"Triton Error [CUDA]: {text}")))
 
 
-def test_tiles_are_chosen_for_a_type_and_a_precision(a_gpu):
+def test_tiles_are_chosen_for_types_constants_and_optional_arguments(a_gpu):
     """What fits in one does not fit in another."""
     kernel = Kernel()
     for count, (dtype, precision) in enumerate(
         [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee")], start=1
     ):
         given = torch.empty(1, 1, 1, 1, dtype=dtype)
-        for argument in (given, kernel_launch.heads(given)):
-            kernel_launch.launch(kernel, (1,), CANDIDATES, ("D",), (argument,), {"PRECISION": precision})
-        assert len(kernel_launch.CHOSEN) == count
+        for first, optional in itertools.product((given, kernel_launch.heads(given)), (given, None)):
+            kernel_launch.launch(kernel, (1,), CANDIDATES, (first, optional), {"PRECISION": precision})
+            kernel_launch.launch(kernel, (2,), CANDIDATES, (first, optional), {"PRECISION": precision})
+        assert len(kernel_launch.CHOSEN) == 4 * count
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def count(*, fn, compile, **_):
     found.setdefault(fn.name.rpartition(".")[2], set()).add(compile["key"])
     return True  # It is not compiled.
 
-def launch(kernel, grid, candidates, key, arguments, constants, **_):
+def launch(kernel, grid, candidates, arguments, constants, **_):
     tiles = candidates[0]
     sizes = {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns, "num_warps": tiles.warps, "num_stages": tiles.stages}
     kernel.warmup(*arguments, **constants, **sizes, grid=(1,))

@@ -117,11 +117,11 @@ def test_chunks_of_rows(kind, little_scratch, monkeypatch):
 def test_operator(rows):
     *states, table = inputs(rows, 9, 4)
     positions = torch.arange(9 - rows, 9)[None], torch.arange(9)[None]
-    tensors = [*states, None, None, table, None, None, *positions]
-    check_operator(kernel_plain._forward, tensors, 0.25, 0.0)
+    operator, others = kernel_plain._attention, [None, None, *positions, None, None]
+    check_operator(operator.forward, [*states, None, None, table], others, 0.25, 0.0)
     if rows == 1:
-        tensors = [one if one is None else one.detach() for one in tensors]
-        check_operator(kernel_plain._decode, tensors, 0.25)
+        *states, table = (one.detach() for one in (*states, table))
+        check_operator(operator.decode, [*states, None, None, table], others, 0.25, 0.0)
 
 
 def test_bad_inputs():

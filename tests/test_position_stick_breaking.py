@@ -118,8 +118,8 @@ def test_spent_sticks_save_work(padded, monkeypatch):
     counted = []
     logits = blockwise._Attention.logits
 
-    def counting(self, chunk, block, **options):
-        found = logits(self, chunk, block, **options)
+    def counting(self, block, **options):
+        found = logits(self, block, **options)
         counted.append(found.numel())
         return found
 
@@ -222,7 +222,8 @@ def test_gradcheck_and_opcheck():
     states = inputs(5, 7, B=1, H=2, G=1, D=3)
     torch.autograd.gradcheck(lambda *x: attention(*x, direct=False, block_size=2)[:2], states)
     ranges = ranges_of([0, 0, 0, 1, 1, 1, -1], 5)
-    torch.library.opcheck(module._forward, (*states, ranges, torch.tensor([5]), True, 0.5, 0.1, 2))
+    arguments = module._attention.arguments(states, [ranges, torch.tensor([5])])
+    torch.library.opcheck(module._attention.forward, (*arguments, True, 2, 0.5, 0.1))
 
 
 def test_second_derivative_is_refused_in_blocks():

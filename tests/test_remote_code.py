@@ -180,7 +180,7 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
         check(model, found)
 
 
-KERNELS = {"attention_auto", "attention_mask", "attention_triton", "kernel_flash", "kernel_launch"}
+KERNELS = {"attention_auto", "attention_mask", "attention_triton", "kernel_flash", "kernel_launch", "kernel_operator"}
 # With decays or relative positions.
 TERMS = {*KERNELS, "kernel_terms"}
 # Where PyTorch's attention is supported.

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import whatwhere
 from whatwhere.attention_blockwise import Bias
+from whatwhere.kernel_operator import Operator
 from whatwhere.position_base import PositionContext
 
 FAMILIES = ("llama", "gpt2")
@@ -141,10 +142,9 @@ def bias_of(encoding, context, scaling):
     return Bias(encoding.term, *encoding.term_inputs(context, scaling))
 
 
-def check_operator(operator, tensors, *settings):
-    """PyTorch's checks of an operator that takes the tensors that there are, and their places."""
-    places = [place for place, one in enumerate(tensors) if one is not None]
-    arguments = ([tensors[place] for place in places], places, *settings)
+def check_operator(operator, differentiable, others, *settings):
+    """PyTorch's checks of an operator, given the tensors that get gradients, and the others; some may be None."""
+    arguments = (*Operator.arguments(differentiable, others), *settings)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(operator, arguments, test_utils=tests)
 

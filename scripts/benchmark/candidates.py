@@ -249,12 +249,11 @@ def _window_on_chip(self: _Pass) -> Window:
         window_on_chip_kernel,
         (self.blocks * B * H,),
         [Tiles(self.rows, 32, 8, 2), Tiles(self.rows, 16, 8, 2)],
-        self.tune,
         (
             *(*states, self.table, window, self.scaling, self.position_scale),
             *(H, H // self.G, Q, self.K, self.P, self.blocks),
         ),
-        {**self.constants, **self.bits, "BLOCK_P": block_width(self.P)},
+        {**self.constants, "BLOCK_P": block_width(self.P)},
     )
     return window
 
@@ -414,13 +413,13 @@ def cope_decode_once(
         (splits * B * G, 2),
         # With 64 columns float32 needs more registers than there are.
         [Tiles(rows, 64, 4, 2), Tiles(rows, 32, 4, 1), Tiles(rows, 16, 4, 1)][query.dtype == torch.float32 :],
-        (*attention.tune, rows),
         (
             *(heads(query), heads(key), heads(value), attention.table),
             *(attention.empty(B, G, splits, H // G, D), attention.empty(B, G, splits, H // G)),
             *(window, _done(B * G, query.device), out, float(scaling), float(position_scale)),
             *(G, H // G, K, P, splits),
         ),
-        {**attention.constants, **attention.bits, "BLOCK_P": block_width(P), "BLOCK_S": block_width(splits)},
+        {**attention.constants, "BLOCK_P": block_width(P), "BLOCK_S": block_width(splits)},
+        key=(rows,),
     )
     return out

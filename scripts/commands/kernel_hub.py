@@ -117,10 +117,11 @@ def kernel_source(text: str) -> str:
     if "_NAMESPACE" not in text:
         return text
     text = re.sub(r"^import hashlib\n", "", text, count=1, flags=re.MULTILINE)
-    text = re.sub(r"^(# .*\n)?_NAMESPACE = .*\n", "", text, count=1, flags=re.MULTILINE)
+    text = re.sub(r"^(# .*\n)?_NAMESPACE = .*\n\n", "", text, count=1, flags=re.MULTILINE)
     # kernel-builder looks for calls of this function.
-    text = re.sub(r'f"\{_NAMESPACE\}::(\w+)"', r'add_op_namespace_prefix("\1")', text)
-    text = re.sub(r"^from \.", "from ._ops import add_op_namespace_prefix\nfrom .", text, count=1, flags=re.MULTILINE)
+    text = re.sub(r'f"\{_NAMESPACE\}::(.+?)"', r'add_op_namespace_prefix(f"\1")', text)
+    own = "import torch\n\nfrom ._ops import add_op_namespace_prefix\n"
+    text = re.sub(r"^import torch\n", own, text, count=1, flags=re.MULTILINE)
     assert "_NAMESPACE" not in text, "an operator has another namespace"
     return text
 

@@ -1,0 +1,136 @@
+"""Operators of PyTorch for attention with gradients written by hand: autograd and torch.compile take them as they are.
+
+Axes: B batch, H query heads, Q query rows, V channels of values.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# Remote code can put two copies of this file into one process; an operator's name must belong to one of them.
+_NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
+
+
+def empty_results(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns an output (B, H, Q, V), and numbers (B, H, Q), for query, key and value."""
+    query, _, value, *_ = tensors
+    numbers = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    return [query.new_empty(*query.shape[:3], value.shape[3]), numbers]
+
+
+def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises ValueError if the shapes of query, key and value do not fit."""
+    B, H, Q, D = query.shape
+    G, K = key.shape[1], key.shape[2]
+    if key.shape != (B, G, K, D) or value.shape[:3] != (B, G, K) or G == 0 or H % G or not 0 < Q <= K:
+        raise ValueError(
+            f"query={tuple(query.shape)!r}, key={tuple(key.shape)!r}, value={tuple(value.shape)!r} do not fit: they "
+            "must be (B, H, Q, D), (B, G, K, D), (B, G, K, V) with H a multiple of G and Q from 1 to K."
+        )
+
+
+def _given(tensors: Sequence[torch.Tensor], present: Sequence[bool]) -> list[Any]:
+    """Returns tensors, and None for those that are not present."""
+    found = iter(tensors)
+    return [next(found) if one else None for one in present]
+
+
+class Operator:
+    """An attention as operators of PyTorch: forward, backward and decoding.
+
+    Args:
+        name: unique among the operators.
+        settings: the schema of what they take besides tensors; the last is the probability of dropout.
+        forward: a function (tensors, *settings) of query, key, value and others, some of them None. Returns the output,
+            float numbers of the rows, and what else `backward` needs.
+        backward: a function (gradients, tensors, results, *settings): gradients of the first two results, the second
+            may be None; results of `forward`, as `saved`. Returns the gradients of the first tensors that are present.
+        decode: a function (tensors, *settings) that returns the output for one query row without gradients, or None.
+        empty: returns uninitialised results for tensors.
+        saved: the results that `backward` needs.
+    """
+
+    def __init__(
+        self, name: str, settings: str, forward: Callable[..., Any], backward: Callable[..., Any],
+        decode: Callable[..., torch.Tensor] | None = None, *,
+        empty: Callable[[Sequence[Any]], list[torch.Tensor]] = empty_results, saved: slice = slice(None),
+    ) -> None:  # fmt: skip
+        # PyTorch finds no gradients in lists with None: operators take the tensors that are present, first those that
+        # get gradients, which are `count`.
+        given = f"Tensor[] tensors, bool[] present, int count, {settings}"
+
+        @torch.library.custom_op(f"{_NAMESPACE}::{name}_forward", mutates_args=(), schema=f"({given}) -> Tensor[]")
+        def run_forward(tensors, present, count, *settings):
+            return list(forward(_given(tensors, present), *settings))
+
+        @run_forward.register_fake
+        def _(tensors, present, count, *settings):
+            return empty(tensors)
+
+        results = "Tensor grad, Tensor? grad_numbers, Tensor[] results"
+
+        @torch.library.custom_op(
+            f"{_NAMESPACE}::{name}_backward", mutates_args=(), schema=f"({results}, {given}) -> Tensor[]"
+        )
+        def run_backward(grad, grad_numbers, results, tensors, present, count, *settings):
+            return list(backward((grad, grad_numbers), _given(tensors, present), results, *settings))
+
+        @run_backward.register_fake
+        def _(grad, grad_numbers, results, tensors, present, count, *settings):
+            return [one.new_empty(one.shape) for one in tensors[:count]]
+
+        def save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
+            tensors, *ctx.settings = inputs
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*tensors, *output[saved])
+
+        def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
+            # Read once: activation checkpointing allows no second time.
+            read, size = list(ctx.saved_tensors), sum(ctx.settings[0])
+            tensors, results = read[:size], read[size:]
+            grad, grad_numbers, *_ = grads
+            gradients: list[Any] = []
+            if grad is not None or grad_numbers is not None:
+                grad = torch.zeros_like(empty_results(tensors)[0]) if grad is None else grad
+                gradients = run_backward(grad, grad_numbers, results, tensors, *ctx.settings)
+            # An empty list is one of tensors to PyTorch.
+            rest: list[Any] = [[] if isinstance(setting, list) and not setting else None for setting in ctx.settings]
+            return [*gradients, *[None] * (size - len(gradients))], *rest
+
+        def refuse(ctx: Any, *grads: Any) -> None:
+            raise NotImplementedError(
+                f"{name} attention has no second derivative: use attn_implementation='eager' for gradients of gradients"
+            )
+
+        run_forward.register_autograd(differentiate, setup_context=save)
+        run_backward.register_autograd(refuse)
+        self.forward, self.backward, self.decode = run_forward, run_backward, None
+        if decode is None:
+            return
+
+        @torch.library.custom_op(f"{_NAMESPACE}::{name}_decode", mutates_args=(), schema=f"({given}) -> Tensor")
+        def run_decode(tensors, present, count, *settings):
+            return decode(_given(tensors, present), *settings)
+
+        @run_decode.register_fake
+        def _(tensors, present, count, *settings):
+            return empty_results(tensors)[0]
+
+        self.decode = run_decode
+
+    @staticmethod
+    def arguments(differentiable: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the first arguments of the operators for tensors that get gradients, and others; some may be None."""
+        tensors = [*differentiable, *others]
+        present = [one is not None for one in tensors]
+        return [one for one in tensors if one is not None], present, sum(present[: len(differentiable)])
+
+    def __call__(self, differentiable: Sequence[Any], others: Sequence[Any], *settings: Any) -> list[torch.Tensor]:
+        """Returns the output and the other results of `forward`, or only the output, of `decode`."""
+        arguments = self.arguments(differentiable, others)
+        wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable)
+        if self.decode is not None and differentiable[0].shape[2] == 1 and not wanted and not settings[-1]:
+            return [self.decode(*arguments, *settings)]
+        return self.forward(*arguments, *settings)
