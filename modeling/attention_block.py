@@ -1,4 +1,4 @@
-"""Shared code of the attention layers of both families: encodings, options, and the cache.
+"""The attention layer of both families: projections, encodings, options, and the cache.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, QuantizedCache
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 
+from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .position_base import PositionContext
 from .position_registry import AttentionOptions, PositionEncodings
 
 
 class AttentionBlock(nn.Module):
-    """Base of both families' attention layers; their `forward` shows the order of the steps."""
+    """Base of both families' attention layers, which define `scaling`, `dropout`, `project` and `output`."""
+
+    scaling: float
+    dropout: float
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -25,6 +31,42 @@ class AttentionBlock(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.encodings = PositionEncodings(config, layer_idx)
         self.options = AttentionOptions(config) if config.has_attention_options else None
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns queries (B, H, Q, D), keys and values (B, G, Q, D) of hidden states (B, Q, E)."""
+        raise NotImplementedError
+
+    def output(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the output of all heads, (B, Q, H * D), as hidden states (B, Q, E)."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_context: PositionContext,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query, key, value = self.project(hidden_states)
+        context = self.layer_context(position_context, value)
+        query, key = self.before_cache(query, key, context)
+        key, value = self.update_cache(hidden_states, key, context, past_key_values)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.dropout if self.training else 0.0
+        output, weights = attention(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, context=context, **kwargs
+        )
+        asked = kwargs.get("output_attentions")
+        if weights is None and (self.config.output_attentions if asked is None else asked):
+            raise ValueError(
+                f"output_attentions=True: attn_implementation={self.config._attn_implementation!r} has no attention "
+                "weights. Allowed: 'eager', by from_pretrained(..., attn_implementation='eager') or "
+                "model.set_attn_implementation('eager')."
+            )
+        if self.options is not None:
+            output = self.options.finished(output, hidden_states, context)
+        return self.output(output.reshape(*output.shape[:2], -1).contiguous()), weights
 
     def layer_context(self, context: PositionContext, value: torch.Tensor) -> PositionContext:
         """Returns this layer's own copy of the context, with its new values (B, G, Q, V)."""
@@ -86,18 +128,3 @@ class AttentionBlock(nn.Module):
             key, value = self.options.shifted(key, value, context)
         context.value = value
         return key, value
-
-    def merge_heads(self, output: torch.Tensor, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
-        """Returns the output of the heads, (B, Q, H, D), as (B, Q, H * D)."""
-        if self.options is not None:
-            output = self.options.finished(output, hidden, context)
-        return output.reshape(*output.shape[:2], -1).contiguous()
-
-    def check_weights(self, weights: torch.Tensor | None, asked: bool | None) -> None:
-        """Raises ValueError if attention weights are requested and the implementation has none."""
-        if weights is None and (self.config.output_attentions if asked is None else asked):
-            raise ValueError(
-                f"output_attentions=True: attn_implementation={self.config._attn_implementation!r} has no attention "
-                "weights. Allowed: 'eager', by from_pretrained(..., attn_implementation='eager') or "
-                "model.set_attn_implementation('eager')."
-            )
