@@ -16,7 +16,7 @@ from transformers.utils.versions import require_version
 
 require_version("transformers>=5.17,<6", "Models of whatwhere need it: pip install -U 'transformers>=5.17,<6'")
 
-from huggingface_hub.dataclasses import strict
+from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import (
     StrictDataclassClassValidationError,
     StrictDataclassError,
@@ -73,11 +73,13 @@ def checked(cls: type) -> Any:
 
 def _with_value_errors(function: Callable) -> Callable:
     @functools.wraps(function)
-    def wrapped(*arguments: Any) -> None:
+    def wrapped(config: Any, *field: Any) -> None:
         try:
-            function(*arguments)
+            function(config, *field)
         except (StrictDataclassError, KeyError) as error:
-            raise ConfigurationError(str(error)) from error.__cause__
+            of_rule = field and isinstance(error.__cause__, ValueError)
+            message = f"{field[0]}={field[1]!r} is not valid: {error.__cause__}" if of_rule else str(error)
+            raise ConfigurationError(message) from error.__cause__
 
     return wrapped
 
@@ -124,12 +126,38 @@ def kept_parameters(old: Any, saved: dict | None, new: Any) -> dict | None:
     return kept if isinstance(new, list) or "+" in str(new) else kept.get(new)
 
 
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+# What a value must be, in words and as a function.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "positive": ("greater than 0, finite in float32", lambda value: value > 0 and _is_float32(value)),
-    "probabilities": ("in [0, 1)", lambda value: 0 <= value < 1),
     "not_negative": ("at least 0, finite in float32", lambda value: value >= 0 and _is_float32(value)),
-    "activations": (f"one of {', '.join(map(repr, sorted(ACT2FN)))}", lambda value: value in ACT2FN),
+    "probability": ("in [0, 1)", lambda value: 0 <= value < 1),
+    "activation": (f"one of {', '.join(map(repr, sorted(ACT2FN)))}", lambda value: value in ACT2FN),
+    "token": (
+        "at least 0, as token ids are, or None for no token",
+        lambda value: all(one >= 0 for one in (value if isinstance(value, list) else [value])),
+    ),
+    "torch_dtype": (
+        "a type of torch, as 'float32', or None",
+        lambda value: isinstance(getattr(torch, value, None) if isinstance(value, str) else value, torch.dtype),
+    ),
+    "id2label": (
+        "None, or have keys that are integers or their digits",
+        lambda value: value and all(str(key).isdecimal() for key in value),
+    ),
+    "num_labels": ("an integer, at least 1", lambda value: type(value) is int and value >= 1),
+    "attn_implementation": ("a name or None", lambda value: isinstance(value, (str, dict))),
 }
+
+
+def _follow(rule: str, value: Any) -> None:
+    allowed, holds = _RULES[rule]
+    if value is not None and not holds(value):
+        raise ValueError(f"it must be {allowed}.")
+
+
+def limited(rule: str, default: Any) -> Any:
+    """Returns a field of a configuration whose values other than None follow a rule."""
+    return validated_field(functools.partial(_follow, rule), default=default)
 
 
 class WhatWhereConfig(PreTrainedConfig):
@@ -167,7 +195,8 @@ class WhatWhereConfig(PreTrainedConfig):
     output_hidden_states: bool | None = False
     return_dict: bool | None = True
     is_encoder_decoder: Literal[False] = False
-    id2label: dict | None = None
+    dtype: Any = limited("torch_dtype", None)
+    id2label: dict | None = limited("id2label", None)
     label2id: dict | None = None
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
 
@@ -178,12 +207,22 @@ class WhatWhereConfig(PreTrainedConfig):
     output_norm: bool = False
     qk_norm: bool = False
     key_value_shift: bool = False
+    num_key_value_heads: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        # The base class reads other names of fields too late for what depends on these fields.
+        for alias in self.attribute_map.keys() & kwargs.keys():
+            setattr(self, alias, kwargs.pop(alias))
         self._refuse_unknown_fields(kwargs)
         self._weights_version = kwargs.pop("_weights_version", self.weights_version)
         self.validate_architecture()
-        self._check_base_fields(kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        for name in ("torch_dtype", "num_labels", "attn_implementation"):
+            if (value := kwargs.get(name)) is None:
+                kwargs.pop(name, None)
+            elif not _RULES[name][1](value):
+                raise ValueError(f"{name}={value!r} is not valid: it must be {_RULES[name][0]}.")
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
         if self.rotates:
             checks = _sibling("position_rope")
@@ -202,43 +241,18 @@ class WhatWhereConfig(PreTrainedConfig):
         if registry is not None and (known or registry.COMPLETE):
             self.position_encoding_parameters = registry.check(self)
 
-    def check_ranges(self, **fields: tuple[str, ...]) -> None:
-        """Raises ValueError for a field that is not in its range; fields that are None are left out.
-
-        Args:
-            fields: the names of fields, by range: "positive", "probabilities", "not_negative", "activations".
-        """
-        for kind, names in fields.items():
-            allowed, holds = _RANGES[kind]
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not holds(value):
-                    raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
-
-    def validate_token_ids(self) -> None:
-        """Checks the ids of special tokens; raises ValueError. Transformers warns of those beyond the vocabulary."""
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self, name)
-            if any(one < 0 for one in (value if isinstance(value, list) else [value or 0])):
-                raise ValueError(f"{name}={value!r} is not valid: a token id must be at least 0; None is for no token.")
-        super().validate_token_ids()
-
-    def _check_base_fields(self, kwargs: dict[str, Any]) -> None:
-        """Checks the fields that Transformers takes as they are; raises ValueError."""
-        for name, dtype in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
-            kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-            if dtype is not None and not isinstance(kind, torch.dtype):
-                raise ValueError(f"{name}={dtype!r} is not valid: it must be a type of torch, as 'float32', or None.")
-        labels = kwargs.get("num_labels", 1)
-        if labels is None:
-            del kwargs["num_labels"]
-        elif not isinstance(labels, int) or isinstance(labels, bool) or labels < 1:
-            raise ValueError(f"num_labels={labels!r} is not valid: it must be an integer, at least 1.")
-        if self.id2label is not None and not (self.id2label and all(str(key).isdecimal() for key in self.id2label)):
-            raise ValueError(f"id2label={self.id2label!r} is not valid: its keys must be integers, or their digits.")
-        implementation = kwargs.get("attn_implementation")
-        if not isinstance(implementation, (str, dict, type(None))):
-            raise ValueError(f"attn_implementation={implementation!r} is not valid: it must be a name or None.")
+    def validate_architecture(self) -> None:
+        """Checks the fields against each other; raises ValueError."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        name, hidden = (self.attribute_map.get(one, one) for one in ("num_attention_heads", "hidden_size"))
+        if heads < 1 or self.hidden_size % heads:
+            raise ValueError(
+                f"{name}={heads!r} is not valid: it must be at least 1 and divide {hidden}={self.hidden_size!r}."
+            )
+        if groups is not None and (groups < 1 or heads % groups):
+            raise ValueError(
+                f"num_key_value_heads={groups!r} is not valid: it must be at least 1 and divide {name}={heads!r}."
+            )
 
     @property
     def rotates(self) -> bool:
