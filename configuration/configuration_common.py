@@ -96,10 +96,9 @@ def _is_float32(value: float) -> bool:
 
 
 def _sibling(name: str) -> Any:
-    """Returns a module of this copy of the code that lives beside the models, or None.
+    """Returns a module that lives beside the models, or None: the one look upward.
 
-    The encodings live above the configurations; this is the one look upward. A checkpoint has only its own encodings,
-    and Transformers may load its configuration without them: the model's constructor makes the same checks again.
+    Transformers may load a checkpoint's configuration without them: the model's constructor makes the checks again.
     """
     package = __name__.rpartition(".")[0]
     name = f"{'whatwhere' if package == 'whatwhere.configuration' else package}.{name}"
@@ -224,7 +223,7 @@ class WhatWhereConfig(PreTrainedConfig):
             elif not _RULES[name][1](value):
                 raise ValueError(f"{name}={value!r} is not valid: it must be {_RULES[name][0]}.")
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
-        if self.rotates:
+        if "rope" in self.encoding_names:
             checks = _sibling("position_rope")
             rope = {"rope_parameters": checks.merged_parameters(rope, self)} if checks is not None else rope
             self.rope_parameters = rope.pop("rope_parameters", None)
@@ -237,7 +236,7 @@ class WhatWhereConfig(PreTrainedConfig):
         super().__post_init__(**{key: value for key, value in kwargs.items() if key not in _ROPE_KEYS}, **rope)
         registry = _sibling("position_registry")
         # Transformers builds a default configuration, whose encoding a saved folder may lack. Models check again.
-        known = registry is not None and set(_names(self.position_encoding)) <= set(registry.POSITION_ENCODINGS)
+        known = registry is not None and set(self.encoding_names) <= set(registry.POSITION_ENCODINGS)
         if registry is not None and (known or registry.COMPLETE):
             self.position_encoding_parameters = registry.check(self)
 
@@ -255,9 +254,9 @@ class WhatWhereConfig(PreTrainedConfig):
             )
 
     @property
-    def rotates(self) -> bool:
-        """True if the encoding uses Transformers' `rope_parameters`."""
-        return "rope" in _names(self.position_encoding)
+    def encoding_names(self) -> list[str]:
+        """The names of the single encodings in `position_encoding`."""
+        return _names(self.position_encoding)
 
     @property
     def layer_pattern(self) -> list[str]:

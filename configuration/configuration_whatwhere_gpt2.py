@@ -17,9 +17,6 @@ class WhatWhereGPT2Config(WhatWhereConfig):
         norm_position: `"pre"` (GPT-2), or `"post"`: norms after the residual sums and none at the end, as in Vaswani
             et al. 2017 (the released code of CoPE's counting task).
         num_key_value_heads: number of key/value heads; None for as many as query heads.
-
-    Raises:
-        ValueError: see `WhatWhereConfig`; also head counts that do not divide each other.
     """
 
     model_type = "whatwhere_gpt2"

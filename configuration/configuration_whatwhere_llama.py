@@ -12,9 +12,6 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
     Fields are those of `transformers.LlamaConfig`, plus `position_encoding` (default `"rope"`) and
     `position_encoding_parameters`. `rope_parameters` is Transformers' own field; only encodings that contain `rope`
     take it.
-
-    Raises:
-        ValueError: see `WhatWhereConfig`; also head counts that do not divide each other.
     """
 
     model_type = "whatwhere_llama"

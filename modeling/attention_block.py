@@ -50,7 +50,10 @@ class AttentionBlock(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = self.project(hidden_states)
         context = self.layer_context(position_context, value)
-        query, key = self.before_cache(query, key, context)
+        if self.options is not None:
+            query, key = self.options.normed(query, key, context)
+        context.query, context.key = query, key
+        query, key = self.encodings.before_cache(query, key, context)
         key, value = self.update_cache(hidden_states, key, context, past_key_values)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
@@ -84,27 +87,12 @@ class AttentionBlock(nn.Module):
                 )
         return context
 
-    def before_cache(
-        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changes new queries (B, H, Q, D) and keys (B, G, Q, D); fills in `context.query` and `.key`."""
-        if self.options is not None:
-            query, key = self.options.normed(query, key, context)
-        context.query, context.key = query, key
-        return self.encodings.before_cache(query, key, context)
-
     def update_cache(
         self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext, cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns all keys and values, including cached ones; fills in `context.value` and `context.states`.
+        """Returns all keys (B, G, K, D) and values, cached ones included; fills in `context.value` and `.states`.
 
         States are cached in additional channels of the keys. Raises ValueError for a cache that cannot hold them.
-
-        Args:
-            hidden: (B, Q, E), the input of the layer.
-            key: (B, G, Q, D), the new keys.
-            context: the context of this layer, with the new values (B, G, Q, V).
-            cache: the cache, or None.
         """
         states, value = self.encodings.cached_state(hidden, key, context), context.value
         if self.options is not None:

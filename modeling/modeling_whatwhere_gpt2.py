@@ -187,16 +187,7 @@ class WhatWhereGPT2ForCausalLM(WhatWhereGPT2PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Runs the decoder and the head; see `WhatWhereGPT2Model.forward`.
-
-        Args:
-            labels: int64 (B, Q), -100 where ignored; shifted inside the model.
-            logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
-            kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
-
-        Returns:
-            `loss` (scalar, if labels were given) and `logits` (B, kept, V).
-        """
+        """Runs the decoder, see `WhatWhereGPT2Model.forward`, and the head, see `causal_lm_output`."""
         outputs: BaseModelOutputWithPast = self.transformer(
             input_ids=input_ids,
             past_key_values=past_key_values,

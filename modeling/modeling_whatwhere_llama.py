@@ -146,16 +146,7 @@ class WhatWhereLlamaForCausalLM(WhatWhereLlamaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Runs the decoder and the head; see `WhatWhereLlamaModel.forward`.
-
-        Args:
-            labels: int64 (B, Q), -100 where ignored; shifted inside the model.
-            logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
-            kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
-
-        Returns:
-            `loss` (scalar, if labels were given) and `logits` (B, kept, V).
-        """
+        """Runs the decoder, see `WhatWhereLlamaModel.forward`, and the head, see `causal_lm_output`."""
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -34,10 +34,7 @@ class ALiBiParameters(Parameters):
 
     def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         if not 0 < self.head_fraction <= 1 or self.heads(config) < 1:
-            yield (
-                "head_fraction",
-                (f"it must be in (0, 1], and leave at least one of {config.num_attention_heads} heads"),
-            )
+            yield "head_fraction", f"it must be in (0, 1], and leave at least one of {config.num_attention_heads} heads"
 
 
 def alibi_slopes(num_heads: int, device: torch.device | None = None) -> torch.Tensor:
@@ -107,14 +104,7 @@ class ALiBi(PositionEncoding):
         return (slopes[context.head_offset :], *positions), ()
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> dict[str, Any]:
         (slopes, *positions), _ = self.term_inputs(context, 1.0)
         slopes = -slopes[: query.shape[1], None].double()

@@ -75,12 +75,7 @@ class CoPEALiBi(PositionEncoding):
         return self._slopes(context)[: query.shape[1], None, None].to(logits.dtype) * positions
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor:
         from .kernel_scan import cope_alibi_attention
 

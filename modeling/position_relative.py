@@ -162,12 +162,7 @@ class RelativePosition(PositionEncoding):
         return tensors, (scaling, self.parameters_.beyond == "last")
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> dict[str, Any]:
         table = context.shared[self.name]
         if self.parameters_.beyond == "none":

@@ -56,7 +56,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         # A field may have been assigned since the configuration was built.
         config.position_encoding_parameters = check(config)
-        if config.rotates:
+        if "rope" in config.encoding_names:
             if getattr(config, "rope_parameters", None) is None:
                 config.rope_parameters = {}
                 config.convert_rope_params_to_dict()
@@ -170,7 +170,6 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "attention_options": self.config.has_attention_options,
             "attention_sdpa": any(layer_default(parts) == "sdpa" for parts in plan) or "sdpa" in implementations,
             "checkpoint_conversion": False,
-            "position_cope_gates": any(getattr(given, "gates", "key") != "key" for _, given in parts),
             # Some only give arguments.
             "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
             "kernel_knots": any("knots" in layer for layer in kernels),
@@ -393,7 +392,13 @@ def causal_lm_output(
     logits_to_keep: int | torch.Tensor,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
-    """Applies `model.lm_head` to the kept hidden states (B, Q, E), and the loss if there are labels (B, Q)."""
+    """Returns logits (B, kept, V) and the loss, a scalar or None, from the decoder's outputs.
+
+    Args:
+        labels: int64 (B, Q), -100 where ignored; shifted here.
+        logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
+        kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
+    """
     kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     hidden_states: Any = outputs.last_hidden_state
     logits = model.lm_head(hidden_states[:, kept])
