@@ -40,15 +40,12 @@ _BASE_KEYWORDS = {
     "output_attentions",
     "per_layer_config",
     "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
     "tokenizer_class",
     "torch_dtype",
 }
 # `transformers serve` and engines look for a model's class in `transformers`; this one finds each checkpoint's own.
 _FOUND = type("AutoModelForCausalLM", (AutoModelForCausalLM,), {"is_backend_compatible": staticmethod(lambda: True)})
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 class ConfigurationError(StrictDataclassFieldValidationError, StrictDataclassClassValidationError, ValueError):
@@ -135,7 +132,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "at least 0, as token ids are, or None for no token",
         lambda value: all(one >= 0 for one in (value if isinstance(value, list) else [value])),
     ),
-    "torch_dtype": (
+    "dtype": (
         "a type of torch, as 'float32', or None",
         lambda value: isinstance(getattr(torch, value, None) if isinstance(value, str) else value, torch.dtype),
     ),
@@ -194,7 +191,6 @@ class WhatWhereConfig(PreTrainedConfig):
     output_hidden_states: bool | None = False
     return_dict: bool | None = True
     is_encoder_decoder: Literal[False] = False
-    dtype: Any = limited("torch_dtype", None)
     id2label: dict | None = limited("id2label", None)
     label2id: dict | None = None
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
@@ -217,11 +213,13 @@ class WhatWhereConfig(PreTrainedConfig):
         self.validate_architecture()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        for name in ("torch_dtype", "num_labels", "attn_implementation"):
-            if (value := kwargs.get(name)) is None:
+        # Transformers assigns "auto" to `dtype` later: it is not checked at assignment.
+        for name in ("dtype", "torch_dtype", "num_labels", "attn_implementation"):
+            value, (allowed, holds) = {"dtype": self.dtype, **kwargs}.get(name), _RULES[name.removeprefix("torch_")]
+            if value is None:
                 kwargs.pop(name, None)
-            elif not _RULES[name][1](value):
-                raise ValueError(f"{name}={value!r} is not valid: it must be {_RULES[name][0]}.")
+            elif not holds(value):
+                raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
         if "rope" in self.encoding_names:
             checks = _sibling("position_rope")
@@ -284,7 +282,7 @@ class WhatWhereConfig(PreTrainedConfig):
     @classmethod
     def field_names(cls) -> set[str]:
         """Returns the names that the constructor takes."""
-        return {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | _BASE_KEYWORDS
+        return {*_BASE_KEYWORDS, *_ROPE_KEYS, *cls.attribute_map, *(field.name for field in dataclasses.fields(cls))}
 
     def _refuse_unknown_fields(self, kwargs: dict) -> None:
         allowed = self.field_names() | set(GenerationConfig().to_dict())
@@ -358,7 +356,6 @@ class WhatWhereConfig(PreTrainedConfig):
             elif "rope_theta" in kwargs and isinstance(config_dict.get(key), dict):
                 config_dict[key] = {name: value for name, value in config_dict[key].items() if name != "rope_theta"}
         # Left to the base class: it treats these itself, and reports them as used.
-        left = {*_BASE_KEYWORDS, "dtype"}.difference(_ROPE_KEYS)
-        for key in [key for key in kwargs if key in names and key not in left]:
+        for key in [key for key in kwargs if key in names.difference(_BASE_KEYWORDS, ["dtype"])]:
             config_dict[cls.attribute_map.get(key, key)] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)

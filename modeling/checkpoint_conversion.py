@@ -84,10 +84,9 @@ def convert_config(config_dict: dict[str, Any], *, stock: bool) -> None:
         for key in unused:
             logger.warning(f"{field}[{key!r}] of the checkpoint has no effect with its rope_type: dropped.")
     rope = config_dict.get("rope_parameters") or config_dict.get("rope_scaling") or {}
-    if stock and rope.get("rope_type", rope.get("type", "default")) == "default":
-        for place in (config_dict, rope):
-            if (factor := place.pop("partial_rotary_factor", 1.0)) != 1.0:
-                logger.warning(f"partial_rotary_factor={factor!r} has no effect in the stock model: dropped.")
+    ignored = stock and rope.get("rope_type", rope.get("type", "default")) == "default"
+    if ignored and (factor := rope.pop("partial_rotary_factor", 1.0)) != 1.0:
+        logger.warning(f"partial_rotary_factor={factor!r} has no effect in the stock model: dropped.")
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config_dict.get(field)
         ids = value if isinstance(value, list) else [value]

@@ -85,8 +85,7 @@ class ALiBiTerm(Term):
 class ALiBi(PositionEncoding):
     """ALiBi: logit = q_i . k_j / sqrt(d) - m_h * (i - j), with fixed slopes m_h; in all heads or in some.
 
-    The distance is that of the positions of the two tokens, so left padding and packed documents need no care. Under
-    tensor parallelism a rank has only some heads, from `context.head_offset` on.
+    The distance is that of the positions of the two tokens, so left padding and packed documents need no care.
     """
 
     name = "alibi"

@@ -46,8 +46,7 @@ class CoPEALiBi(PositionEncoding):
         logit = s_ij + m_h p_ij (Eq. 10)
 
     The sign is that of Eq. 10 as printed: see `CoPEALiBiParameters.first_slope`. Needs no positions from outside:
-    padding and other documents have closed gates. Under tensor parallelism a rank has only some heads, from
-    `context.head_offset` on.
+    padding and other documents have closed gates.
     """
 
     name = "cope_alibi"

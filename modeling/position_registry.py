@@ -123,11 +123,7 @@ def is_nested(position_encoding: str | list[str]) -> bool:
 
 
 def check(config: Any) -> dict:
-    """Checks `position_encoding` and its parameters; returns the parameters with resolved defaults.
-
-    Raises:
-        ValueError: an unknown encoding, parameter or combination, a wrong type or range.
-    """
+    """Checks `position_encoding` and its parameters; returns these with resolved defaults, or raises ValueError."""
     parts = parse(config)
     planned = {cls for layer in layer_plan(config) for cls, _ in layer}
     for cls, parameters in parts.values():

@@ -117,13 +117,13 @@ def merged_parameters(given: dict[str, Any], config: Any) -> dict[str, Any]:
             "are two names of one field; give rope_parameters only."
         )
     merged = dict(given[names[0]]) if names else {}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in given:
-            _check_value(key, key, given[key])
-            if merged.setdefault(key, given[key]) != given[key]:
-                raise ValueError(
-                    f"{key}={given[key]!r} and {names[0]}[{key!r}]={merged[key]!r} differ: give one of them."
-                )
+    if "rope_theta" in given:
+        theta = given["rope_theta"]
+        _check_value("rope_theta", "rope_theta", theta)
+        if merged.setdefault("rope_theta", theta) != theta:
+            raise ValueError(
+                f"rope_theta={theta!r} and {names[0]}['rope_theta']={merged['rope_theta']!r} differ: give one of them."
+            )
     kind = _rope_type(merged)
     merged.pop("type", None)
     return {**merged, "rope_type": kind}
