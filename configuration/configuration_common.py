@@ -186,6 +186,7 @@ class WhatWhereConfig(PreTrainedConfig):
     stock_model_type: ClassVar[str] = ""
     # Fields of the stock configuration that configure heads this package does not have; dropped when a file has them.
     stock_fields_without_effect: ClassVar[tuple[str, ...]] = ()
+    keys_to_ignore_at_inference = ["past_key_values"]
 
     # The base class does not check the types of its own fields; the models are decoders.
     output_hidden_states: bool | None = False
@@ -202,7 +203,11 @@ class WhatWhereConfig(PreTrainedConfig):
     output_norm: bool = False
     qk_norm: bool = False
     key_value_shift: bool = False
-    num_key_value_heads: int | None = None
+
+    num_key_value_heads: int | None = limited("positive", None)
+    initializer_range: float = limited("not_negative", 0.02)
+    use_cache: bool = True
+    pad_token_id: int | None = limited("token", None)
 
     def __post_init__(self, **kwargs: Any) -> None:
         # The base class reads other names of fields too late for what depends on these fields.
@@ -242,14 +247,10 @@ class WhatWhereConfig(PreTrainedConfig):
         """Checks the fields against each other; raises ValueError."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         name, hidden = (self.attribute_map.get(one, one) for one in ("num_attention_heads", "hidden_size"))
-        if heads < 1 or self.hidden_size % heads:
-            raise ValueError(
-                f"{name}={heads!r} is not valid: it must be at least 1 and divide {hidden}={self.hidden_size!r}."
-            )
-        if groups is not None and (groups < 1 or heads % groups):
-            raise ValueError(
-                f"num_key_value_heads={groups!r} is not valid: it must be at least 1 and divide {name}={heads!r}."
-            )
+        if self.hidden_size % heads:
+            raise ValueError(f"{name}={heads!r} is not valid: it must divide {hidden}={self.hidden_size!r}.")
+        if groups is not None and heads % groups:
+            raise ValueError(f"num_key_value_heads={groups!r} is not valid: it must divide {name}={heads!r}.")
 
     @property
     def encoding_names(self) -> list[str]:

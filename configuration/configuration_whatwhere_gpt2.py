@@ -31,7 +31,6 @@ class WhatWhereGPT2Config(WhatWhereConfig):
         "summary_use_proj",
         "task_specific_params",
     )
-    keys_to_ignore_at_inference = ["past_key_values"]
     attribute_map = {
         "hidden_size": "n_embd",
         # The name that most models use.
@@ -52,19 +51,16 @@ class WhatWhereGPT2Config(WhatWhereConfig):
     n_positions: int = limited("positive", 1024)
     n_embd: int = limited("positive", 768)
     n_layer: int = limited("positive", 12)
-    n_head: int = 12
+    n_head: int = limited("positive", 12)
     n_inner: int | None = limited("positive", None)
     activation_function: str = limited("activation", "gelu_new")
     resid_pdrop: float | int = limited("probability", 0.1)
     embd_pdrop: float | int = limited("probability", 0.1)
     attn_pdrop: float | int = limited("probability", 0.1)
     layer_norm_epsilon: float = limited("positive", 1e-5)
-    initializer_range: float = limited("not_negative", 0.02)
     scale_attn_weights: bool = True
-    use_cache: bool = True
     bos_token_id: int | None = limited("token", 50256)
     eos_token_id: int | list[int] | None = limited("token", 50256)
-    pad_token_id: int | None = limited("token", None)
     scale_attn_by_inverse_layer_idx: bool = False
     reorder_and_upcast_attn: bool = False
     add_cross_attention: Literal[False] = False

@@ -16,7 +16,6 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
 
     model_type = "whatwhere_llama"
     stock_model_type = "llama"
-    keys_to_ignore_at_inference = ["past_key_values"]
     base_model_tp_plan = {
         "embed_tokens": "embedding_rowwise",
         "layers.*.self_attn.q_proj": "colwise",
@@ -38,13 +37,10 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
     hidden_size: int = limited("positive", 4096)
     intermediate_size: int = limited("positive", 11008)
     num_hidden_layers: int = limited("positive", 32)
-    num_attention_heads: int = 32
+    num_attention_heads: int = limited("positive", 32)
     hidden_act: str = limited("activation", "silu")
     max_position_embeddings: int = limited("positive", 2048)
-    initializer_range: float = limited("not_negative", 0.02)
     rms_norm_eps: float = limited("positive", 1e-6)
-    use_cache: bool = True
-    pad_token_id: int | None = limited("token", None)
     bos_token_id: int | None = limited("token", 1)
     eos_token_id: int | list[int] | None = limited("token", 2)
     pretraining_tp: int | None = 1
@@ -56,7 +52,7 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.head_dim is None:
-            self.head_dim = self.hidden_size // max(1, self.num_attention_heads)
+            self.head_dim = self.hidden_size // self.num_attention_heads
         if self.attention_dropout is None:
             self.attention_dropout = 0.0
         super().__post_init__(**kwargs)

@@ -141,11 +141,7 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Runs the decoder; see `prepare_forward` for the arguments.
-
-        Args:
-            token_type_ids: int64 (B, Q), token ids whose embeddings are added, as in GPT-2.
-        """
+        """Runs the decoder; see `prepare_forward`. The embeddings of `token_type_ids`, int64 (B, Q), are added, too."""
         hidden_states, inputs = prepare_forward(
             self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
         )

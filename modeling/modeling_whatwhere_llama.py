@@ -26,13 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import (
-    WhatWherePreTrainedModel,
-    causal_lm_output,
-    first_own_layer,
-    prepare_forward,
-    register,
-)
+from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, first_own_layer, prepare_forward, register
 
 
 class WhatWhereLlamaAttention(AttentionBlock):
