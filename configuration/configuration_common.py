@@ -16,7 +16,7 @@ from transformers.utils.versions import require_version
 
 require_version("transformers>=5.17,<6", "Models of whatwhere need it: pip install -U 'transformers>=5.17,<6'")
 
-from huggingface_hub.dataclasses import strict
+from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import (
     StrictDataclassClassValidationError,
     StrictDataclassError,
@@ -40,15 +40,12 @@ _BASE_KEYWORDS = {
     "output_attentions",
     "per_layer_config",
     "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
     "tokenizer_class",
     "torch_dtype",
 }
 # `transformers serve` and engines look for a model's class in `transformers`; this one finds each checkpoint's own.
 _FOUND = type("AutoModelForCausalLM", (AutoModelForCausalLM,), {"is_backend_compatible": staticmethod(lambda: True)})
-_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 class ConfigurationError(StrictDataclassFieldValidationError, StrictDataclassClassValidationError, ValueError):
@@ -73,11 +70,13 @@ def checked(cls: type) -> Any:
 
 def _with_value_errors(function: Callable) -> Callable:
     @functools.wraps(function)
-    def wrapped(*arguments: Any) -> None:
+    def wrapped(config: Any, *field: Any) -> None:
         try:
-            function(*arguments)
+            function(config, *field)
         except (StrictDataclassError, KeyError) as error:
-            raise ConfigurationError(str(error)) from error.__cause__
+            of_rule = field and isinstance(error.__cause__, ValueError)
+            message = f"{field[0]}={field[1]!r} is not valid: {error.__cause__}" if of_rule else str(error)
+            raise ConfigurationError(message) from error.__cause__
 
     return wrapped
 
@@ -94,10 +93,9 @@ def _is_float32(value: float) -> bool:
 
 
 def _sibling(name: str) -> Any:
-    """Returns a module of this copy of the code that lives beside the models, or None.
+    """Returns a module that lives beside the models, or None: the one look upward.
 
-    The encodings live above the configurations; this is the one look upward. A checkpoint has only its own encodings,
-    and Transformers may load its configuration without them: the model's constructor makes the same checks again.
+    Transformers may load a checkpoint's configuration without them: the model's constructor makes the checks again.
     """
     package = __name__.rpartition(".")[0]
     name = f"{'whatwhere' if package == 'whatwhere.configuration' else package}.{name}"
@@ -124,12 +122,38 @@ def kept_parameters(old: Any, saved: dict | None, new: Any) -> dict | None:
     return kept if isinstance(new, list) or "+" in str(new) else kept.get(new)
 
 
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+# What a value must be, in words and as a function.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "positive": ("greater than 0, finite in float32", lambda value: value > 0 and _is_float32(value)),
-    "probabilities": ("in [0, 1)", lambda value: 0 <= value < 1),
     "not_negative": ("at least 0, finite in float32", lambda value: value >= 0 and _is_float32(value)),
-    "activations": (f"one of {', '.join(map(repr, sorted(ACT2FN)))}", lambda value: value in ACT2FN),
+    "probability": ("in [0, 1)", lambda value: 0 <= value < 1),
+    "activation": (f"one of {', '.join(map(repr, sorted(ACT2FN)))}", lambda value: value in ACT2FN),
+    "token": (
+        "at least 0, as token ids are, or None for no token",
+        lambda value: all(one >= 0 for one in (value if isinstance(value, list) else [value])),
+    ),
+    "dtype": (
+        "a type of torch, as 'float32', or None",
+        lambda value: isinstance(getattr(torch, value, None) if isinstance(value, str) else value, torch.dtype),
+    ),
+    "id2label": (
+        "None, or have keys that are integers or their digits",
+        lambda value: value and all(str(key).isdecimal() for key in value),
+    ),
+    "num_labels": ("an integer, at least 1", lambda value: type(value) is int and value >= 1),
+    "attn_implementation": ("a name or None", lambda value: isinstance(value, (str, dict))),
 }
+
+
+def _follow(rule: str, value: Any) -> None:
+    allowed, holds = _RULES[rule]
+    if value is not None and not holds(value):
+        raise ValueError(f"it must be {allowed}.")
+
+
+def limited(rule: str, default: Any) -> Any:
+    """Returns a field of a configuration whose values other than None follow a rule."""
+    return validated_field(functools.partial(_follow, rule), default=default)
 
 
 class WhatWhereConfig(PreTrainedConfig):
@@ -162,12 +186,13 @@ class WhatWhereConfig(PreTrainedConfig):
     stock_model_type: ClassVar[str] = ""
     # Fields of the stock configuration that configure heads this package does not have; dropped when a file has them.
     stock_fields_without_effect: ClassVar[tuple[str, ...]] = ()
+    keys_to_ignore_at_inference = ["past_key_values"]
 
     # The base class does not check the types of its own fields; the models are decoders.
     output_hidden_states: bool | None = False
     return_dict: bool | None = True
     is_encoder_decoder: Literal[False] = False
-    id2label: dict | None = None
+    id2label: dict | None = limited("id2label", None)
     label2id: dict | None = None
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
 
@@ -179,13 +204,29 @@ class WhatWhereConfig(PreTrainedConfig):
     qk_norm: bool = False
     key_value_shift: bool = False
 
+    num_key_value_heads: int | None = limited("positive", None)
+    initializer_range: float = limited("not_negative", 0.02)
+    use_cache: bool = True
+    pad_token_id: int | None = limited("token", None)
+
     def __post_init__(self, **kwargs: Any) -> None:
+        # The base class reads other names of fields too late for what depends on these fields.
+        for alias in self.attribute_map.keys() & kwargs.keys():
+            setattr(self, alias, kwargs.pop(alias))
         self._refuse_unknown_fields(kwargs)
         self._weights_version = kwargs.pop("_weights_version", self.weights_version)
         self.validate_architecture()
-        self._check_base_fields(kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        # Transformers assigns "auto" to `dtype` later: it is not checked at assignment.
+        for name in ("dtype", "torch_dtype", "num_labels", "attn_implementation"):
+            value, (allowed, holds) = {"dtype": self.dtype, **kwargs}.get(name), _RULES[name.removeprefix("torch_")]
+            if value is None:
+                kwargs.pop(name, None)
+            elif not holds(value):
+                raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
-        if self.rotates:
+        if "rope" in self.encoding_names:
             checks = _sibling("position_rope")
             rope = {"rope_parameters": checks.merged_parameters(rope, self)} if checks is not None else rope
             self.rope_parameters = rope.pop("rope_parameters", None)
@@ -198,52 +239,23 @@ class WhatWhereConfig(PreTrainedConfig):
         super().__post_init__(**{key: value for key, value in kwargs.items() if key not in _ROPE_KEYS}, **rope)
         registry = _sibling("position_registry")
         # Transformers builds a default configuration, whose encoding a saved folder may lack. Models check again.
-        known = registry is not None and set(_names(self.position_encoding)) <= set(registry.POSITION_ENCODINGS)
+        known = registry is not None and set(self.encoding_names) <= set(registry.POSITION_ENCODINGS)
         if registry is not None and (known or registry.COMPLETE):
             self.position_encoding_parameters = registry.check(self)
 
-    def check_ranges(self, **fields: tuple[str, ...]) -> None:
-        """Raises ValueError for a field that is not in its range; fields that are None are left out.
-
-        Args:
-            fields: the names of fields, by range: "positive", "probabilities", "not_negative", "activations".
-        """
-        for kind, names in fields.items():
-            allowed, holds = _RANGES[kind]
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not holds(value):
-                    raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
-
-    def validate_token_ids(self) -> None:
-        """Checks the ids of special tokens; raises ValueError. Transformers warns of those beyond the vocabulary."""
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self, name)
-            if any(one < 0 for one in (value if isinstance(value, list) else [value or 0])):
-                raise ValueError(f"{name}={value!r} is not valid: a token id must be at least 0; None is for no token.")
-        super().validate_token_ids()
-
-    def _check_base_fields(self, kwargs: dict[str, Any]) -> None:
-        """Checks the fields that Transformers takes as they are; raises ValueError."""
-        for name, dtype in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
-            kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-            if dtype is not None and not isinstance(kind, torch.dtype):
-                raise ValueError(f"{name}={dtype!r} is not valid: it must be a type of torch, as 'float32', or None.")
-        labels = kwargs.get("num_labels", 1)
-        if labels is None:
-            del kwargs["num_labels"]
-        elif not isinstance(labels, int) or isinstance(labels, bool) or labels < 1:
-            raise ValueError(f"num_labels={labels!r} is not valid: it must be an integer, at least 1.")
-        if self.id2label is not None and not (self.id2label and all(str(key).isdecimal() for key in self.id2label)):
-            raise ValueError(f"id2label={self.id2label!r} is not valid: its keys must be integers, or their digits.")
-        implementation = kwargs.get("attn_implementation")
-        if not isinstance(implementation, (str, dict, type(None))):
-            raise ValueError(f"attn_implementation={implementation!r} is not valid: it must be a name or None.")
+    def validate_architecture(self) -> None:
+        """Checks the fields against each other; raises ValueError."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        name, hidden = (self.attribute_map.get(one, one) for one in ("num_attention_heads", "hidden_size"))
+        if self.hidden_size % heads:
+            raise ValueError(f"{name}={heads!r} is not valid: it must divide {hidden}={self.hidden_size!r}.")
+        if groups is not None and heads % groups:
+            raise ValueError(f"num_key_value_heads={groups!r} is not valid: it must divide {name}={heads!r}.")
 
     @property
-    def rotates(self) -> bool:
-        """True if the encoding uses Transformers' `rope_parameters`."""
-        return "rope" in _names(self.position_encoding)
+    def encoding_names(self) -> list[str]:
+        """The names of the single encodings in `position_encoding`."""
+        return _names(self.position_encoding)
 
     @property
     def layer_pattern(self) -> list[str]:
@@ -271,7 +283,7 @@ class WhatWhereConfig(PreTrainedConfig):
     @classmethod
     def field_names(cls) -> set[str]:
         """Returns the names that the constructor takes."""
-        return {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | _BASE_KEYWORDS
+        return {*_BASE_KEYWORDS, *_ROPE_KEYS, *cls.attribute_map, *(field.name for field in dataclasses.fields(cls))}
 
     def _refuse_unknown_fields(self, kwargs: dict) -> None:
         allowed = self.field_names() | set(GenerationConfig().to_dict())
@@ -345,7 +357,6 @@ class WhatWhereConfig(PreTrainedConfig):
             elif "rope_theta" in kwargs and isinstance(config_dict.get(key), dict):
                 config_dict[key] = {name: value for name, value in config_dict[key].items() if name != "rope_theta"}
         # Left to the base class: it treats these itself, and reports them as used.
-        left = {*_BASE_KEYWORDS, "dtype"}.difference(_ROPE_KEYS)
-        for key in [key for key in kwargs if key in names and key not in left]:
+        for key in [key for key in kwargs if key in names.difference(_BASE_KEYWORDS, ["dtype"])]:
             config_dict[cls.attribute_map.get(key, key)] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)

@@ -10,7 +10,6 @@ from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
 
-from .position_base import PositionContext
 from .position_registry import (
     AttentionFunctions,
     accepts_engine,
@@ -26,18 +25,10 @@ from .position_registry import (
 
 
 def _eager(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    context: PositionContext,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The reference implementation with all weights in memory; the only one that returns weights."""
-    encodings, kind = module.encodings, module.config.attention_weights
+    encodings, kind, scaling = module.encodings, module.config.attention_weights, options["scaling"]
     groups = query.shape[1] // key.shape[1]
     logits = torch.matmul(query, repeat_kv(key, groups).transpose(2, 3)) * scaling
     if encodings.hooks["bias"]:
@@ -51,7 +42,7 @@ def _eager(
     weights = nn.functional.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     if kind != "softmax":
         weights = hard_weights(weights, straight_through=kind == "straight_through")
-    weights = nn.functional.dropout(weights.to(query.dtype), p=dropout)
+    weights = nn.functional.dropout(weights.to(query.dtype), p=options["dropout"])
     return torch.matmul(weights, repeat_kv(value, groups)).transpose(1, 2).contiguous(), weights
 
 
@@ -72,37 +63,28 @@ def _attention(implementation: str, path: Any) -> Any:
     """Returns the attention function of an implementation in PyTorch, as Transformers calls it."""
 
     def attention_forward(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        dropout: float = 0.0,
-        context: Any = None,
-        **kwargs: Any,
+        layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of one layer.
 
         Args:
-            module: the attention layer, with `encodings` and `config`.
+            layer: the attention layer, with `encodings` and `config`.
             query: (B, H, Q, D). key: (B, G, K, D), as cached. value: (B, G, K, V).
-            attention_mask: from the implementation's mask function.
-            scaling: the factor on q.k.
-            dropout: the probability of dropping an attention weight; 0 outside training.
-            context: the context of this layer.
+            mask: from the implementation's mask function. context: the context of this layer.
+            options: `scaling`, the factor on q.k; `dropout`, the probability of dropping an attention weight, 0 outside
+                training; others are for Transformers' own functions.
 
         Returns:
             The output (B, Q, H, V), in the dtype of `query`, and from `eager` the weights (B, H, Q, K).
         """
-        encodings = module.encodings
+        encodings = layer.encodings
         if encodings.hooks["attend"]:
-            settings = {"scaling": scaling, "dropout": dropout, "implementation": implementation}
-            found = encodings.attend(query, key, value, attention_mask, context, **settings)
+            settings = {"scaling": options["scaling"], "dropout": options["dropout"], "implementation": implementation}
+            found = encodings.attend(query, key, value, mask, context, **settings)
             if found is not None:
                 return found[0].transpose(1, 2).contiguous(), found[1]
         query, key = encodings.after_cache(query, key, context)
-        return path(module, query, key, value, attention_mask, scaling, dropout, context, **kwargs)
+        return path(layer, query, key, value, mask, context=context, **options)
 
     return attention_forward
 
@@ -122,11 +104,7 @@ if auto_attention is not None:
 
 
 def choose_implementation(config: Any, requested: str | None) -> str:
-    """Returns the attention implementation of a model.
-
-    Raises:
-        ValueError: `requested` does not support the position encoding, or is not available.
-    """
+    """Returns the attention implementation of a model; raises ValueError if `requested` is not supported."""
     supported = supported_implementations(config)
     if requested is None:
         return supported[0]

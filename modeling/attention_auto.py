@@ -9,7 +9,6 @@ import torch
 
 from .attention_mask import dense_mask, is_ranges, ranges_mask
 from .attention_triton import auto_kernel
-from .position_base import PositionContext
 
 # On a CPU, PyTorch's attention gets a mask for this number of rows at a time.
 CPU_ROWS = 128
@@ -19,28 +18,20 @@ def auto_attention(sdpa: Any, blockwise: Any) -> Any:
     """Returns the attention function of `auto`, from those of the implementations in PyTorch."""
 
     def auto_attention_forward(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        dropout: float = 0.0,
-        context: PositionContext | None = None,
-        **kwargs: Any,
+        layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
         """The Triton kernel where it is supported, else the layer's fast implementation in PyTorch; no weights."""
-        encodings = module.encodings
-        output = auto_kernel(module, query, key, value, attention_mask, scaling, dropout, context)
+        scaling, dropout = options["scaling"], options["dropout"]
+        output = auto_kernel(layer, query, key, value, mask, scaling, dropout, context)
         if output is not None:
             return output, None
-        rows, keys = query.shape[2], key.shape[2]
-        if encodings.default == "sdpa" and attention_mask is None and 1 < rows < keys:
+        rows, keys, default = query.shape[2], key.shape[2], layer.encodings.default
+        if default == "sdpa" and mask is None and 1 < rows < keys:
             # PyTorch's own causal mask aligns the rows to the beginning of the keys. (No ranges for an int.)
             offset = torch.full((), keys - rows, device=query.device)
-            attention_mask = ranges_mask(1, rows, keys, offset, device=query.device)
-        interface = sdpa if encodings.default == "sdpa" else blockwise
-        return interface(module, query, key, value, attention_mask, scaling, dropout, context, **kwargs)
+            mask = ranges_mask(1, rows, keys, offset, device=query.device)
+        interface = sdpa if default == "sdpa" else blockwise
+        return interface(layer, query, key, value, mask, context, **options)
 
     return auto_attention_forward
 
@@ -49,7 +40,7 @@ def ranges_path(sdpa: Any) -> Any:
     """Returns the path of `sdpa`, from the one in `attention`, for masks that are ranges too."""
 
     def sdpa_of_ranges(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *rest: Any, **kwargs: Any
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
         Q = query.shape[2]
         if is_ranges(mask) and query.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -62,8 +53,8 @@ def ranges_path(sdpa: Any) -> Any:
                 keys = slice(min(first, key.shape[2] - 1), max(first + 1, last))
                 dense = dense_mask(torch.cat((mask[:, :, rows], mask[:, :, Q:]), dim=2), rows.stop - rows.start)
                 part = query[:, :, rows], key[:, :, keys], value[:, :, keys], dense[..., keys]
-                outputs.append(sdpa(module, *part, *rest, **kwargs)[0])
+                outputs.append(sdpa(module, *part, **options)[0])
             return torch.cat(outputs, dim=1), None
-        return sdpa(module, query, key, value, dense_mask(mask, Q) if is_ranges(mask) else mask, *rest, **kwargs)
+        return sdpa(module, query, key, value, dense_mask(mask, Q) if is_ranges(mask) else mask, **options)
 
     return sdpa_of_ranges

@@ -1,4 +1,4 @@
-"""Shared code of the attention layers of both families: encodings, options, and the cache.
+"""The attention layer of both families: projections, encodings, options, and the cache.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, QuantizedCache
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 
+from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .position_base import PositionContext
 from .position_registry import AttentionOptions, PositionEncodings
 
 
 class AttentionBlock(nn.Module):
-    """Base of both families' attention layers; their `forward` shows the order of the steps."""
+    """Base of both families' attention layers, which define `scaling`, `dropout`, `project` and `output`."""
+
+    scaling: float
+    dropout: float
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -25,6 +31,45 @@ class AttentionBlock(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.encodings = PositionEncodings(config, layer_idx)
         self.options = AttentionOptions(config) if config.has_attention_options else None
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns queries (B, H, Q, D), keys and values (B, G, Q, D) of hidden states (B, Q, E)."""
+        raise NotImplementedError
+
+    def output(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns the output of all heads, (B, Q, H * D), as hidden states (B, Q, E)."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_context: PositionContext,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query, key, value = self.project(hidden_states)
+        context = self.layer_context(position_context, value)
+        if self.options is not None:
+            query, key = self.options.normed(query, key, context)
+        context.query, context.key = query, key
+        query, key = self.encodings.before_cache(query, key, context)
+        key, value = self.update_cache(hidden_states, key, context, past_key_values)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.dropout if self.training else 0.0
+        output, weights = attention(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, context=context, **kwargs
+        )
+        asked = kwargs.get("output_attentions")
+        if weights is None and (self.config.output_attentions if asked is None else asked):
+            raise ValueError(
+                f"output_attentions=True: attn_implementation={self.config._attn_implementation!r} has no attention "
+                "weights. Allowed: 'eager', by from_pretrained(..., attn_implementation='eager') or "
+                "model.set_attn_implementation('eager')."
+            )
+        if self.options is not None:
+            output = self.options.finished(output, hidden_states, context)
+        return self.output(output.reshape(*output.shape[:2], -1).contiguous()), weights
 
     def layer_context(self, context: PositionContext, value: torch.Tensor) -> PositionContext:
         """Returns this layer's own copy of the context, with its new values (B, G, Q, V)."""
@@ -42,27 +87,12 @@ class AttentionBlock(nn.Module):
                 )
         return context
 
-    def before_cache(
-        self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changes new queries (B, H, Q, D) and keys (B, G, Q, D); fills in `context.query` and `.key`."""
-        if self.options is not None:
-            query, key = self.options.normed(query, key, context)
-        context.query, context.key = query, key
-        return self.encodings.before_cache(query, key, context)
-
     def update_cache(
         self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext, cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns all keys and values, including cached ones; fills in `context.value` and `context.states`.
+        """Returns all keys (B, G, K, D) and values, cached ones included; fills in `context.value` and `.states`.
 
         States are cached in additional channels of the keys. Raises ValueError for a cache that cannot hold them.
-
-        Args:
-            hidden: (B, Q, E), the input of the layer.
-            key: (B, G, Q, D), the new keys.
-            context: the context of this layer, with the new values (B, G, Q, V).
-            cache: the cache, or None.
         """
         states, value = self.encodings.cached_state(hidden, key, context), context.value
         if self.options is not None:
@@ -86,18 +116,3 @@ class AttentionBlock(nn.Module):
             key, value = self.options.shifted(key, value, context)
         context.value = value
         return key, value
-
-    def merge_heads(self, output: torch.Tensor, hidden: torch.Tensor, context: PositionContext) -> torch.Tensor:
-        """Returns the output of the heads, (B, Q, H, D), as (B, Q, H * D)."""
-        if self.options is not None:
-            output = self.options.finished(output, hidden, context)
-        return output.reshape(*output.shape[:2], -1).contiguous()
-
-    def check_weights(self, weights: torch.Tensor | None, asked: bool | None) -> None:
-        """Raises ValueError if attention weights are requested and the implementation has none."""
-        if weights is None and (self.config.output_attentions if asked is None else asked):
-            raise ValueError(
-                f"output_attentions=True: attn_implementation={self.config._attn_implementation!r} has no attention "
-                "weights. Allowed: 'eager', by from_pretrained(..., attn_implementation='eager') or "
-                "model.set_attn_implementation('eager')."
-            )

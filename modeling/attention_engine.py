@@ -60,11 +60,7 @@ def _foreign(name: str, function: Any) -> Any:
 
 
 def accepts_engine(config: Any, name: str, supported: list[str]) -> bool:
-    """Returns whether `name` is one that an engine added; False for all implementations of Transformers and its own.
-
-    Raises:
-        ValueError: it is, and the configuration needs more than queries and keys, or the encodings' own cache.
-    """
+    """Returns whether `name` is one that an engine added; raises ValueError if it is not supported."""
     known = name in _NAMES or "flash" in name or name.startswith("paged|")
     if known or name not in ALL_ATTENTION_FUNCTIONS:
         return False

@@ -9,19 +9,9 @@ import torch
 from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
-from .position_base import PositionContext
-
 
 def sdpa_path(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    scaling: float,
-    dropout: float,
-    context: PositionContext,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Transformers' `sdpa`; a bias is materialised into the mask (B, H, Q, K).
 
@@ -33,37 +23,28 @@ def sdpa_path(
     if encodings.hooks["bias"]:
         if mask is None:
             mask = query.new_ones(rows, keys, dtype=torch.bool).tril_(keys - 1 if rows == 1 else 0)[None, None]
-        logits = _mask_logits(mask) if encodings.bias_reads_mask else _no_logits(query, key)
-        bias = encodings.bias(logits, query, context, scaling).to(query.dtype)
+        logits = _no_logits(query, key)
+        if encodings.bias_reads_mask:
+            masked = torch.finfo(torch.float32).min
+            logits = torch.where(mask, 0.0, masked) if mask.dtype == torch.bool else mask.float()
+        bias = encodings.bias(logits, query, context, options["scaling"]).to(query.dtype)
         lowest = torch.finfo(query.dtype).min
         mask = torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias
     # For one row, padding all cached values would take longer than the attention.
     padded = value if rows == 1 else _pad_value(key, value)
-    output, _ = stock_sdpa_attention_forward(
-        module, query, key, padded, mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    output, _ = stock_sdpa_attention_forward(module, query, key, padded, mask, **options)
     return output[..., : value.shape[-1]], None
 
 
 def flex_path(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    scaling: float,
-    dropout: float,
-    context: PositionContext,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Transformers' `flex_attention`; a bias is materialised (B, H, Q, K) and added by its score function."""
     if module.encodings.hooks["bias"]:
-        bias = module.encodings.bias(_no_logits(query, key), query, context, scaling).to(query.dtype)
+        bias = module.encodings.bias(_no_logits(query, key), query, context, options["scaling"]).to(query.dtype)
         # Broadcast dimensions would be read out of bounds.
-        kwargs["position_bias"] = bias.expand(query.shape[0], query.shape[1], -1, -1).contiguous()
-    output, weights = stock_flex_attention_forward(
-        module, query, key, _pad_value(key, value), mask, scaling=scaling, dropout=dropout, **kwargs
-    )
+        options["position_bias"] = bias.expand(query.shape[0], query.shape[1], -1, -1).contiguous()
+    output, weights = stock_flex_attention_forward(module, query, key, _pad_value(key, value), mask, **options)
     return output[..., : value.shape[-1]], weights
 
 
@@ -71,14 +52,6 @@ def _pad_value(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     # PyTorch leaves its fused path when values are narrower than keys.
     width = key.shape[-1] - value.shape[-1]
     return torch.cat((value, value.new_zeros(*value.shape[:-1], width)), dim=-1) if width else value
-
-
-def _mask_logits(mask: torch.Tensor) -> torch.Tensor:
-    """Logits (B, 1 or H, Q, K), float32, from which a bias reads what is masked."""
-    if mask.dtype != torch.bool:
-        return mask.float()
-    masked = torch.finfo(torch.float32).min
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, masked)
 
 
 def _no_logits(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -27,15 +27,9 @@ _RENAMED = {
 
 
 def older_weights(config_class: Any, name_or_path: Any, kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
-    """Prepares the loading of a checkpoint whose weights may be of an older version.
+    """Adds older names of a checkpoint's weights to "key_mapping" in `kwargs`, the keywords of `from_pretrained`.
 
-    Args:
-        config_class: the class of the model's configuration.
-        name_or_path: the checkpoint, or None.
-        kwargs: the keywords of `from_pretrained`; older names of weights are added to "key_mapping".
-
-    Returns:
-        A function that changes the weights of the loaded model to those that compute the same, or None.
+    Returns a function that changes the weights of the loaded model to those that compute the same, or None.
     """
     if name_or_path is None or kwargs.get("state_dict") is not None:
         return None
@@ -77,11 +71,8 @@ def convert_config(config_dict: dict[str, Any], *, stock: bool) -> None:
     """Changes the dictionary of a configuration file, in place, to one that this version could have written.
 
     Drops, with a warning, what files may hold and a new configuration may not: negative token ids, keys of
-    `rope_parameters` that the type does not use, and `partial_rotary_factor` where the stock model ignores it.
-
-    Args:
-        config_dict: the dictionary.
-        stock: whether it is that of a stock model, whose `rope_parameters` may have keys that are not known here.
+    `rope_parameters` that the type does not use, and `partial_rotary_factor` where the stock model ignores it. The
+    `rope_parameters` of a `stock` model may have keys that are not known here.
     """
     for field in ("rope_parameters", "rope_scaling"):
         if not isinstance(given := config_dict.get(field), dict):
@@ -93,10 +84,9 @@ def convert_config(config_dict: dict[str, Any], *, stock: bool) -> None:
         for key in unused:
             logger.warning(f"{field}[{key!r}] of the checkpoint has no effect with its rope_type: dropped.")
     rope = config_dict.get("rope_parameters") or config_dict.get("rope_scaling") or {}
-    if stock and rope.get("rope_type", rope.get("type", "default")) == "default":
-        for place in (config_dict, rope):
-            if (factor := place.pop("partial_rotary_factor", 1.0)) != 1.0:
-                logger.warning(f"partial_rotary_factor={factor!r} has no effect in the stock model: dropped.")
+    ignored = stock and rope.get("rope_type", rope.get("type", "default")) == "default"
+    if ignored and (factor := rope.pop("partial_rotary_factor", 1.0)) != 1.0:
+        logger.warning(f"partial_rotary_factor={factor!r} has no effect in the stock model: dropped.")
     for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config_dict.get(field)
         ids = value if isinstance(value, list) else [value]

@@ -33,11 +33,8 @@ SHORT = 512
 def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns Transformers' manager for a model; see `ContinuousMixin.init_continuous_batching`.
 
-    Encodings that need nothing but queries and keys run as Transformers' own models do.
-
-    Raises:
-        ValueError: RoPE that depends on the longest sequence; a setting that needs fixed shapes; prompts longer than
-            the encoding supports. The manager's `add_request` raises the last one too.
+    Encodings that need nothing but queries and keys run as Transformers' own models do. Raises ValueError for what is
+    not supported; so does the manager's `add_request`, for prompts that are too long.
     """
     config = model.config
     encoding, reason = config.position_encoding, batch_dependence(config)
@@ -125,14 +122,7 @@ class SequenceModel:
         logits_to_keep: torch.Tensor,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Runs a step.
-
-        Args:
-            input_ids, position_ids: int32 (1, T).
-            cu_seq_lens_q: int32 (sequences + 1), where the new tokens of each begin.
-            logits_to_keep: int32, the tokens whose logits are returned.
-            kwargs: for the cache: `cache`, `read_index`, `write_index`, `cu_seq_lens_k`.
-        """
+        """Runs a step on tokens (1, T), a sequence's from one of `cu_seq_lens_q` on; `kwargs` are for the cache."""
         (key_starts,) = kwargs["cu_seq_lens_k"].values()
         hidden = None
         for pages in groups(cu_seq_lens_q, key_starts, kwargs):

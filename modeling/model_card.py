@@ -46,8 +46,7 @@ def encoding_text(position_encoding: str | list[str]) -> str:
 
 def card_tags(config: Any) -> list[str]:
     """Returns the tags of a model's card."""
-    parts = dict.fromkeys(part for name in config.layer_pattern for part in name.split("+"))
-    return ["whatwhere", str(config.model_type), "position-encoding", *parts]
+    return ["whatwhere", str(config.model_type), "position-encoding", *config.encoding_names]
 
 
 def card_head(config: Any) -> tuple[str, str | None]:

@@ -27,10 +27,8 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
-from .position_base import PositionContext
 from .position_registry import SharedPositionEncodings, embedding
 from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, prepare_forward, register
 
@@ -53,41 +51,19 @@ class WhatWhereGPT2Attention(AttentionBlock):
             self.scaling /= layer_idx + 1
         self.c_attn = Conv1D(sum(self.split_sizes), config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
-        self.attn_dropout = nn.Dropout(config.attn_pdrop)
+        self.dropout = config.attn_pdrop
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_context: PositionContext,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            states.view(shape).transpose(1, 2) for states in self.c_attn(hidden_states).split(self.split_sizes, dim=2)
-        )
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        projected = self.c_attn(hidden)
         if self.config.reorder_and_upcast_attn:
-            query, key, value = query.float(), key.float(), value.float()
-        context = self.layer_context(position_context, value)
-        query, key = self.before_cache(query, key, context)
-        key, value = self.update_cache(hidden_states, key, context, past_key_values)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attn_dropout.p if self.training else 0.0,
-            scaling=self.scaling,
-            context=context,
-            **kwargs,
+            projected = projected.float()
+        return tuple(
+            states.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for states in projected.split(self.split_sizes, 2)
         )
-        self.check_weights(weights, kwargs.get("output_attentions"))
-        output = self.merge_heads(output, hidden_states, context)
-        return self.resid_dropout(self.c_proj(output.to(hidden_states.dtype))), weights
+
+    def output(self, states: torch.Tensor) -> torch.Tensor:
+        return self.resid_dropout(self.c_proj(states.to(self.c_proj.bias.dtype)))
 
 
 class WhatWhereGPT2Block(GradientCheckpointingLayer):
@@ -165,44 +141,18 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Runs the decoder.
-
-        Args:
-            input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
-            past_key_values: the cache.
-            attention_mask: (B, past + Q) with 0 for padding, or 4D (B, 1, Q, K).
-            token_type_ids: int64 (B, Q), token ids whose embeddings are added, as in GPT-2.
-            position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
-                attention_mask nor anything in the cache.
-            inputs_embeds: (B, Q, E).
-            use_cache: whether to return a cache.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
-                than the encoding supports.
-        """
-        if (input_ids is None) ^ (inputs_embeds is not None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = self.wte(input_ids)
-        positions, mask, context, past_key_values = prepare_forward(
-            self, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
+        """Runs the decoder; see `prepare_forward`. The embeddings of `token_type_ids`, int64 (B, Q), are added, too."""
+        hidden_states, inputs = prepare_forward(
+            self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
         )
-        hidden_states = inputs_embeds if self.wpe is None else self.wpe(inputs_embeds, positions)
+        if self.wpe is not None:
+            hidden_states = self.wpe(hidden_states, inputs["position_ids"])
         if token_type_ids is not None:
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
         for block in self.h:
-            hidden_states = block(
-                hidden_states,
-                attention_mask=mask,
-                position_context=context,
-                position_ids=positions,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), past_key_values=past_key_values)
+            hidden_states = block(hidden_states, **inputs, **kwargs)
+        return BaseModelOutputWithPast(self.ln_f(hidden_states), inputs["past_key_values"])
 
 
 class WhatWhereGPT2ForCausalLM(WhatWhereGPT2PreTrainedModel, GenerationMixin):
@@ -233,16 +183,7 @@ class WhatWhereGPT2ForCausalLM(WhatWhereGPT2PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Runs the decoder and the head; see `WhatWhereGPT2Model.forward`.
-
-        Args:
-            labels: int64 (B, Q), -100 where ignored; shifted inside the model.
-            logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
-            kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
-
-        Returns:
-            `loss` (scalar, if labels were given) and `logits` (B, kept, V).
-        """
+        """Runs the decoder, see `WhatWhereGPT2Model.forward`, and the head, see `causal_lm_output`."""
         outputs: BaseModelOutputWithPast = self.transformer(
             input_ids=input_ids,
             past_key_values=past_key_values,
@@ -285,13 +226,9 @@ class WhatWhereGPT2ForQuestionAnswering(GenericForQuestionAnswering, WhatWhereGP
     """The decoder with a head for the start and the end of an answer."""
 
     base_model_prefix = "transformer"
-    transformer: WhatWhereGPT2Model
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.wte
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.transformer.wte = value
+    # The generic head has Llama's names.
+    get_input_embeddings = WhatWhereGPT2PreTrainedModel.get_input_embeddings
+    set_input_embeddings = WhatWhereGPT2PreTrainedModel.set_input_embeddings
 
 
 register(

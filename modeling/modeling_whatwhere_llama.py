@@ -23,18 +23,10 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
-from .position_base import PositionContext
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import (
-    WhatWherePreTrainedModel,
-    causal_lm_output,
-    first_own_layer,
-    prepare_forward,
-    register,
-)
+from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, first_own_layer, prepare_forward, register
 
 
 class WhatWhereLlamaAttention(AttentionBlock):
@@ -44,43 +36,19 @@ class WhatWhereLlamaAttention(AttentionBlock):
         super().__init__(config, layer_idx)
         self.head_dim = config.head_dim
         self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
+        self.dropout = config.attention_dropout
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=bias)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_context: PositionContext,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        context = self.layer_context(position_context, value)
-        query, key = self.before_cache(query, key, context)
-        key, value = self.update_cache(hidden_states, key, context, past_key_values)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            context=context,
-            **kwargs,
-        )
-        self.check_weights(weights, kwargs.get("output_attentions"))
-        output = self.merge_heads(output, hidden_states, context)
-        return self.o_proj(output), weights
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        states = (projection(hidden) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return tuple(one.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for one in states)
+
+    def output(self, states: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(states)
 
 
 class WhatWhereLlamaDecoderLayer(GradientCheckpointingLayer):
@@ -113,9 +81,7 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
 
     def __init__(self, config: WhatWhereLlamaConfig) -> None:
         super().__init__(config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.embed_positions = embedding(config)
         self.layers = nn.ModuleList([WhatWhereLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -135,43 +101,16 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Runs the decoder.
-
-        Args:
-            input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
-            attention_mask: (B, past + Q) with 0 for padding, or 4D (B, 1, Q, K).
-            position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
-                attention_mask nor anything in the cache.
-            past_key_values: the cache.
-            inputs_embeds: (B, Q, E).
-            use_cache: whether to return a cache.
-
-        Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
-                than the encoding supports.
-        """
-        if (input_ids is None) ^ (inputs_embeds is not None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        positions, mask, context, past_key_values = prepare_forward(
-            self, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
+        """Runs the decoder; see `prepare_forward` for the arguments."""
+        hidden_states, inputs = prepare_forward(
+            self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
         )
-        hidden_states = inputs_embeds
         # Later pipeline stages get hidden states in place of embeddings.
         if self.embed_positions is not None and first_own_layer(self) == 0:
-            hidden_states = self.embed_positions(hidden_states, positions)
+            hidden_states = self.embed_positions(hidden_states, inputs["position_ids"])
         for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=mask,
-                position_context=context,
-                position_ids=positions,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+            hidden_states = layer(hidden_states, **inputs, **kwargs)
+        return BaseModelOutputWithPast(self.norm(hidden_states), inputs["past_key_values"])
 
 
 class WhatWhereLlamaForCausalLM(WhatWhereLlamaPreTrainedModel, GenerationMixin):
@@ -185,7 +124,6 @@ class WhatWhereLlamaForCausalLM(WhatWhereLlamaPreTrainedModel, GenerationMixin):
     def __init__(self, config: WhatWhereLlamaConfig) -> None:
         super().__init__(config)
         self.model = WhatWhereLlamaModel(config)
-        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -202,16 +140,7 @@ class WhatWhereLlamaForCausalLM(WhatWhereLlamaPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """Runs the decoder and the head; see `WhatWhereLlamaModel.forward`.
-
-        Args:
-            labels: int64 (B, Q), -100 where ignored; shifted inside the model.
-            logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
-            kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
-
-        Returns:
-            `loss` (scalar, if labels were given) and `logits` (B, kept, V).
-        """
+        """Runs the decoder, see `WhatWhereLlamaModel.forward`, and the head, see `causal_lm_output`."""
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

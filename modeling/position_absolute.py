@@ -15,15 +15,7 @@ class AbsoluteEmbedding(nn.Embedding):
     def forward(  # type: ignore[override]
         self, hidden: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Adds position embeddings.
-
-        Args:
-            hidden: token embeddings (B, Q, E).
-            position_ids: int64 (1 or B, Q), smaller than max_position_embeddings.
-
-        Returns:
-            (B, Q, E), dtype of `hidden`.
-        """
+        """Adds the embeddings of positions, int64 (1 or B, Q), to those of the tokens, (B, Q, E); keeps their type."""
         return hidden + super().forward(position_ids).to(hidden.device)
 
 

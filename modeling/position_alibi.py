@@ -34,10 +34,7 @@ class ALiBiParameters(Parameters):
 
     def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         if not 0 < self.head_fraction <= 1 or self.heads(config) < 1:
-            yield (
-                "head_fraction",
-                (f"it must be in (0, 1], and leave at least one of {config.num_attention_heads} heads"),
-            )
+            yield "head_fraction", f"it must be in (0, 1], and leave at least one of {config.num_attention_heads} heads"
 
 
 def alibi_slopes(num_heads: int, device: torch.device | None = None) -> torch.Tensor:
@@ -88,8 +85,7 @@ class ALiBiTerm(Term):
 class ALiBi(PositionEncoding):
     """ALiBi: logit = q_i . k_j / sqrt(d) - m_h * (i - j), with fixed slopes m_h; in all heads or in some.
 
-    The distance is that of the positions of the two tokens, so left padding and packed documents need no care. Under
-    tensor parallelism a rank has only some heads, from `context.head_offset` on.
+    The distance is that of the positions of the two tokens, so left padding and packed documents need no care.
     """
 
     name = "alibi"
@@ -107,14 +103,7 @@ class ALiBi(PositionEncoding):
         return (slopes[context.head_offset :], *positions), ()
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> dict[str, Any]:
         (slopes, *positions), _ = self.term_inputs(context, 1.0)
         slopes = -slopes[: query.shape[1], None].double()

@@ -59,7 +59,7 @@ def matches_type(value: Any, annotation: Any) -> bool:
 
 
 def describe_type(annotation: Any) -> str:
-    """Returns the words in which an error message says what is allowed."""
+    """Returns what an error says of the annotated type."""
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -76,13 +76,7 @@ def suggest(name: str, allowed: typing.Iterable[str]) -> str:
 
 
 def parse_parameters(cls: type[Parameters], values: dict, config: Any, field: str) -> Parameters:
-    """Builds the resolved parameters of an encoding from a dictionary.
-
-    Args:
-        cls: their class.
-        values: the dictionary.
-        config: the configuration of the model.
-        field: what the user calls the dictionary, for messages: `position_encoding_parameters['cope']`.
+    """Builds the resolved parameters of an encoding from a dictionary, which messages call `field`.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type or out of range.
@@ -311,15 +305,7 @@ class PositionEncoding(nn.Module):
         return None
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor | dict[str, Any]:
         """Returns the output (B, H, Q, D) of the encoding's Triton kernel, which also does what `after_cache` does.
 
@@ -328,8 +314,8 @@ class PositionEncoding(nn.Module):
 
         Args:
             query: (B, H, Q, D). key, value: (B, G, K, D), keys as cached. context: the context of this layer.
-            ranges: the mask, see `attention_mask`, or None for causal. scaling: the factor on q.k.
-            options: the probability of `dropout`, 0 outside training; arguments from other encodings of a sum.
+            options: the mask as `ranges`, see `attention_mask`, or None for causal; `scaling`, the factor on q.k; the
+                probability of `dropout`, 0 outside training; arguments from other encodings of a sum.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel")
 

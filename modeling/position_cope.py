@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-from .attention_blockwise import MASKED, TERMS, Block, Term
+from .attention_blockwise import MASKED, Block, Term
 from .learned_table import LearnedTable, SharedTable
-from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
+from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding, head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,6 @@ class CoPEParameters(Parameters):
     def invalid(self, config: Any) -> Iterator[tuple[str, str]]:
         if self.num_positions < 2:
             yield "num_positions", "it must be at least 2"
-        if self.gates != "key" and "cope_gates" not in TERMS:
-            yield "gates", "a folder saved with 'key' has no code for others; install the package whatwhere"
         if self.every_n_layers < 1:
             yield "every_n_layers", "it must be at least 1"
         rotated = {"rope" in name for name in config.layer_pattern if "cope" in name.split("+")}
@@ -231,6 +229,67 @@ def interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, 
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 
+class GatedCoPETerm(CoPETerm):
+    """The term of CoPE whose gates other keys than the content's open: `CoPEParameters.gates`.
+
+    Tensors: the table (D, P), what opens the gates (B, G, K, D), and the query as in `CoPETerm`. Settings: the
+    factor on q.e, the factor on the gates, and 1 if that query opens the gates (0: the one of the content).
+    """
+
+    name = "cope_gates"
+    differentiable = (True, True, True)
+    required = 2
+
+    @staticmethod
+    def bias(
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
+    ) -> torch.Tensor:
+        table, gate_key, *_ = tensors
+        B, H, Q, D = query.shape
+        G = gate_key.shape[1]
+        position_query = tensors[2] if len(tensors) > 2 else query
+        rows = (position_query if settings[2] else query).to(content.dtype).reshape(B, G, H // G * Q, D)
+        opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
+        opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
+        return interpolated(torch.sigmoid(opening), position_query, table, settings[0])
+
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
+        super().__init__(tensors, settings, attention)
+        self.gate_key = tensors[1].to(attention.dtype).flip(2).reshape(attention.N, attention.K, attention.D)
+        self.grad_gate_key = torch.zeros_like(self.gate_key)
+
+    def _factors(self, block: Block, width: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
+        """Returns the scaled rows (C, n * R, D), the gate keys (C, width, D), and where these are."""
+        columns = slice(block.columns.start, block.columns.start + width)
+        query = (self._query(block) if self.settings[2] else block.query).to(self.gate_key.dtype) * self.settings[1]
+        return query.reshape(query.shape[0], -1, query.shape[-1]), self.gate_key[block.chunk, columns], columns
+
+    def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
+        rows, keys, _ = self._factors(block, width)
+        opening = torch.bmm(rows, keys.transpose(1, 2)).view(*logits.shape[:3], width)
+        # Where nothing but causality hides keys, older ones than the block's rows are seen.
+        some = min(width, logits.shape[2]) if block.causal_only else width
+        opening[..., :some].masked_fill_(logits[..., :some] < HIDDEN, MASKED)
+        return opening.sigmoid_()
+
+    def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor:
+        rows, keys, columns = self._factors(block, negative.shape[-1])
+        grad = negative.neg_().reshape(rows.shape[0], rows.shape[1], -1)
+        self.grad_gate_key[block.chunk, columns].baddbmm_(grad.transpose(1, 2), rows)
+        return torch.bmm(grad, keys).mul_(self.settings[1]).view(block.query.shape)
+
+    def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
+        from_gates, grad_position_query = super().backward(grad, block), self.grad_position_query
+        if not self.settings[2] or from_gates is None or grad_position_query is None:
+            return from_gates
+        grad_position_query[block.chunk, :, block.rows] += from_gates
+        return None
+
+    def gradients(self) -> list[torch.Tensor]:
+        grad_table, *grad_position_query = super().gradients()
+        return [grad_table, self.grad_gate_key.view(self.tensors[1].shape).flip(2), *grad_position_query]
+
+
 class CoPE(PositionEncoding):
     """CoPE, Contextual Position Encoding. (Not "Clipped RoPE", which has the same short name.)
 
@@ -265,7 +324,7 @@ class CoPE(PositionEncoding):
         if parameters.gates == "separate_key":
             self.gate_key = GateKey(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         if parameters.gates != "key":
-            self.term = TERMS["cope_gates"]
+            self.term = GatedCoPETerm
 
     @classmethod
     def shared(cls, config: Any, parameters: CoPEParameters) -> SharedTable | None:
@@ -299,14 +358,7 @@ class CoPE(PositionEncoding):
         return tuple(one for one in tensors if one is not None), (scale, *settings)
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        scaling: float,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
 
@@ -318,7 +370,6 @@ class CoPE(PositionEncoding):
             self._table(context),
             gate_key=None if gate_key is None else gate_key.to(key.dtype),
             position_query=context.query.to(query.dtype) if self.rotated else None,
-            scaling=scaling,
-            position_scale=scaling if self.parameters_.scale_positions else 1.0,
+            position_scale=options["scaling"] if self.parameters_.scale_positions else 1.0,
             **options,
         )

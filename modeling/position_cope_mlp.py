@@ -66,13 +66,9 @@ class PositionMLP(nn.Module):
 def _activity(weight: torch.Tensor, bias: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns where the network bends, and which hidden units are active between.
 
-    Args:
-        weight, bias: (N,), of the hidden units, for p itself.
-        last: the largest position.
-
-    Returns:
-        The knots from left to right and `last`, (N + 1,): p is in piece s if s of them are smaller. And 1 where a unit
-        is active in a piece, else 0, (N, S): up to `last` in the pieces before the last one, there in the last one.
+    Weight and bias, (N,), are for p itself. Returns the knots from left to right and `last`, (N + 1,): p is in piece s
+    if s of them are smaller. And 1 where a unit is active in a piece, else 0, (N, S): up to `last` in the pieces before
+    the last one, there in the last one.
     """
     knots = torch.where(weight == 0, last, -bias / weight).clamp(max=last)
     order = knots.argsort()
@@ -87,11 +83,19 @@ def _activity(weight: torch.Tensor, bias: torch.Tensor, last: int) -> tuple[torc
     return knots, torch.cat((active, at_last), 1).to(weight.dtype)
 
 
+def _values_and_slopes(
+    weight: torch.Tensor, bias: torch.Tensor, active: torch.Tensor, last: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the line of each unit in each piece, (N, S) both: in the last one, the value at the largest position."""
+    slopes = torch.cat((weight[:, None] * active[:, :-1], torch.zeros_like(weight)[:, None]), 1)
+    values = torch.cat((bias[:, None] * active[:, :-1], ((weight * last + bias) * active[:, -1])[:, None]), 1)
+    return values, slopes
+
+
 class CoPEMLPTerm(CoPETerm):
     """The term of CoPE_MLP: tensors are weight (N,), bias (N,) and output (D, N) of `PositionMLP`.
 
     Settings: the factor on q.e, and the largest position.
-
 
     As a function of p the network is linear between its knots, which all rows share: so what a row needs is a table of
     S values and S slopes, as in CoPE, and no hidden unit is evaluated anywhere.
@@ -111,9 +115,7 @@ class CoPEMLPTerm(CoPETerm):
         with torch.no_grad():
             knots, active = _activity(weight, bias, int(last))
         positions = torch.sigmoid(content).flip(-1).cumsum(-1).flip(-1)
-        # In the last piece the value is that of the largest position.
-        slopes = torch.cat((weight[:, None] * active[:, :-1], torch.zeros_like(weight)[:, None]), 1)
-        values = torch.cat((bias[:, None] * active[:, :-1], ((weight * last + bias) * active[:, -1])[:, None]), 1)
+        values, slopes = _values_and_slopes(weight, bias, active, last)
         piece = torch.bucketize(positions.detach(), knots)
         # The sum of the two cancels: products in half precision would not do.
         with torch.autocast(content.device.type, enabled=False):
@@ -125,12 +127,9 @@ class CoPEMLPTerm(CoPETerm):
         self.last = int(self.settings[1])
         weight = weight / self.last
         self.knots, self.active = _activity(weight, bias, self.last)
-        self.slopes = weight[:, None] * self.active
-        self.slopes[:, -1] = 0
+        values, self.slopes = _values_and_slopes(weight, bias, self.active, self.last)
         # Less the value at the largest position, a constant of the row.
-        self.values = bias[:, None] * self.active
-        self.values -= self.values[:, -1:] + self.last * (weight * self.active[:, -1])[:, None]
-        self.values[:, -1] = 0
+        self.values = values - values[:, -1:]
         return self.output @ self.values * self.scale, self.output @ self.slopes * self.scale
 
     def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,14 +173,7 @@ class CoPEMLP(PositionEncoding):
         return self.network(None), (scaling, self.parameters_.num_positions - 1)
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        scaling: float,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor:
         from .kernel_cope import cope_attention
 
@@ -197,4 +189,4 @@ class CoPEMLP(PositionEncoding):
         with torch.autocast(query.device.type, enabled=False):
             table = output @ units
         pieces = {"knots": knots, "num_positions": last + 1}
-        return cope_attention(query, key, value, table, **pieces, scaling=scaling, position_scale=scaling, **options)
+        return cope_attention(query, key, value, table, **pieces, position_scale=options["scaling"], **options)

@@ -154,19 +154,12 @@ class FoX(PositionEncoding):
         return (log_forget.flatten(1, 2),), ()
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> dict[str, Any]:
         (log_forget,), _ = self.term_inputs(context, 1.0)
         Q, K = query.shape[2], log_forget.shape[2]
         slots = torch.arange(K - Q, K, device=query.device)[None]
-        if ranges is not None:
+        if (ranges := options["ranges"]) is not None:
             log_forget = log_forget * (ranges[:, :, Q:, 0] != 0)
             slots = ranges[:, 0, :Q, 1].long() - 1
         # In float64: differences of sums over thousands of tokens keep their digits. The gradients of the rows' numbers

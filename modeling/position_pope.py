@@ -12,12 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.utils import logging
 
 from .attention_mask import dense_mask, is_ranges
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
-
-logger = logging.get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +42,7 @@ class PoPEParameters(Parameters):
         if self.theta <= 1:
             yield "theta", "it must be greater than 1"
         if not 0 < self.partial_rotary_factor <= 1 or rotated_channels(config, self) < 1:
-            yield (
-                "partial_rotary_factor",
-                (f"it must be in (0, 1], and leave at least one of {head_dim(config)} channels of a head"),
-            )
+            yield "partial_rotary_factor", f"it must be in (0, 1] and leave at least one of {head_dim(config)} channels"
 
 
 # Maximum number of positions in a cached table of cosines and sines on a CPU (64 MiB at 64 channels).
@@ -158,10 +152,6 @@ class PhaseShift(nn.Module):
     @torch.no_grad()
     def upgrade(self) -> None:
         """Clamps weights of version 1, whose forward pass clamped them."""
-        if self.weight.is_meta:
-            logger.warning_once(
-                "PoPE's delta is offloaded: values of this older checkpoint outside [-2 pi, 0] are folded."
-            )
         self.weight.clamp_(-2 * math.pi, 0)
 
     def forward(self, _: Any = None) -> torch.Tensor:
@@ -237,11 +227,9 @@ class PoPE(PositionEncoding):
     def __init__(self, config: Any, parameters: PoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
         self.rotated = rotated_channels(config, parameters)
-        self.delta = (
-            PhaseShift(config.num_attention_heads, self.rotated, parameters.delta_init)
-            if parameters.use_delta
-            else None
-        )
+        self.delta = None
+        if parameters.use_delta:
+            self.delta = PhaseShift(config.num_attention_heads, self.rotated, parameters.delta_init)
 
     @classmethod
     def shared(cls, config: Any, parameters: PoPEParameters) -> PolarTables:
@@ -286,32 +274,18 @@ class PoPE(PositionEncoding):
         return query_cos.to(query.dtype), query_sin.to(query.dtype)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        context: PositionContext,
-        *,
-        scaling: float,
-        dropout: float,
-        implementation: str,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
     ) -> tuple[torch.Tensor, None] | None:
         """Decodes one new token on a CPU, where writing all rotated keys takes longer than the attention."""
-        fast = query.shape[2] == 1 and query.device.type == "cpu" and implementation in ("sdpa", "blockwise")
-        if not fast or dropout > 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        fast = query.shape[2] == 1 and query.device.type == "cpu" and options["implementation"] in ("sdpa", "blockwise")
+        if not fast or options["dropout"] > 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         *_, key_cos, key_sin = context.shared[self.name]
         query_tables = self._query_tables(query, context)
-        return decode_on_cpu(query, key, value, mask, query_tables, (key_cos, key_sin), scaling), None
+        return decode_on_cpu(query, key, value, mask, query_tables, (key_cos, key_sin), options["scaling"]), None
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor:
         from .kernel_pope import pope_attention
 
@@ -336,14 +310,8 @@ def decode_on_cpu(
 ) -> torch.Tensor:
     """Attention of one query (B, H, 1, D) to all keys (B, G, K, D), some keys at a time; rotated keys are not written.
 
-    Args:
-        query, key, value: magnitudes, and the values (B, G, K, V).
-        mask: None for all keys; ranges; bool, or additive, (B, 1 or H, 1, K).
-        query_tables, key_tables: cos and sin, as in `_Turn`.
-        scaling: the factor on the logits.
-
-    Returns:
-        (B, H, 1, V), in the type of the query.
+    `query` and `key` are magnitudes, the tables cos and sin as in `_Turn`. The mask is None for all keys, ranges, or
+    (B, 1 or H, 1, K), bool or additive. Returns (B, H, 1, V), in the type of the query.
     """
     B, G, K, D = key.shape
     H, R = query.shape[1], query_tables[0].shape[-1]

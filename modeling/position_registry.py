@@ -23,7 +23,6 @@ from .position_alibi import ALiBi
 from .position_base import PositionContext, PositionEncoding, parse_parameters, suggest
 from .position_cope import CoPE
 from .position_cope_alibi import CoPEALiBi
-from .position_cope_gates import GatedCoPETerm
 from .position_cope_mlp import CoPEMLP
 from .position_fox import FoX
 from .position_none import NoPositionEncoding
@@ -94,18 +93,14 @@ def _check_pattern(pattern: list, config: Any) -> None:
 
 
 def parse(config: Any) -> dict[str, Part]:
-    """Returns the classes that `config.position_encoding` names and their resolved parameters, by name.
-
-    Raises:
-        ValueError: see `check`.
-    """
+    """Returns the classes that `config.position_encoding` names and their resolved parameters, by name."""
     given, pattern = config.position_encoding_parameters or {}, config.position_encoding
     field = "position_encoding_parameters"
     if isinstance(pattern, list):
         _check_pattern(pattern, config)
     else:
         check_name(pattern)
-    names = list(dict.fromkeys(part for name in config.layer_pattern for part in name.split("+")))
+    names = config.encoding_names
     fields = {name: f"{field}[{name!r}]" for name in names}
     if not is_nested(pattern):
         given, fields = {pattern: given}, {pattern: field}
@@ -128,11 +123,7 @@ def is_nested(position_encoding: str | list[str]) -> bool:
 
 
 def check(config: Any) -> dict:
-    """Checks `position_encoding` and its parameters; returns the parameters with resolved defaults.
-
-    Raises:
-        ValueError: an unknown encoding, parameter or combination, a wrong type or range.
-    """
+    """Checks `position_encoding` and its parameters; returns these with resolved defaults, or raises ValueError."""
     parts = parse(config)
     planned = {cls for layer in layer_plan(config) for cls, _ in layer}
     for cls, parameters in parts.values():

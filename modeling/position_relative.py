@@ -79,13 +79,12 @@ class RelativeTerm(Term):
         columns = self.key_positions[:, block.columns]
         rows = rows[block.batch] if rows.shape[0] > 1 else rows
         columns = columns[block.batch] if columns.shape[0] > 1 else columns
-        R, W = rows.shape[1], columns.shape[1]
-        if not (block.causal_only and self.attention.by_data):
-            return (rows[:, :, None] - columns[:, None, :]).clamp_(min=0), False
-        regular = (columns == columns[:, :1] - torch.arange(W, device=columns.device)).all()
-        regular &= (rows == columns[:, :1] + torch.arange(1 - R, 1, device=rows.device)).all()
-        if bool(regular):
-            return rows, True
+        if block.causal_only and self.attention.by_data:
+            R, W = rows.shape[1], columns.shape[1]
+            regular = (columns == columns[:, :1] - torch.arange(W, device=columns.device)).all()
+            regular &= (rows == columns[:, :1] + torch.arange(1 - R, 1, device=rows.device)).all()
+            if bool(regular):
+                return rows, True
         return (rows[:, :, None] - columns[:, None, :]).clamp_(min=0), False
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
@@ -162,12 +161,7 @@ class RelativePosition(PositionEncoding):
         return tensors, (scaling, self.parameters_.beyond == "last")
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> dict[str, Any]:
         table = context.shared[self.name]
         if self.parameters_.beyond == "none":

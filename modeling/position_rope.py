@@ -10,32 +10,18 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim, suggest
 
-# What Transformers' functions in `modeling_rope_utils` read, by `rope_type`: required and optional keys. All read
-# `rope_theta` and `partial_rotary_factor`. A missing `original_max_position_embeddings` is max_position_embeddings.
+# What Transformers' functions in `modeling_rope_utils` read, by `rope_type`: required and optional keys, and what all
+# read. A missing `original_max_position_embeddings` is max_position_embeddings.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ("original_max_position_embeddings",)),
-    "linear": (("factor",), ("original_max_position_embeddings",)),
-    "dynamic": (("factor",), ("original_max_position_embeddings",)),
-    "yarn": (
-        ("factor",),
-        (
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
-    ),
-    "longrope": (
-        ("short_factor", "long_factor"),
-        ("original_max_position_embeddings", "factor", "attention_factor"),
-    ),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
-    "proportional": ((), ("factor", "original_max_position_embeddings")),
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "proportional": ((), ("factor",)),
 }
-_SHARED_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_SHARED_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 ALL_KEYS = _SHARED_KEYS.union(*(keys for both in _KEYS.values() for keys in both))
 
 
@@ -71,12 +57,7 @@ def _check_value(field: str, key: str, value: Any) -> None:
 
 
 def check_rope_parameters(field: str, parameters: Any, config: Any) -> None:
-    """Checks the keys and values of `rope_parameters`; `field` is their name in messages.
-
-    Raises:
-        ValueError: not a dictionary; an unknown type, a key that the type does not use or one that it needs and that is
-            missing; a value of the wrong type or out of range; a number of rotated channels that is odd or too small.
-    """
+    """Checks the keys and values of `rope_parameters`, which messages call `field`; raises ValueError."""
     if not isinstance(parameters, dict):
         raise ValueError(f"{field}={parameters!r} is not valid: it must be a dictionary or None.")
     kind = _rope_type(parameters)
@@ -95,7 +76,7 @@ def check_rope_parameters(field: str, parameters: Any, config: Any) -> None:
         if parameters.get(key) is None:
             raise ValueError(f"{field}[{key!r}] is missing: rope_type={kind!r} needs {list(required)}.")
     for key, value in parameters.items():
-        if key not in ("rope_type", "type") and (value is not None or key in _SHARED_KEYS):
+        if key not in ("rope_type", "type") and (value is not None or key in ("rope_theta", "partial_rotary_factor")):
             _check_value(f"{field}[{key!r}]", key, value)
     if kind == "llama3" and not parameters["high_freq_factor"] > parameters["low_freq_factor"]:
         raise ValueError(
@@ -126,11 +107,7 @@ def unused_keys(parameters: dict[str, Any]) -> list[str]:
 
 
 def merged_parameters(given: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Returns `rope_parameters` from the fields of a configuration that set them, under present and older names.
-
-    Raises:
-        ValueError: two fields that differ, and as `check_rope_parameters`.
-    """
+    """Returns `rope_parameters`, checked, from the fields that set them, under present and older names."""
     names = [name for name in ("rope_parameters", "rope_scaling") if name in given]
     for name in names:
         check_rope_parameters(name, given[name], config)
@@ -140,13 +117,13 @@ def merged_parameters(given: dict[str, Any], config: Any) -> dict[str, Any]:
             "are two names of one field; give rope_parameters only."
         )
     merged = dict(given[names[0]]) if names else {}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in given:
-            _check_value(key, key, given[key])
-            if merged.setdefault(key, given[key]) != given[key]:
-                raise ValueError(
-                    f"{key}={given[key]!r} and {names[0]}[{key!r}]={merged[key]!r} differ: give one of them."
-                )
+    if "rope_theta" in given:
+        theta = given["rope_theta"]
+        _check_value("rope_theta", "rope_theta", theta)
+        if merged.setdefault("rope_theta", theta) != theta:
+            raise ValueError(
+                f"rope_theta={theta!r} and {names[0]}['rope_theta']={merged['rope_theta']!r} differ: give one of them."
+            )
     kind = _rope_type(merged)
     merged.pop("type", None)
     return {**merged, "rope_type": kind}
@@ -159,7 +136,6 @@ class RotaryParameters(Parameters):
     unknown_key_hint = "RoPE is set by the field rope_parameters, for example rope_parameters={'rope_theta': 10000.0}."
 
     def resolve(self, config: Any) -> "RotaryParameters":
-        """Checks the configuration's `rope_parameters`."""
         if getattr(config, "rope_parameters", None) is not None:
             check_rope_parameters("rope_parameters", config.rope_parameters, config)
         return self

@@ -46,12 +46,7 @@ class SinusoidalEmbedding(nn.Module):
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Adds scale * sin(t / theta^(2c/E)) to the even channels 2c and the cosine to the odd ones.
 
-        Args:
-            hidden: token embeddings (B, Q, E), E even.
-            position_ids: int64 (1 or B, Q).
-
-        Returns:
-            (B, Q, E), dtype of `hidden`; phases in float32.
+        Of token embeddings (B, Q, E), whose type is kept, and positions t, int64 (1 or B, Q); phases in float32.
         """
         width = hidden.shape[-1]
         channels = torch.arange(0, width, 2, device=hidden.device, dtype=torch.float32)

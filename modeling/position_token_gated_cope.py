@@ -101,28 +101,14 @@ class TokenGatedCoPE(PositionEncoding):
         return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        *,
-        ranges: torch.Tensor | None,
-        scaling: float,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor:
-        """See `PositionEncoding.kernel`.
-
-        A token has one position for all rows that see it, so logits are products of wider vectors: [q, W_p q] and
-        [k, e[P]].
-
-        Raises:
-            ValueError: the mask is the user's own, and rows that see a token begin at different ones.
-        """
+        # A token has one position for all rows that see it, so logits are products of wider vectors: [q, W_p q] and
+        # [k, e[P]].
         from .kernel_plain import plain_attention
 
         gates, table = self._gates(context), self.table(None).float()
-        if ranges is None:
+        if (ranges := options["ranges"]) is None:
             positions = gates.double().cumsum(-1)
         else:
             Q = query.shape[2]
@@ -142,18 +128,14 @@ class TokenGatedCoPE(PositionEncoding):
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         own = F.linear(context.query.float(), self.position_query(None).float())
         query, key = torch.cat((query, own.to(query.dtype)), -1), torch.cat((key, embeddings.to(key.dtype)), -1)
-        return plain_attention(query, key, value, ranges=ranges, scaling=scaling, **options)
+        return plain_attention(query, key, value, **options)
 
 
 def token_starts(ranges: torch.Tensor, query_length: int, *, check: bool) -> torch.Tensor:
     """Returns the first token of each token's document, int64 (B, K), any slot for tokens that no row sees.
 
-    Args:
-        ranges: the mask, int32 (B, 1, Q + K, 2), see `attention_mask`.
-        check: False for ranges made by `attention_mask`; else they are read, which waits for the device.
-
-    Raises:
-        ValueError: rows that see a token begin at different ones.
+    Of ranges (B, 1, Q + K, 2), see `attention_mask`. With `check` they are read, which waits for the device. Raises
+    ValueError if rows that see a token begin at different ones.
     """
     key_length = ranges.shape[2] - query_length
     low, high = ranges[:, 0, :query_length].long().clamp(0, key_length).unbind(-1)

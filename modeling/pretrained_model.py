@@ -56,7 +56,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         # A field may have been assigned since the configuration was built.
         config.position_encoding_parameters = check(config)
-        if config.rotates:
+        if "rope" in config.encoding_names:
             if getattr(config, "rope_parameters", None) is None:
                 config.rope_parameters = {}
                 config.convert_rope_params_to_dict()
@@ -170,7 +170,6 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "attention_options": self.config.has_attention_options,
             "attention_sdpa": any(layer_default(parts) == "sdpa" for parts in plan) or "sdpa" in implementations,
             "checkpoint_conversion": False,
-            "position_cope_gates": any(getattr(given, "gates", "key") != "key" for _, given in parts),
             # Some only give arguments.
             "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
             "kernel_knots": any("knots" in layer for layer in kernels),
@@ -240,19 +239,33 @@ def refusal(message: str) -> ValueError:
 
 def prepare_forward(
     model: Any,
-    inputs_embeds: torch.Tensor,
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     past_key_values: Cache | None,
     use_cache: bool | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, PositionContext, Cache | None]:
-    """Returns position ids, the attention mask, the position context and the cache of one forward pass.
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Returns the token embeddings (B, Q, E) of a forward pass, and the arguments of every layer.
 
-    Arguments are those of the base model `model`, whose mask may also be what `create_masks_for_generate` returned.
+    Args:
+        model: the decoder.
+        input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
+        inputs_embeds: (B, Q, E).
+        attention_mask: (B, past + Q) with 0 for padding; 4D (B, 1, Q, K); or what `create_masks_for_generate` returned.
+        position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
+            attention_mask nor anything in the cache.
+        past_key_values: the cache.
+        use_cache: whether to return a cache.
 
     Raises:
-        ValueError: a mask of the wrong shape, or a sequence longer than the encoding supports.
+        ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
+            than the encoding supports.
     """
+    if (input_ids is None) ^ (inputs_embeds is not None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+    if inputs_embeds is None:
+        inputs_embeds = model.get_input_embeddings()(input_ids)
     config = model.config
     batch, length = inputs_embeds.shape[:2]
     if use_cache and past_key_values is None:
@@ -282,7 +295,13 @@ def prepare_forward(
         past_key_values=None if empty and not consecutive else past_key_values,
         position_ids=None if consecutive else position_ids,
     )
-    return position_ids, mask, context, past_key_values
+    return inputs_embeds, {
+        "attention_mask": mask,
+        "position_context": context,
+        "position_ids": position_ids,
+        "past_key_values": past_key_values,
+        "use_cache": use_cache,
+    }
 
 
 def first_own_layer(model: Any) -> int:
@@ -373,7 +392,13 @@ def causal_lm_output(
     logits_to_keep: int | torch.Tensor,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
-    """Applies `model.lm_head` to the kept hidden states (B, Q, E), and the loss if there are labels (B, Q)."""
+    """Returns logits (B, kept, V) and the loss, a scalar or None, from the decoder's outputs.
+
+    Args:
+        labels: int64 (B, Q), -100 where ignored; shifted here.
+        logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
+        kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
+    """
     kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     hidden_states: Any = outputs.last_hidden_state
     logits = model.lm_head(hidden_states[:, kept])

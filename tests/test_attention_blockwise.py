@@ -18,7 +18,7 @@ import whatwhere.attention_blockwise as blockwise
 import whatwhere.position_stick_breaking
 from tiny import LargestTensor, causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
-from whatwhere.position_cope_gates import GatedCoPETerm
+from whatwhere.position_cope import GatedCoPETerm
 from whatwhere.position_registry import list_position_encodings, supported_implementations
 
 ENCODINGS = ["none", "cope", "cope-gated", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]

@@ -464,7 +464,7 @@ def test_rows_at_a_time_need_no_quadratic_mask():
     module = types.SimpleNamespace(encodings=types.SimpleNamespace(hooks={"bias": []}))
     ranges = ranges_of([-1] * 100 + [0] * 924, 1024)
     with torch.no_grad(), LargestTensor() as largest:
-        attention_auto.ranges_path(sdpa_path)(module, query, key, value, ranges, 0.3, 0.0, None)
+        attention_auto.ranges_path(sdpa_path)(module, query, key, value, ranges, context=None, scaling=0.3, dropout=0.0)
     assert largest.largest <= 4 * attention_auto.CPU_ROWS * 1024
     assert attention_auto.CPU_ROWS <= 256
 

@@ -80,12 +80,12 @@ FIELDS = [
     ({"initializer_range": float("inf")}, "initializer_range=inf is not valid"),
     ({"initializer_range": float("nan")}, "initializer_range=nan is not valid"),
     ({"initializer_range": -1.0}, "initializer_range=-1.0 is not valid: it must be at least 0"),
-    ({"pad_token_id": -1}, "pad_token_id=-1 is not valid: a token id must be at least 0"),
+    ({"pad_token_id": -1}, "pad_token_id=-1 is not valid: it must be at least 0"),
     ({"eos_token_id": [2, -2]}, "eos_token_id=.2, -2. is not valid"),
     ({"bos_token_id": -7}, "bos_token_id=-7 is not valid"),
     ({"dtype": "float33"}, "dtype='float33' is not valid: it must be a type of torch"),
     ({"num_labels": 0}, "num_labels=0 is not valid"),
-    ({"id2label": {"a": "b"}}, "id2label=.* is not valid: its keys must be integers"),
+    ({"id2label": {"a": "b"}}, "id2label=.* is not valid: .*keys that are integers"),
     ({"num_key_value_heads": 0}, "num_key_value_heads=0 is not valid"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3 is not valid"),
     ({"num_hidden_layers": 0}, "(num_hidden_layers|n_layer)=0 is not valid: it must be greater than 0"),
@@ -176,7 +176,7 @@ def test_epsilons_and_padding_of_one_family():
     for value in (float("inf"), float("nan"), 0.0, 1e-300):
         with pytest.raises(ValueError, match=f"rms_norm_eps={value} is not valid: it must be greater than 0, finite"):
             tiny_config("llama", "none", rms_norm_eps=value)
-        with pytest.raises(ValueError, match=f"layer_norm_epsilon={value} is not valid"):
+        with pytest.raises(ValueError, match=f"layer_norm_eps={value} is not valid"):
             tiny_config("gpt2", "none", layer_norm_eps=value)
     # It is the embedding's padding_idx.
     with pytest.raises(ValueError, match=r"pad_token_id=61 is not valid.*vocab_size=61"):
@@ -194,6 +194,8 @@ def test_an_assignment_of_the_wrong_type_is_a_value_error(family):
         # What Transformers' own configurations raise, too.
         assert isinstance(caught.value, StrictDataclassFieldValidationError)
         assert str(value) in str(caught.value)
+    # Transformers assigns what `dtype` was asked for.
+    config.dtype = "auto"
     config.num_key_value_heads = 3
     with pytest.raises(ValueError, match="num_key_value_heads=3 is not valid") as caught:
         config.validate()
@@ -322,7 +324,7 @@ def test_bad_fields_of_one_family():
         ({"attn_pdrop": 2.0}, "attn_pdrop=2.0 is not valid: it must be in .0, 1"),
         ({"activation_function": "nope"}, "activation_function='nope' is not valid: it must be one of .*'gelu_new'"),
         ({"hidden_size": 33, "num_attention_heads": 4}, "n_head=4 is not valid.*n_embd=33"),
-        ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+        ({"add_cross_attention": True}, "add_cross_attention.*False"),
         ({"n_embd": 30, "n_head": 4}, "n_head=4 is not valid.*n_embd=30"),
     ):
         with pytest.raises(Exception, match=re.compile(message, re.DOTALL)):

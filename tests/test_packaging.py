@@ -272,7 +272,7 @@ def test_base_install_is_told_the_extra(tmp_path):
     from tiny import tiny_model
     from whatwhere.scripts.data.tokenize import build_tokenizer
 
-    tiny_model("llama", "rope").save_pretrained(tmp_path / "CHECKPOINT")
+    tiny_model("llama", "rope", vocab_size=257).save_pretrained(tmp_path / "CHECKPOINT")
     build_tokenizer("bytes").save_pretrained(tmp_path / "CHECKPOINT")
     hidden = ("accelerate", "datasets", "peft", "lm_eval", "evaluate", "matplotlib", "miditok", "symusic", "pyarrow")
     scripts = {

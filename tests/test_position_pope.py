@@ -56,7 +56,7 @@ def test_against_the_paper(parameters, length):
     context = SharedPositionEncodings(config)(query, position_context(positions))
 
     magnitudes = layer.encodings.before_cache(query, key, context)
-    output, _ = eager_attention_forward(layer, *magnitudes, value, None, scaling=head_dim**-0.5, context=context)
+    output, _ = eager_attention_forward(layer, *magnitudes, value, None, context, scaling=head_dim**-0.5, dropout=0.0)
     expected = pope_attention(query, key, value, delta, encoding.parameters_, positions[0])
     # Phases are float32 in the shipped path.
     torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)

@@ -56,7 +56,8 @@ def load(place, out, again):
         assert torch.equal(head.get_input_embeddings().weight, model.get_input_embeddings().weight)
     # Neither a name that it has no code for, nor one that there is not, nor a key of RoPE that there is not.
     wrong = [{"position_encoding": name} for name in ("sinusoidal", "pop")]
-    wrong += [{"rope_parameters": {"rope_typ": "yarn"}} if config.rotates else {"position_encoding": "rope"}]
+    rotated = "rope" in config.encoding_names
+    wrong += [{"rope_parameters": {"rope_typ": "yarn"}} if rotated else {"position_encoding": "rope"}]
     for fields in wrong:
         ((field, value),) = fields.items()
         message = f"{field}={value!r} is not valid. This checkpoint has only the code of its own encodings; install the"
@@ -274,26 +275,6 @@ def test_two_copies_in_one_process(tmp_path, monkeypatch):
         expected = model(ids, attention_mask=mask).logits
         assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
-
-
-@pytest.mark.parametrize("gates", ["key", "value"])
-def test_code_of_other_gates_is_saved_where_they_are_used(gates, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    model = tiny_model("llama", "cope", position_encoding_parameters={"gates": gates})
-    saved = tmp_path / f"gates_{gates}"
-    model.save_pretrained(saved)
-    assert (saved / "position_cope_gates.py").exists() == (gates != "key")
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    copy = get_class_from_dynamic_module("modeling_whatwhere_llama.WhatWhereLlamaForCausalLM", str(saved))
-    for implementation in ("blockwise", "eager"):
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            found = copy.from_pretrained(saved, attn_implementation=implementation)(tokens(2, 12)).logits
-            assert torch.equal(found, model(tokens(2, 12)).logits)
-    if gates == "key":
-        with pytest.raises(ValueError, match=r"'gates'\]='value' is not valid.*has no code for others"):
-            copy.from_pretrained(saved, position_encoding_parameters={"gates": "value"})
 
 
 def test_corrupt_checkpoints_are_refused(tmp_path):
