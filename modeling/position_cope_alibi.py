@@ -1,14 +1,16 @@
 """CoPE_ALiBi: ALiBi with contextual positions as distances (Golovneva et al., 2405.18719, Appendix C, Eq. 10).
 
-Axes: B batch, H query heads, Q query length, K key length, D head dim.
+Axes: B batch, H query heads, Q query length, K key length; in blocks: C a chunk of (batch, key head), n heads that
+share a key head, R rows, W columns (newest key first, see `attention_blockwise`).
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from .attention_blockwise import Block, Term
 from .learned_table import LearnedTable
 from .position_alibi import alibi_slopes
 from .position_base import Parameters, PositionContext, PositionEncoding
@@ -38,6 +40,51 @@ class CoPEALiBiParameters(Parameters):
             yield "first_slope", f"with slopes={self.slopes!r} it is unused; allowed: 1.0, or slopes='fixed'"
 
 
+class CoPEALiBiTerm(Term):
+    """The term of CoPE_ALiBi: its tensor is the slopes (at least H)."""
+
+    name = "cope_alibi"
+    reads_content = True
+    fades = True
+    differentiable: ClassVar[tuple[bool, ...]] = (True,)
+
+    @staticmethod
+    def bias(
+        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
+    ) -> torch.Tensor:
+        gates = torch.sigmoid(content)
+        positions = gates.flip(-1).cumsum(-1).flip(-1)
+        return tensors[0][: query.shape[1], None, None].to(content.dtype) * positions
+
+    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
+        super().__init__(tensors, settings, attention)
+        self.slopes = attention.of_heads(tensors[0])
+        self.grad_slopes = torch.zeros_like(self.slopes)
+        self.state: tuple[torch.Tensor, ...] = ()
+
+    def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
+        gates = torch.sigmoid(logits)
+        positions = gates.cumsum(-1)
+        logits.addcmul_(self.slopes[block.group][:, :, None, None], positions)
+        if keep:
+            self.state = (gates, positions)
+
+    def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
+        gates, positions = self.state
+        self.state = ()
+        self.grad_slopes.index_add_(0, block.group, positions.mul_(grad).sum((2, 3)))
+        # dL/dg_ik sums dL/dp_ij = m dL_ij over the columns from k on: as a row of dL sums to 0, less those before k.
+        before = grad.cumsum(-1).sub_(grad).mul_(self.slopes[block.group][:, :, None, None])
+        grad.sub_(torch.ops.aten.sigmoid_backward(before, gates))
+        return None
+
+    def gradients(self) -> list[torch.Tensor]:
+        # The slopes of other heads than the local ones have none.
+        grad = self.grad_slopes.new_zeros(self.tensors[0].shape)
+        grad[: self.attention.H] = self.grad_slopes.flatten()
+        return [grad]
+
+
 class CoPEALiBi(PositionEncoding):
     """CoPE_ALiBi: the cumulative sum of CoPE's gates as a bias, with one slope for each head.
 
@@ -53,6 +100,7 @@ class CoPEALiBi(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719), Eq. 10"
     summary = "CoPE's count as a bias, fixed or learned slope for each head (CoPE_ALiBi)"
     parameters_class = CoPEALiBiParameters
+    term = CoPEALiBiTerm
 
     def __init__(self, config: Any, parameters: CoPEALiBiParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -69,9 +117,8 @@ class CoPEALiBi(PositionEncoding):
             return alibi_slopes(heads, device)[first:]
         return self.parameters_.first_slope * 0.5 ** torch.arange(first, heads, dtype=torch.float32, device=device)
 
-    def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:
-        positions = torch.sigmoid(logits).flip(-1).cumsum(-1).flip(-1)
-        return self._slopes(context)[: query.shape[1], None, None].to(logits.dtype) * positions
+    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        return (self._slopes(context),), ()
 
     def kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any

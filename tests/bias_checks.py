@@ -1,12 +1,9 @@
 """What the tests of encodings with a bias share: its two paths against loops, outputs and every gradient."""
 
-import dataclasses
-
 import torch
 
 import oracles
 from tiny import bias_of, ranges_of
-from whatwhere.attention_autograd import blockwise_attention_by_autograd
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
 
 # A document after padding, another one, padding.
@@ -56,12 +53,8 @@ def check_bias(encoding, states, oracle, context, *, segments=None, inputs=(), p
     weights = torch.softmax(logits + encoding.bias(logits, query, context, 0.5), -1) * visible.any(-1, keepdim=True)
     outs = [weights @ value.repeat_interleave(H // G, 1)]
     mask = ranges_of(segments and [segments] * B, Q)
-    options = {"mask": mask, "scaling": 0.5}
-    if parts is None and encoding.term is None:
-        context = dataclasses.replace(context, query=query, value=value, new_value=value[:, :, K - Q :])
-        options |= {"bias": encoding.bias, "context": context}
-        outs += [blockwise_attention_by_autograd(*states, block_size=size, **options) for size in (4, Q)]
-    else:
-        options |= {"biases": [bias_of(part, context, 0.5) for part in parts or [encoding]], "block_size": 4}
-        outs += [blockwise_attention(*states, direct=direct, **options) for direct in (False, True)]
+    biases = [bias_of(part, context, 0.5) for part in parts or [encoding]]
+    for direct in (False, True):
+        options = {"mask": mask, "scaling": 0.5, "biases": biases, "block_size": 4, "direct": direct}
+        outs.append(blockwise_attention(query, key, value, **options))
     assert_same(outs, expected, [*states, *inputs], tolerance)

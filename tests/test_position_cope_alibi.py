@@ -7,7 +7,8 @@ import torch
 
 import oracles
 from bias_checks import SEGMENTS, check_bias, states_of
-from tiny import position_context, tiny_config, tiny_model
+from tiny import bias_of, position_context, tiny_config, tiny_model
+from whatwhere.attention_blockwise import blockwise_attention
 from whatwhere.position_alibi import alibi_slopes
 from whatwhere.position_cope_alibi import CoPEALiBi, CoPEALiBiParameters
 
@@ -21,7 +22,7 @@ CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4
 
 def slopes_of(first=0, **parameters):
     layer = CoPEALiBi(CONFIG, CoPEALiBiParameters(**parameters), 0)
-    return layer._slopes(position_context(torch.zeros(1, 1, dtype=torch.long), head_offset=first))
+    return bias_of(layer, position_context(torch.zeros(1, 1, dtype=torch.long), head_offset=first), 0.5).tensors[0]
 
 
 @pytest.mark.parametrize("parameters", [{"slopes": "learned"}, {"first_slope": -0.5}], ids=["learned", "penalty"])
@@ -34,7 +35,7 @@ def test_equals_the_paper(parameters, spread, segments):
     for slopes in learned:
         torch.nn.init.normal_(slopes)
     context = position_context(torch.arange(2, 9)[None], torch.arange(9)[None])
-    slopes = layer._slopes(context).double()
+    slopes = bias_of(layer, context, 0.5).tensors[0].double()
     query, key, value = states = states_of(4, 2, 7, 9, spread)
 
     def oracle(b, h, g, visible):
@@ -61,9 +62,15 @@ def test_gradient_of_the_local_heads_slopes():
     """Under tensor parallelism a rank has the first heads of those that it is given."""
     context = position_context(torch.zeros(1, 1, dtype=torch.long), head_offset=1)
     layer = CoPEALiBi(CONFIG, CoPEALiBiParameters(slopes="learned"), 0)
-    logits = torch.randn(1, 2, 20, 20)
-    layer.bias(logits, torch.randn(1, 2, 20, 4), context, 0.5).sum().backward()
-    assert layer.slopes.weight.grad.ne(0).tolist() == [False, True, True, False]
+    torch.nn.init.normal_(layer.slopes.weight)
+    query, key, value = (torch.randn(1, 2, 20, 4) for _ in range(3))
+    bias = bias_of(layer, context, 0.5)
+    found = []
+    for direct in (True, False):
+        out = blockwise_attention(query, key, value, scaling=0.5, biases=[bias], direct=direct)
+        found.append(torch.autograd.grad(out.square().sum(), layer.slopes.weight, retain_graph=True)[0])
+    torch.testing.assert_close(*found)
+    assert found[0].ne(0).tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
