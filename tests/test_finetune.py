@@ -716,13 +716,14 @@ def test_tokens_are_drawn_again_for_other_text(run, stock, tmp_path, monkeypatch
 
 
 def test_resume_refuses_another_batch_size(run, stock, monkeypatch):
-    """`--batch-size` is for each device, so the number of processes changes it."""
+    """`--batch-size` is for each device, so the number of processes changes it; refused before the data are read."""
     with monkeypatch.context() as patch:
         stop_in_step_2(patch)
         state = {"batch_size": 8, "fingerprints": {}}
         patch.setattr(script.Finetuning, "more_state", lambda self: state)
         with pytest.raises(Interrupted):
             run(stock["llama"])
+    monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("the data were read"))
     with pytest.raises(TrainingError, match=r"with 8 sequences a step, now these are .* as before, 1\."):
         run(stock["llama"], "--resume")
 

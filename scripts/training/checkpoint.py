@@ -173,38 +173,37 @@ class Checkpoints:
             folder.rename(draft)
             shutil.rmtree(draft)
 
-    def until(self, step: int | None) -> list[Path]:
-        """Returns the checkpoints up to the one after `step`, or all.
+    def read(self, step: int | None) -> dict[str, Any] | None:
+        """Checks the newest checkpoint, or the one after `step`, and returns its `run.json`; None if there is none yet.
 
         Raises:
-            TrainingError: there is no checkpoint after this step.
+            TrainingError: there is none after `step`; or it is damaged, and the message names the newest intact one.
         """
-        folders = self.folder.checkpoints()
-        steps = [step_of(folder) for folder in folders]
-        if step is not None and step not in steps:
+        folders = {step_of(folder): folder for folder in self.folder.checkpoints()}
+        if step is not None and step not in folders:
             raise TrainingError(
                 f"--resume-from {step!r} is not valid: there is no checkpoint after this step. Allowed: "
-                f"{', '.join(map(str, steps)) or 'none'}."
+                f"{', '.join(map(str, folders)) or 'none'}."
             )
-        return folders if step is None else folders[: steps.index(step) + 1]
-
-    def read(self, folders: list[Path]) -> dict[str, Any]:
-        """Checks the last of these checkpoints and returns the contents of its `run.json`.
-
-        Raises:
-            TrainingError: it is damaged; the message names the newest intact one.
-        """
-        try:
-            return self._read(folders[-1])
-        except DamagedCheckpoint as error:
-            damage = error
-        for folder in reversed(folders[:-1]):
-            with contextlib.suppress(DamagedCheckpoint):
-                self._read(folder)
+        damage = None
+        for number in sorted(folders, reverse=True):
+            if step is not None and number > step:
+                continue
+            try:
+                state = self._read(folders[number])
+            except DamagedCheckpoint as error:
+                damage = damage or error
+                continue
+            if damage is not None:
                 raise TrainingError(
-                    f"{damage}. {folder.name!r} is intact: continue from it with --resume-from {step_of(folder)}."
+                    f"{damage}. {folders[number].name!r} is intact: continue from it with --resume-from {number}."
                 ) from damage
-        raise TrainingError(f"{damage}. No earlier checkpoint is intact: start again in another folder.") from damage
+            return state
+        if damage is not None:
+            raise TrainingError(
+                f"{damage}. No earlier checkpoint is intact: start again in another folder."
+            ) from damage
+        return None
 
     def _read(self, folder: Path) -> dict[str, Any]:
         state = read_checkpoint(folder)

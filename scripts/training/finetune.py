@@ -193,8 +193,7 @@ def finetune(
         resume, results = folder.begin(resume_from is not None or resume, settings.model_dump())
         if results is not None:
             return results
-        run = Finetuning(settings, folder.path, data_dir)
-        return run.execute(resume=resume, resume_from=resume_from, arguments=arguments)
+        return Finetuning(settings, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
 
 
 class Finetuning(Run):
@@ -202,7 +201,7 @@ class Finetuning(Run):
 
     command, record = "finetune", "finetune.json"
 
-    def __init__(self, options: Settings, output: Path, data_dir: str | None) -> None:
+    def __init__(self, options: Settings, output: Path, data_dir: str | None, **resume: Any) -> None:
         set_seed(options.seed)
         self.options = options
         self._load()
@@ -213,7 +212,7 @@ class Finetuning(Run):
         recipe = _recipe(options, self.loaded.config, data_dir)
         if options.distill_from is not None:
             _check_vocabulary(options.distill_from, recipe.data.tokenizer, self.loaded.config.vocab_size)
-        super().__init__(recipe, output, data_dir)
+        super().__init__(recipe, output, data_dir, **resume)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run, for its folder and its results."""
@@ -317,12 +316,12 @@ class Finetuning(Run):
         rates = {name: rate for name in names if rate is not None and original_name(name) in self.fresh}
         return build_optimizer(self.whole_model, self.recipe.training, rates)
 
-    def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
+    def begin(self) -> None:
         """Evaluates the model, prepares the folder, and loads the checkpoint if the run is resumed."""
         # A conversion can leave a model without finite scores.
         with contextlib.suppress(TrainingError):
             self.before = self.scores()["metrics"]
-        super().begin(resume=resume, resume_from=resume_from)
+        super().begin()
 
     def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
         """Returns the loss of a part of a batch with this number of predictions: its share in the mean."""
@@ -346,9 +345,9 @@ class Finetuning(Run):
         names = {"checkpoint": options.checkpoint, "distill_from": options.distill_from}
         return {name: value and _fingerprint(value) for name, value in names.items()}
 
-    def _check_origin(self, state: dict[str, Any]) -> None:
-        super()._check_origin(state)
-        made, size = f"the run in {str(self.output)!r} was trained", self.recipe.training.batch_size
+    def _check_origin(self, state: dict[str, Any], made: str) -> None:
+        super()._check_origin(state, made)
+        size = self.recipe.training.batch_size
         if state["batch_size"] != size:
             raise TrainingError(
                 f"{made} with {state['batch_size']} sequences a step, now these are {size}: --batch-size is for each "

@@ -58,7 +58,7 @@ from .held_out import about_task, about_text, evaluate
 from .model import build_config, build_model, build_optimizer, count_parameters
 from .progress import Progress, peak_memory, stop_signals
 from .recipe import DataRecipe, Recipe, RecipeError
-from .run_folder import RunFolder
+from .run_folder import RunFolder, step_of
 
 
 def train(
@@ -93,8 +93,7 @@ def train(
         if results is not None:
             return results
         check_text_and_model(recipe, data_dir)
-        run = Run(recipe, folder.path, data_dir)
-        return run.execute(resume=resume, resume_from=resume_from, arguments=arguments)
+        return Run(recipe, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
 
 
 def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
@@ -128,7 +127,15 @@ class Run:
 
     command, record = "train", "recipe.yaml"
 
-    def __init__(self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        output: Path,
+        data_dir: str | os.PathLike[str] | None = None,
+        *,
+        resume: bool = False,
+        resume_from: int | None = None,
+    ) -> None:
         self.recipe, self.output, self.folder = recipe, output, RunFolder(output, self.record)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
@@ -141,7 +148,10 @@ class Run:
         self.layout = check_layout(recipe, self.config(), processes, rank)
         self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints, training.ddp_timeout)
         self.micro_batch_size = training.micro_batch_size or training.batch_size // self.layout.data_share[1]
+        self.resume = resume
         with self.explaining_errors():
+            # The `run.json` of the checkpoint to continue from.
+            self.state = self._read_checkpoint(resume_from) if resume else None
             self._load_data_and_model()
 
     def settings(self) -> dict[str, Any]:
@@ -167,6 +177,8 @@ class Run:
         self.data = load_data(recipe, self.data_dir)
         if self.data.note:
             self.accelerator.print(f"{recipe.name}: {self.data.note}")
+        if self.state is not None:
+            self._check_text(self.state)
         set_seed(recipe.seed)
         # The model without a data-parallel wrapper, and the model to train.
         self.whole_model = self.build_model()
@@ -191,23 +203,21 @@ class Run:
 
         return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
 
-    def execute(
-        self, *, resume: bool, resume_from: int | None = None, arguments: list[str] | None = None
-    ) -> dict[str, Any]:
+    def execute(self, arguments: list[str] | None = None) -> dict[str, Any]:
         """Begins or resumes the run, trains, and returns `finish(arguments)`."""
         with self.explaining_errors():
             try:
-                self.begin(resume=resume, resume_from=resume_from)
+                self.begin()
                 self.train()
                 return self.finish(arguments)
             except Exception:
                 self.checkpoints.wait(failed=True)
                 raise
 
-    def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
+    def begin(self) -> None:
         """Prepares the folder, and loads the checkpoint if the run is resumed."""
-        if resume:
-            self.load_checkpoint(resume_from)
+        if self.resume:
+            self._load_checkpoint()
         self.write_settings()
         if self.recipe.training.trackers:
             self.accelerator.init_trackers(self.recipe.name, config={"recipe": json.dumps(self.recipe.resolved())})
@@ -417,63 +427,66 @@ class Run:
         """Returns what a kind of run adds to `run.json` of its checkpoints."""
         return {}
 
-    def load_checkpoint(self, step: int | None = None) -> None:
-        """Loads the newest checkpoint, or the one after `step`; without checkpoints, the run starts at step 0.
+    def _read_checkpoint(self, step: int | None) -> dict[str, Any] | None:
+        """Checks the newest checkpoint, or the one after `step`; None if there is none yet.
+
+        Returns:
+            its `run.json`, read by one process for all.
 
         Raises:
-            TrainingError: there is no such checkpoint, it is damaged, or it was written with another kind of device or
-                other data.
+            TrainingError: there is no such checkpoint, it is damaged, or this process cannot continue from it exactly.
         """
-        folders = self.checkpoints.until(step)
-        state: dict[str, Any] = {"step": 0, "seconds": 0.0, "best": None}
-        if not folders:
-            self.say("no checkpoint yet, starting from the beginning")
-        else:
-            state = self._read(folders)
-            if self.recipe.data.streaming:
-                self.data.batches.load_state_dict(state["streams"], self.layout.data_share)
-            self._check_origin(state)
-            load_checkpoint(folders[-1], self.whole_model, self.optimizer, self.scheduler, state)
-            self.say(f"resuming after step {state['step']:,}")
-            if {**state["layout"], "rank": None} == {**dataclasses.asdict(self.layout), "rank": None}:
-                set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
-            else:
-                set_seed(self.recipe.seed + state["step"])
-                self.say("resuming with another layout: random numbers of dropout differ")
-        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
-        # Wait until all processes have read the checkpoint.
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            self.checkpoints.remove(self.folder.checkpoints()[len(folders) :])
-            self._cut_metrics()
-
-    def _read(self, folders: list[Path]) -> dict[str, Any]:
-        """Returns `Checkpoints.read`, done by one process for all."""
         found: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                found = [self.checkpoints.read(folders)]
+                found = [self.checkpoints.read(step)]
             except TrainingError as error:
                 found = [error]
         broadcast_object_list(found)
         if isinstance(found[0], TrainingError):
             raise found[0]
+        if found[0] is not None:
+            self._check_origin(found[0], f"the run in {str(self.output)!r} was trained")
         return found[0]
 
-    def _check_origin(self, state: dict[str, Any]) -> None:
-        """Raises TrainingError for a checkpoint from which this process cannot continue exactly."""
-        made = f"the run in {str(self.output)!r} was trained"
+    def _check_origin(self, state: dict[str, Any], made: str) -> None:
+        """Raises a TrainingError, which begins with `made`, if the checkpoint cannot be continued here exactly."""
         device = state["random"][0]["device_type"]
         if device != self.accelerator.device.type:
             raise TrainingError(
                 f"{made} on {device!r} and cannot be resumed exactly on {self.accelerator.device.type!r}."
             )
+
+    def _check_text(self, state: dict[str, Any]) -> None:
         old = state["splits_sha256"]
         if changed := [name for name, digest in self.data.splits_sha256.items() if old.get(name) != digest]:
             raise TrainingError(
-                f"{made} on other text: the corpus, the Python version or the tokenizer has changed. Changed splits: "
-                f"{', '.join(changed)}."
+                f"the run in {str(self.output)!r} was trained on other text: the corpus, the Python version or the "
+                f"tokenizer has changed. Changed splits: {', '.join(changed)}."
             )
+
+    def _load_checkpoint(self) -> None:
+        """Continues from the checkpoint; without one, the run starts at step 0."""
+        if self.state is None:
+            self.say("no checkpoint yet, starting from the beginning")
+        else:
+            state = self.state
+            self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+            if self.recipe.data.streaming:
+                self.data.batches.load_state_dict(state["streams"], self.layout.data_share)
+            folder = self.checkpoints.path_of(state)
+            load_checkpoint(folder, self.whole_model, self.optimizer, self.scheduler, state)
+            self.say(f"resuming after step {self.step:,}")
+            if {**state["layout"], "rank": None} == {**dataclasses.asdict(self.layout), "rank": None}:
+                set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
+            else:
+                set_seed(self.recipe.seed + self.step)
+                self.say("resuming with another layout: random numbers of dropout differ")
+        # Wait until all processes have read the checkpoint.
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self.checkpoints.remove([folder for folder in self.folder.checkpoints() if step_of(folder) > self.step])
+            self._cut_metrics()
 
     def _cut_metrics(self) -> None:
         """Removes the lines of steps after the checkpoint; the last line may be incomplete."""
