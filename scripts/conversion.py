@@ -47,14 +47,10 @@ _WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_w
 
 
 def load_source(source: str, field: str = "checkpoint") -> Any:
-    """Loads a checkpoint as a model of ours with its own position encoding and dtype; the logits are the source's.
+    """Loads a folder or a Hub id as a model of ours with its own position encoding, dtype and logits.
 
     Args:
-        source: a folder or a Hub id.
         field: where the source is from, for errors.
-
-    Raises:
-        ValueError: it cannot be loaded, or is of another kind of model.
     """
     with checked_loading(source, field):
         config = AutoConfig.from_pretrained(source)

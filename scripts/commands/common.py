@@ -36,11 +36,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def check_data_dir(data_dir: str | None, texts: Iterable[Any]) -> None:
-    """Raises ValueError if the option is given and none of the texts is read from that folder.
-
-    Args:
-        texts: of the class `TextSource`, which is slow to import.
-    """
+    """Raises ValueError if the option is given and none of the texts, of `TextSource`, is read from that folder."""
     if data_dir is not None and not any(text.splits and text.source in ("local", "corpus") for text in texts):
         raise ValueError(
             f"data_dir={data_dir!r} has no effect: the run reads no text from the folder of local data, as "

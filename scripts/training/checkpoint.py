@@ -45,7 +45,7 @@ class DamagedCheckpoint(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run: the newest ones, and those with the best models of these. Each is written atomically.
+    """The checkpoints of a run: the newest ones, and those with the best models of these.
 
     All processes must call `save` and `wait`; the folder must be the same for all.
     """
@@ -64,10 +64,10 @@ class Checkpoints:
         return self._error is not None
 
     def save(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Begins to write a checkpoint after step `state["step"]`; old ones are deleted when it is complete.
+        """Begins to write a checkpoint with copies of the tensors; old ones are deleted when it is complete.
 
         Args:
-            tensors: see `training_tensors`. They are copied before this function returns.
+            tensors: see `training_tensors`.
             state: the contents of `run.json`; `best` is None, or has the `step` of the best model so far.
 
         Raises:
@@ -75,7 +75,10 @@ class Checkpoints:
         """
         self.wait()
         folder = self.path_of(state)
-        copied = _copies(tensors)
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        copied: Any = DefaultStager(options).stage(tensors)
 
         def write() -> None:
             try:
@@ -89,7 +92,6 @@ class Checkpoints:
         self._thread.start()
 
     def path_of(self, state: dict[str, Any]) -> Path:
-        """Returns the folder of the checkpoint after `state["step"]`."""
         return self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
 
     def _remove_old(self) -> None:
@@ -104,10 +106,10 @@ class Checkpoints:
             print(f"an old checkpoint cannot be deleted: {error}", file=sys.stderr)
 
     def wait(self, *, failed: bool = False) -> None:
-        """Waits until the last checkpoint is written; if the run has `failed`, no longer than for communication.
+        """Waits until the last checkpoint is written, and raises its error in all processes.
 
-        Raises:
-            TrainingError: it could not be written; raised in all processes, unless the run has failed.
+        Args:
+            failed: the run has failed: wait no longer than for communication, and raise nothing.
         """
         if self._thread is not None:
             self._thread.join(self.timeout if failed else None)
@@ -118,23 +120,21 @@ class Checkpoints:
             raise error
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Writes a folder with tensors and `run.json`.
-
-        Raises:
-            TrainingError: a file cannot be written; raised in all processes.
-        """
+        """Writes a folder; raises TrainingError in all processes if one cannot write a file."""
         draft = folder.with_name(f".{folder.name}")
         if _is_first():
             shutil.rmtree(draft, ignore_errors=True)
+        own: dict[str, str] = {}
         try:
-            own: dict[str, str] = {}
             with self._agreed(folder):
-                write_tensors(draft, tensors, self._group)
+                writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
+                with _alone():
+                    dcp.save(tensors, storage_writer=writer, process_group=self._group)
                 own = {file.name: file_sha256(file) for file in _own_files(draft)}
             digests = self._gathered(own)
             with self._agreed(folder):
                 if _is_first():
-                    write_state(draft, state, digests)
+                    _write_state(draft, state, digests)
                     shutil.rmtree(folder, ignore_errors=True)
                     draft.rename(folder)
         except TrainingError:
@@ -143,7 +143,6 @@ class Checkpoints:
             raise
 
     def _gathered(self, values: dict[str, str]) -> dict[str, str]:
-        """Returns the values of all processes."""
         if self._group is None:
             return values
         found: list[Any] = [None] * dist.get_world_size()
@@ -166,7 +165,6 @@ class Checkpoints:
             raise TrainingError(problem)
 
     def remove(self, folders: list[Path]) -> None:
-        """Deletes checkpoints."""
         for folder in folders:
             # Renamed first: a process killed during the deletion leaves no incomplete checkpoint.
             draft = folder.with_name(f".{folder.name}")
@@ -212,7 +210,7 @@ class Checkpoints:
         return state
 
     def load_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
-        """Loads the weights of the best model; raises TrainingError if they cannot be read."""
+        """Loads the weights of the best model."""
         folder = self.path_of(best)
         try:
             read_checkpoint(folder)
@@ -236,17 +234,13 @@ class Checkpoints:
             raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self.advice()}") from error
 
     def advice(self) -> str:
-        """Returns a message about how to continue the run."""
         if not (folders := self.folder.checkpoints()):
             return "There is no checkpoint yet."
         return f"Continue from the last checkpoint, {folders[-1].name!r}, with --resume."
 
 
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the weights of a model, and the tensors of its optimiser's state, by their names in a checkpoint.
-
-    Frozen weights are left out. The optimiser needs a state, see `initialise_optimizer`.
-    """
+    """Returns the trained weights of a model and the tensors of its optimiser, by their names in a checkpoint."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     result = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in frozen}
     for name, parameter in model.named_parameters():
@@ -275,27 +269,10 @@ def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns copies in the memory of the CPU."""
-    options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-    )
-    copied: Any = DefaultStager(options).stage(tensors)
-    return copied
-
-
-def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
-    """Writes this process's part of the tensors into a folder; `group` communicates in the background."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _alone():
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-
-
 def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Reads the values of these tensors, in place, from the shards in a folder."""
-    reader = HuggingFaceStorageReader(str(folder))
     with _alone():
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 @contextlib.contextmanager
@@ -306,8 +283,7 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) -> None:
-    """Writes `run.json` and the manifest into a folder with shards, and flushes them to disk."""
+def _write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) -> None:
     (folder / "run.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
     sha256 = {**digests, "run.json": file_sha256(folder / "run.json")}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "sha256": sha256}, indent=2) + "\n", encoding="utf-8")
@@ -317,7 +293,6 @@ def write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) ->
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """Returns the shards that this process has written."""
     number = 1 + (dist.get_rank() if dist.is_initialized() else 0)
     return [file for file in folder.glob("*.safetensors") if re.match(rf"shard-0*{number}-", file.name)]
 
@@ -327,11 +302,7 @@ def _is_first() -> bool:
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """Checks every file of a checkpoint against its manifest; returns the contents of `run.json`.
-
-    Raises:
-        DamagedCheckpoint: a file is missing, truncated or changed, or the checkpoint has another format.
-    """
+    """Checks every file of a checkpoint against its manifest; returns the contents of `run.json`."""
     if not (folder / MANIFEST).exists() and [*folder.glob("*.pkl"), *folder.glob("*.pt")]:
         raise DamagedCheckpoint(
             f"{str(folder)!r} was written by an earlier version of this package with pickled files, which can execute "

@@ -37,11 +37,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The division of the processes, see `check_layout`.
-
-    Attributes:
-        dp_replicate, dp_shard, tp: sizes; their product is the number of processes.
-    """
+    """The division of the processes; their number is the product of the sizes."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -63,11 +59,7 @@ class Layout:
 
 
 def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> Layout:
-    """Returns the layout of a recipe on this number of processes.
-
-    Raises:
-        RecipeError: the sizes do not fit the number of processes, the model or the batch.
-    """
+    """Returns the layout of a recipe on this number of processes; it must fit the model and the batch, too."""
     wanted, training = recipe.distributed, recipe.training
     if wanted.cp > 1:
         raise RecipeError(
@@ -115,11 +107,7 @@ def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
 
 
 def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
-    """Returns the accelerator of a run; `output` is the folder for trackers.
-
-    Raises:
-        TrainingError: a tracker is not installed, or accelerate is configured to shard the model itself.
-    """
+    """Returns the accelerator of a run; `output` is the folder for trackers."""
     known = [kind.value for kind in LoggerType if kind != LoggerType.ALL]
     if unknown := [name for name in training.trackers if name not in known]:
         raise TrainingError(

@@ -137,7 +137,6 @@ class Settings(Checked):
             yield "dp_shard", "adapters are not sharded. Allowed with lora: 1"
 
     def text(self, data_dir: str | None = None, **changes: Any) -> DataRecipe:
-        """Returns the settings of the data."""
         options = {name: getattr(self, name) for name in DataRecipe.model_fields if name in Settings.model_fields}
         options["source"] = self.data
         if self.data in CORPORA:
@@ -146,25 +145,6 @@ class Settings(Checked):
             splits = {"train": f"{self.data}:train", "validation": f"{self.data}:{held_out}"}
             options |= {"source": "corpus", "splits": splits}
         return DataRecipe.model_construct(**{**options, **changes})
-
-
-def _model_type(checkpoint: str) -> str:
-    with checked_loading(checkpoint):
-        return str(PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type"))
-
-
-def load_model(settings: Settings) -> tuple[Any, set[str]]:
-    """Loads one of our models, or a stock model as one of ours, with the position encoding of the settings.
-
-    Returns:
-        the model, and the names of its new parameters, also of those that `whatwhere convert` has added.
-
-    Raises:
-        ValueError: there is no such checkpoint, it has another model type, or the encoding is not valid.
-    """
-    encoding = (settings.position_encoding, settings.position_encoding_parameters, settings.rope_parameters)
-    model, new, _ = convert_checkpoint(settings.checkpoint, *encoding)
-    return model, set(new)
 
 
 def finetune(
@@ -178,13 +158,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tunes a checkpoint into the folder `output` and returns the contents of `results.json`.
 
-    Args:
-        output, resume, resume_from: as of `loop.train`.
-
-    Raises:
-        ValueError: the checkpoint, the data or a setting is not valid.
-        TrainingError: the output folder is not usable, or training has diverged.
-        Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
+    Other arguments and errors are those of `loop.train`.
     """
     if problems := [*file_problems(settings.text(), data_dir)]:
         raise FinetuneError(*problems)
@@ -215,30 +189,31 @@ class Finetuning(Run):
         super().__init__(recipe, output, data_dir, **resume)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run, for its folder and its results."""
         return self.options.model_dump()
 
     def config(self) -> Any:
-        """Returns the model's configuration, before the data are read."""
         return self.loaded.config
+
+    def _encoding(self) -> tuple[Any, ...]:
+        options = self.options
+        return options.position_encoding, options.position_encoding_parameters, options.rope_parameters
 
     def _load(self) -> None:
         """Loads the model, with weights of the dtype that they are trained in."""
-        self.loaded, self.fresh = load_model(self.options)
+        model, new, _ = convert_checkpoint(self.options.checkpoint, *self._encoding())
+        self.loaded, self.fresh = model, set(new)
         self.dtypes = {name: parameter.dtype for name, parameter in self.loaded.named_parameters()}
         if not self.options.lora or self.fresh:
             # Small updates of bfloat16 weights would be rounded away.
             self.loaded.float()
 
     def _load_data_and_model(self) -> None:
-        """Does what `Run` does, after checking the source of attention outputs."""
         if self.options.distill == "attention":
             model = self.loaded.to(self.accelerator.device)
             self.attention = AttentionTargets(str(self.options.distill_from), model)
         super()._load_data_and_model()
 
     def build_model(self) -> Any:
-        """Returns the model at the beginning of training; prepares distillation and adapters."""
         options, training = self.options, self.recipe.training
         if options.distill == "logits" and options.distill_from is not None:
             vocab_size = self.loaded.config.vocab_size
@@ -277,15 +252,14 @@ class Finetuning(Run):
             batches.blocks.write(model, self.options.batch_size, seed, self.accelerator)
 
     def _restore_dtypes(self, model: Any) -> None:
-        """Gives the parameters the dtypes that they have in the checkpoint."""
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(self.dtypes[name])
 
     def _add_adapter(self, model: Any) -> Any:
         """Returns the model with low-rank adapters on its linear layers; saves the model itself if it is a new one."""
         options, base = self.options, self.options.checkpoint
-        changes = (options.position_encoding, options.position_encoding_parameters, options.rope_parameters)
-        if changes != (None, None, None) or not _model_type(base).startswith("whatwhere_"):
+        model_type = PreTrainedConfig.get_config_dict(base)[0]["model_type"]
+        if self._encoding() != (None, None, None) or not model_type.startswith("whatwhere_"):
             base = str(self.output / "base")
             if self.accelerator.is_main_process:
                 self._restore_dtypes(model)
@@ -311,20 +285,17 @@ class Finetuning(Run):
         return peft.get_peft_model(model, config)
 
     def build_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """Returns the optimiser, with the learning rate of new parameters, and its schedule."""
         rate, names = self.options.new_learning_rate, dict(self.whole_model.named_parameters())
         rates = {name: rate for name in names if rate is not None and original_name(name) in self.fresh}
         return build_optimizer(self.whole_model, self.recipe.training, rates)
 
     def begin(self) -> None:
-        """Evaluates the model, prepares the folder, and loads the checkpoint if the run is resumed."""
         # A conversion can leave a model without finite scores.
         with contextlib.suppress(TrainingError):
             self.before = self.scores()["metrics"]
         super().begin()
 
     def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
-        """Returns the loss of a part of a batch with this number of predictions: its share in the mean."""
         if self.options.distill_from is None:
             return super().loss(inputs, predictions)
         part = inputs["labels"][:, 1:].ne(IGNORED).sum() / predictions
@@ -336,7 +307,6 @@ class Finetuning(Run):
         return (outputs.loss + logit_loss(outputs.logits, targets) * part) / 2
 
     def more_state(self) -> dict[str, Any]:
-        """Returns the sequences of a step, and fingerprints of the checkpoint and the source."""
         return {"batch_size": self.recipe.training.batch_size, "fingerprints": self._fingerprints}
 
     @functools.cached_property
@@ -358,16 +328,15 @@ class Finetuning(Run):
                 raise TrainingError(f"{made} with {name}={getattr(self.options, name)!r}, whose files have changed.")
 
     def largest_loss(self) -> float:
-        """Returns the loss above which training has diverged: a conversion can leave a model with any finite loss."""
+        # A conversion can leave a model with any finite loss.
         return math.inf
 
     def log(self, values: dict[str, float]) -> None:
-        """Appends a line to `metrics.jsonl`; the loss of distillation is not that of the text alone."""
+        # The loss of distillation is not that of the text alone.
         distils = self.options.distill_from is not None
         super().log({"distillation_loss" if distils and name == "loss" else name: values[name] for name in values})
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
-        """Saves the trained model or adapter, in the first process."""
         if state_dict is not None:
             state_dict = {name: tensor.to(self.dtypes.get(name, tensor.dtype)) for name, tensor in state_dict.items()}
         elif self.options.merge or not self.options.lora:
@@ -378,7 +347,6 @@ class Finetuning(Run):
             write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Does what `Run.finish` does, for a full model with the weights as saved, and deletes the drawn tokens."""
         if self.options.merge:
             if self.accelerator.is_main_process:
                 with self.checkpoints.writing(self.output / "adapter"):
@@ -395,7 +363,6 @@ class Finetuning(Run):
         return results
 
     def more_results(self) -> dict[str, Any]:
-        """Returns what fine-tuning adds to `results.json`."""
         checkpoint = self.options.checkpoint
         stated = card_metadata(checkpoint)
         local = Path(checkpoint) if os.path.exists(checkpoint) else None
@@ -443,7 +410,6 @@ def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
 
 
 def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
-    """Returns the settings as a recipe."""
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     limit = max_length(config)
     if limit is not None and length > limit:
@@ -486,5 +452,4 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
 
 
 def original_name(name: str) -> str:
-    """Returns the name that a parameter has without peft."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".base_layer", "")

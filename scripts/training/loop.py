@@ -11,6 +11,7 @@ other processes or with another layout (`distributed.py`) the batches are the sa
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -82,9 +83,8 @@ def train(
         resume_from: continue from the checkpoint after this step, and delete later ones.
 
     Raises:
-        TrainingError: the folder has another run, or the loss is not finite.
-        OSError: the folder cannot be written.
-        Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived.
+        TrainingError: the folder has another run or cannot be used, or training has diverged.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
         ValueError: the recipe's model or data are not valid.
     """
     folder = RunFolder(Path(output))
@@ -92,16 +92,11 @@ def train(
         resume, results = folder.begin(resume_from is not None or resume, recipe.resolved())
         if results is not None:
             return results
-        check_text_and_model(recipe, data_dir)
+        _check_text_and_model(recipe, data_dir)
         return Run(recipe, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
 
 
-def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
-    """Checks a recipe's model and that its local files exist, before anything is read.
-
-    Raises:
-        RecipeError: with all problems.
-    """
+def _check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
     problems: list[str] = []
     try:
         build_config(recipe)
@@ -139,7 +134,6 @@ class Run:
         self.recipe, self.output, self.folder = recipe, output, RunFolder(output, self.record)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
-        self._flops_per_token: float | None = None
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
@@ -155,23 +149,18 @@ class Run:
             self._load_data_and_model()
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run, for its folder and its results."""
         return self.recipe.resolved()
 
     def config(self) -> Any:
-        """Returns the model's configuration, before the data are read."""
         return build_config(self.recipe)
 
     def build_model(self) -> Any:
-        """Returns the model at the beginning of training."""
         return build_model(self.recipe, build_config(self.recipe, self.data.tokenizer))
 
     def build_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """Returns the optimiser of `whole_model` and its schedule."""
         return build_optimizer(self.whole_model, self.recipe.training)
 
     def _load_data_and_model(self) -> None:
-        """Reads the data, and builds the model and the optimiser."""
         recipe, training = self.recipe, self.recipe.training
         self.say("reading and tokenising the data")
         self.data = load_data(recipe, self.data_dir)
@@ -204,7 +193,7 @@ class Run:
         return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
 
     def execute(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Begins or resumes the run, trains, and returns `finish(arguments)`."""
+        """Begins or resumes the run, trains, and returns the results."""
         with self.explaining_errors():
             try:
                 self.begin()
@@ -232,12 +221,7 @@ class Run:
                 self.folder.write_record(self.settings())
 
     def train(self) -> None:
-        """Trains from the current step to the last one.
-
-        Raises:
-            TrainingError: training has diverged (see `_check_divergence`).
-            Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
-        """
+        """Trains from the current step to the last one."""
         training, every, unit = self.recipe.training, self.recipe.evaluation.every, self.data.unit
         # Samples of tasks and separate documents have different lengths.
         per_step = training.batch_size * (self.recipe.data.sequence_length if unit == "tokens" else 1)
@@ -288,15 +272,14 @@ class Run:
         if self.data.unit != "tokens":
             return {}
         each = speed / self.accelerator.num_processes
-        if not (peak := peak_flops(self.accelerator.device)):
-            return {"tokens_per_second_per_device": each}
-        if self._flops_per_token is None:
-            config = self.whole_model.config
-            self._flops_per_token = flops_per_token(config, self.recipe.data.sequence_length)
-        return {
-            "tokens_per_second_per_device": each,
-            "model_flops_utilisation": each * self._flops_per_token / peak,
-        }
+        costs = {"tokens_per_second_per_device": each}
+        if peak := peak_flops(self.accelerator.device):
+            costs["model_flops_utilisation"] = each * self._flops_per_token / peak
+        return costs
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float:
+        return flops_per_token(self.whole_model.config, self.recipe.data.sequence_length)
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
@@ -346,7 +329,7 @@ class Run:
         return self.sum(total), norm
 
     def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
-        """Returns the loss of a part of a batch with this number of predictions: its share in the mean."""
+        """Returns the loss of a part of a batch: its share in the mean over this number of predictions."""
         return self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -390,7 +373,6 @@ class Run:
         return improved
 
     def evaluate(self, split: str, limit: int | None = None) -> dict[str, float]:
-        """Returns the scores of a held-out split, see `held_out.evaluate`."""
         return evaluate(self, split, batch_size=self.micro_batch_size, limit=limit)
 
     def log(self, values: dict[str, float]) -> None:
@@ -403,11 +385,7 @@ class Run:
             self.accelerator.log(values, step=self.step)
 
     def save_checkpoint(self) -> None:
-        """Begins to write a checkpoint after the current step.
-
-        Raises:
-            TrainingError: the previous checkpoint could not be written; raised in all processes.
-        """
+        """Begins to write a checkpoint after the current step."""
         # Tensor-parallel processes read the same share.
         streams = gather_object([self.data.batches.state_dict()]) if self.recipe.data.streaming else None
         state = {
@@ -424,18 +402,11 @@ class Run:
         self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state)
 
     def more_state(self) -> dict[str, Any]:
-        """Returns what a kind of run adds to `run.json` of its checkpoints."""
+        """Returns what `run.json` also has."""
         return {}
 
     def _read_checkpoint(self, step: int | None) -> dict[str, Any] | None:
-        """Checks the newest checkpoint, or the one after `step`; None if there is none yet.
-
-        Returns:
-            its `run.json`, read by one process for all.
-
-        Raises:
-            TrainingError: there is no such checkpoint, it is damaged, or this process cannot continue from it exactly.
-        """
+        """Returns what `Checkpoints.read` does, read by one process for all and checked by each."""
         found: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
@@ -542,15 +513,11 @@ class Run:
         model.save_pretrained(folder, state_dict=state_dict)
 
     def more_results(self) -> dict[str, Any]:
-        """Returns what a kind of run adds to `results.json`."""
+        """Returns what `results.json` also has."""
         return {}
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Evaluates on the test split (or validation, without a test split) and saves model, results and card.
-
-        Models of toy tasks are evaluated on every test set. If the recipe keeps the best model, the model with the
-        lowest validation loss is evaluated and saved instead of the last one.
-        """
+        """Evaluates the last model, or the best one if the recipe keeps it, and saves it with results and card."""
         recipe, model = self.recipe, self.whole_model
         self.checkpoints.wait()
         if self.best is not None:

@@ -75,11 +75,7 @@ def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
     """Returns what a recipe needs on this number of devices.
 
     Args:
-        recipe: see `load_recipe`. Its text is not read.
         gpu: whether the devices are GPUs, where `auto` attention uses the Triton kernels, and the optimiser is fused.
-
-    Raises:
-        RecipeError: the recipe's model or layout is not valid, or its tokenizer cannot be read.
     """
     config = _config(recipe)
     layout = check_layout(recipe, config, devices)

@@ -55,7 +55,6 @@ class DataRecipe(TextSource):
     loss: Literal["answer", "all"] | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         yield from super().problems()
         is_task = self.source == "task"
         for key in ("shuffle_buffer", "tokenizer", "vocab_size", "pack") if is_task else _TASK_KEYS:
@@ -77,7 +76,6 @@ class DataRecipe(TextSource):
                 yield "streaming", f"data.mixture[{number}].{name}: {reason}"
 
     def texts(self) -> list[TextSource]:
-        """Returns the texts of the mixture, or the only one."""
         if self.mixture is None:
             return [self]
         return [text.model_copy(update={"streaming": self.streaming}) for text in self.mixture]
@@ -88,14 +86,7 @@ class DataRecipe(TextSource):
         return [weight / sum(weights) for weight in weights]
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
-        """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
-
-        Args:
-            test_set: the name of a test set, whose parameters are used instead.
-
-        Raises:
-            RecipeError: the task or a parameter is unknown or not valid.
-        """
+        """Returns the task's `TaskConfig` with the parameters of training, or of a test set."""
         if self.task not in TASKS:
             raise RecipeError(f"data.task={self.task!r} is not valid. {suggest(str(self.task), TASKS)}")
         where, values = "task_parameters", self.task_parameters or {}
@@ -120,11 +111,7 @@ class DataRecipe(TextSource):
         return max(self.sequence_length, *(self.task_config(test_set=name).longest for name in self.test_sets or {}))
 
     def with_task_defaults(self) -> "DataRecipe":
-        """Returns the same with every parameter of the task and its test sets filled in.
-
-        Raises:
-            RecipeError: a parameter, a test set or the length is not valid.
-        """
+        """Returns the same with every parameter of the task and its test sets filled in."""
         training = self.task_config()
         if self.sequence_length < training.longest and not training.may_be_cut:
             raise RecipeError(
@@ -184,7 +171,6 @@ class TrainingRecipe(Checked):
     ddp_timeout: Count = DDP_TIMEOUT
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
         if self.minimum_learning_rate and self.schedule != "cosine":
@@ -215,7 +201,6 @@ class EvaluationRecipe(Checked):
     keep: Literal["last", "best"] = "last"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         if self.keep == "best" and self.every is None:
             yield "keep", "it needs every"
 
@@ -232,7 +217,6 @@ class Recipe(Checked):
     seed: NotNegative = 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         # It is used as a folder name.
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             yield "name", "allowed are letters, digits, '_', '-' and '.', and it must not begin with '-' or '.'"
@@ -306,9 +290,6 @@ def load_recipe(
         source: a YAML file, or the name of a shipped recipe (`demo_rope`).
         overrides: `key.sub=value`, applied in order; the value is YAML.
         train_file, validation_file: own text, instead of the recipe's source.
-
-    Raises:
-        RecipeError: the file or its contents are not valid.
     """
     path = Path(source)
     if not path.suffix and not path.exists():
@@ -357,11 +338,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Builds a recipe from a dictionary, such as `Recipe.resolved()`; checks everything except the model.
-
-    Raises:
-        RecipeError: the recipe is not valid; the message has all errors.
-    """
+    """Builds a recipe from a dictionary, such as `Recipe.resolved()`; checks everything except the model."""
     values = dict(values)
     model = values.get("model")
     problems: list[str] = []
