@@ -796,7 +796,7 @@ def test_what_resume_refuses(run, stock):
         (["--lora-dropout", "0.5"], "lora_dropout=0.5"),
         (["--warmup-steps", "4"], "warmup_steps=4 is not valid: it must be below steps=4"),
         (["--position-encoding", "[rope, popes]"], "position_encoding='popes'"),
-        (["--tokenizer", "./no/tokenizer"], "no tokenizer"),
+        (["--tokenizer", "./no/tokenizer"], r"^tokenizer='\./no/tokenizer' is not valid"),
         (["--tokenizer", "bpe"], "tokenizer='bpe' is not valid: it is made by a recipe"),
         (["--tokenizer", "jsb"], "tokenizer='jsb' is not valid: it is made by a recipe"),
     ],
@@ -813,6 +813,9 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(tmp_path / "smaller")
     with pytest.raises(ValueError, match=r"tokenizer=.*smaller' is not valid: it has 258 tokens"):
         run(str(tmp_path / "smaller"))
+    LlamaForCausalLM(LlamaConfig.from_pretrained(stock["llama"])).save_pretrained(tmp_path / "weights")
+    with pytest.raises(ValueError, match=r"^checkpoint=.*weights' has no tokenizer: give one with --tokenizer\.$"):
+        run(str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="no/such/folder"):
         run("./no/such/folder")
     (tmp_path / "empty").mkdir()

@@ -17,10 +17,10 @@ import os
 import re
 import shutil
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..data.prepared import file_sha256
 from .errors import TrainingError
-from .recipe import DDP_TIMEOUT
 from .run_folder import RunFolder, step_of
 
 FORMAT = 3
@@ -50,10 +49,10 @@ class Checkpoints:
     All processes must call `save` and `wait`; the folder must be the same for all.
     """
 
-    def __init__(self, folder: RunFolder, keep: int, timeout: int = DDP_TIMEOUT) -> None:
+    def __init__(self, folder: RunFolder, keep: int, timeout: int) -> None:
         self.folder, self.keep, self.timeout = folder, keep, timeout
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
         # The training's own group is used by another thread.
         limit = datetime.timedelta(seconds=timeout)
         self._group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
@@ -61,7 +60,7 @@ class Checkpoints:
     @property
     def has_failed(self) -> bool:
         """Whether writing the last checkpoint failed in this process; `wait` raises the error."""
-        return self._error is not None
+        return self._written is not None and self._written.done() and self._written.exception() is not None
 
     def save(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Begins to write a checkpoint with copies of the tensors; old ones are deleted when it is complete.
@@ -74,22 +73,11 @@ class Checkpoints:
             TrainingError: the previous checkpoint could not be written.
         """
         self.wait()
-        folder = self.path_of(state)
         options = StagingOptions(
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
         copied: Any = DefaultStager(options).stage(tensors)
-
-        def write() -> None:
-            try:
-                self._write(folder, copied, state)
-                if _is_first():
-                    self._remove_old()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._written = self._pool.submit(self._write, copied, state)
 
     def path_of(self, state: dict[str, Any]) -> Path:
         return self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
@@ -111,47 +99,39 @@ class Checkpoints:
         Args:
             failed: the run has failed: wait no longer than for communication, and raise nothing.
         """
-        if self._thread is not None:
-            self._thread.join(self.timeout if failed else None)
-        if failed:
-            return
-        error, self._thread, self._error = self._error, None, None
-        if error is not None:
-            raise error
+        written, self._written = self._written, None
+        if written is not None and failed:
+            futures.wait([written], self.timeout)
+        elif written is not None:
+            written.result()
 
-    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Writes a folder; raises TrainingError in all processes if one cannot write a file."""
+    def _write(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Writes a checkpoint; raises TrainingError in all processes if one cannot write a file."""
+        folder = self.path_of(state)
         draft = folder.with_name(f".{folder.name}")
-        if _is_first():
-            shutil.rmtree(draft, ignore_errors=True)
-        own: dict[str, str] = {}
-        try:
-            with self._agreed(folder):
-                writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
-                with _alone():
-                    dcp.save(tensors, storage_writer=writer, process_group=self._group)
-                own = {file.name: file_sha256(file) for file in _own_files(draft)}
-            digests = self._gathered(own)
-            with self._agreed(folder):
-                if _is_first():
-                    _write_state(draft, state, digests)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    draft.rename(folder)
-        except TrainingError:
+        with self._agreed(folder, draft):
+            writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
+            with _alone():
+                dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            own = {file.name: file_sha256(file) for file in _own_files(draft)}
+        digests = {name: digest for each in self._gathered(own) for name, digest in each.items()}
+        with self._agreed(folder, draft):
             if _is_first():
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
+                _write_state(draft, state, digests)
+                draft.rename(folder)
+        if _is_first():
+            self._remove_old()
 
-    def _gathered(self, values: dict[str, str]) -> dict[str, str]:
+    def _gathered(self, value: Any) -> list[Any]:
         if self._group is None:
-            return values
+            return [value]
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, values, group=self._group)
-        return {key: value for each in found for key, value in each.items()}
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
     @contextlib.contextmanager
-    def _agreed(self, folder: Path) -> Iterator[None]:
-        """Raises an error of one process in all, as a TrainingError."""
+    def _agreed(self, folder: Path, draft: Path) -> Iterator[None]:
+        """Raises an error of one process in all, as a TrainingError, and deletes the draft."""
         problem = ""
         try:
             with self.writing(folder):
@@ -160,8 +140,9 @@ class Checkpoints:
             problem = str(error)
         except Exception as error:
             problem = f"{str(folder)!r} cannot be written: {type(error).__name__}: {error}. {self.advice()}"
-        problems = self._gathered({str(dist.get_rank() if self._group else 0): problem})
-        if problem := next(filter(None, problems.values()), ""):
+        if problem := next(filter(None, self._gathered(problem)), ""):
+            if _is_first():
+                shutil.rmtree(draft, ignore_errors=True)
             raise TrainingError(problem)
 
     def remove(self, folders: list[Path]) -> None:
@@ -177,30 +158,27 @@ class Checkpoints:
         Raises:
             TrainingError: there is none after `step`; or it is damaged, and the message names the newest intact one.
         """
-        folders = {step_of(folder): folder for folder in self.folder.checkpoints()}
-        if step is not None and step not in folders:
+        folders = self.folder.checkpoints()
+        steps = [step_of(folder) for folder in folders]
+        if step is not None and step not in steps:
             raise TrainingError(
                 f"--resume-from {step!r} is not valid: there is no checkpoint after this step. Allowed: "
-                f"{', '.join(map(str, folders)) or 'none'}."
+                f"{', '.join(map(str, steps)) or 'none'}."
             )
         damage = None
-        for number in sorted(folders, reverse=True):
-            if step is not None and number > step:
-                continue
+        for folder in reversed(folders if step is None else folders[: steps.index(step) + 1]):
             try:
-                state = self._read(folders[number])
+                state = self._read(folder)
             except DamagedCheckpoint as error:
                 damage = damage or error
                 continue
-            if damage is not None:
-                raise TrainingError(
-                    f"{damage}. {folders[number].name!r} is intact: continue from it with --resume-from {number}."
-                ) from damage
-            return state
-        if damage is not None:
+            if damage is None:
+                return state
             raise TrainingError(
-                f"{damage}. No earlier checkpoint is intact: start again in another folder."
+                f"{damage}. {folder.name!r} is intact: continue from it with --resume-from {step_of(folder)}."
             ) from damage
+        if damage is not None:
+            raise TrainingError(f"{damage}. No earlier checkpoint is intact: start again in another folder.")
         return None
 
     def _read(self, folder: Path) -> dict[str, Any]:
@@ -224,13 +202,12 @@ class Checkpoints:
         try:
             yield
         except (OSError, SafetensorError, dcp.CheckpointException) as error:
+            cause: BaseException = error
             if isinstance(error, dcp.CheckpointException):
-                cause: BaseException = next(iter(error.failures.values()))[0]
+                cause = next(iter(error.failures.values()))[0]
                 if not isinstance(cause, (OSError, SafetensorError, RuntimeError)):
                     raise
-            else:
-                cause = error
-            reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+            reason = getattr(cause, "strerror", None) or cause
             raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self.advice()}") from error
 
     def advice(self) -> str:
@@ -305,8 +282,8 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     """Checks every file of a checkpoint against its manifest; returns the contents of `run.json`."""
     if not (folder / MANIFEST).exists() and [*folder.glob("*.pkl"), *folder.glob("*.pt")]:
         raise DamagedCheckpoint(
-            f"{str(folder)!r} was written by an earlier version of this package with pickled files, which can execute "
-            "code and are no longer read. Finish the run with that version"
+            f"{str(folder)!r} was written by an earlier version with pickled files, which can execute code and are no "
+            "longer read. Finish the run with that version"
         )
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -315,9 +292,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it was truncated or changed"
         raise DamagedCheckpoint(f"{str(folder / MANIFEST)!r} cannot be read: {reason}") from error
     if version != FORMAT:
-        raise DamagedCheckpoint(
-            f"{str(folder)!r} has the format {version!r}, written by another version of this package. Allowed: {FORMAT}"
-        )
+        raise DamagedCheckpoint(f"{str(folder)!r} has the format {version!r} of another version. Allowed: {FORMAT}")
     try:
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(lambda name: file_sha256(folder / name), digests))
@@ -325,10 +300,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{error.filename!r} cannot be read: {error.strerror}") from error
     for name, digest in zip(digests, found):
         if digest != digests[name]:
-            raise DamagedCheckpoint(
-                f"{str(folder / name)!r} is damaged: it was truncated or changed after it was written (its SHA-256 "
-                f"differs from {MANIFEST})"
-            )
+            raise DamagedCheckpoint(f"{str(folder / name)!r} is damaged: its SHA-256 is not that in {MANIFEST}")
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 

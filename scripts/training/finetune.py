@@ -421,7 +421,9 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
     try:
         tokenizer = build_tokenizer(name)
     except ValueError as error:
-        raise FinetuneError(f"no tokenizer: give one with --tokenizer. ({error})") from error
+        if options.tokenizer is None and error.__cause__ is not None:
+            raise FinetuneError(f"checkpoint={name!r} has no tokenizer: give one with --tokenizer.") from error
+        raise
     if len(tokenizer) > config.vocab_size:
         raise FinetuneError(
             f"tokenizer={name!r} is not valid: it has {len(tokenizer)} tokens, the model has {config.vocab_size}."
@@ -433,16 +435,14 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
         data=options.text(data_dir, sequence_length=length, tokenizer=name, workers=int(options.streaming) or None),
         model={"family": config.model_type.removeprefix("whatwhere_")},
         training=TrainingRecipe(
-            steps=options.steps,
+            **options.model_dump(
+                include={"steps", "schedule", "warmup_steps", "weight_decay", "activation_checkpointing"}
+            ),
             batch_size=options.batch_size * options.accumulation * processes,
             micro_batch_size=options.batch_size,
             learning_rate=default_rate if options.learning_rate is None else options.learning_rate,
-            schedule=options.schedule,
-            warmup_steps=options.warmup_steps,
-            weight_decay=options.weight_decay,
             clip_norm=1.0,
             mixed_precision="bf16" if options.bf16 else "no",
-            activation_checkpointing=options.activation_checkpointing,
             checkpoint_every=options.save_every,
         ),
         evaluation=EvaluationRecipe(blocks=options.evaluation_blocks, final_blocks=options.evaluation_blocks),

@@ -97,12 +97,11 @@ def train(
 
 
 def _check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
-    problems: list[str] = []
+    problems = [f"data.{problem}" for problem in file_problems(recipe.data, data_dir)]
     try:
         build_config(recipe)
     except RecipeError as error:
-        problems += error.problems
-    problems += [f"data.{problem}" for problem in file_problems(recipe.data, data_dir)]
+        problems = [*error.problems, *problems]
     if problems:
         raise RecipeError(*problems)
 
@@ -186,11 +185,8 @@ class Run:
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
         """Converts errors of communication between processes into a TrainingError."""
-
-        def where() -> str:
-            return f"after step {self.step}. {self.checkpoints.advice()}"
-
-        return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
+        timeout = self.recipe.training.ddp_timeout
+        return explained(self.accelerator, timeout, lambda: f"after step {self.step}. {self.checkpoints.advice()}")
 
     def execute(self, arguments: list[str] | None = None) -> dict[str, Any]:
         """Begins or resumes the run, trains, and returns the results."""
@@ -347,9 +343,8 @@ class Run:
             if not math.isfinite(value) or value > limits[name]:
                 self.checkpoints.wait()
                 raise TrainingError(
-                    f"{name}={value!r} at step {self.step}: training has diverged. Nothing was saved after the "
-                    "last checkpoint. Lower training.learning_rate, or lengthen training.warmup_steps. "
-                    f"{self.checkpoints.advice()}"
+                    f"{name}={value!r} at step {self.step}: training has diverged. Lower the learning rate or lengthen "
+                    f"the warm-up. {self.checkpoints.advice()}"
                 )
         return values
 
@@ -465,13 +460,7 @@ class Run:
         if not metrics.exists():
             return
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        try:
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-        except (ValueError, TypeError, KeyError) as error:
-            raise TrainingError(
-                f"{str(metrics)!r} is damaged: not every line is JSON with a step ({error}). Remove that line, and "
-                "resume again."
-            ) from error
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
         with self.checkpoints.writing(metrics):
             write_text(metrics, "".join(kept))
 

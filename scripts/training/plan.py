@@ -51,21 +51,16 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a recipe needs.
-
-    Attributes:
-        layout: of the devices.
-        rows, parts: sequences that a device takes at a time, and how many times it does so in a step.
-        parameters, embeddings: of the model; the embeddings among them.
-        memory: of a device.
-        tokens_per_step, flops_per_token: of all devices; see `flops_per_token`.
-    """
+    """What a recipe needs."""
 
     layout: Layout
+    # Sequences that a device takes at a time, and how many times it does so in a step.
     rows: int
     parts: int
+    # Embeddings are among the parameters.
     parameters: int
     embeddings: int
+    # Of a device.
     memory: Memory
     tokens_per_step: int
     flops_per_token: float
@@ -110,8 +105,7 @@ def _config(recipe: Recipe) -> Any:
             tokenizer = build_tokenizer(data.tokenizer)
         except (OSError, ValueError) as error:
             raise RecipeError(
-                f"data.tokenizer={data.tokenizer!r} cannot be read, and its vocabulary has an unknown size. Give the "
-                "size, for example --set model.vocab_size=50257."
+                f"data.tokenizer={data.tokenizer!r} cannot be read: give its size, as --set model.vocab_size=50257."
             ) from error
     config = build_config(recipe, tokenizer)
     if data.tokenizer == "bpe" and data.vocab_size:
@@ -241,18 +235,16 @@ class Tracker(TorchDispatchMode):
         self._kinds: dict[int, tuple[str, int]] = {}
         inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
         self._in_layers = {True: 0, False: 0}
-        self._known = set()
-        for tensor in (*model.buffers(), *(v for state in optimizer.state.values() for v in state.values())):
-            if isinstance(tensor, torch.Tensor):
-                self._known.add(tensor.untyped_storage()._cdata)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        existing = (*model.buffers(), *model.parameters(), *gradients, *states)
+        self._known = {tensor.untyped_storage()._cdata for tensor in existing}
         self._hooks = []
         for parameter in model.parameters():
-            self._known.add(parameter.untyped_storage()._cdata)
             if parameter.grad is None:
                 count = functools.partial(self._count_gradient, id(parameter) in inside)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
             else:
-                self._known.add(parameter.grad.untyped_storage()._cdata)
                 self._in_layers[id(parameter) in inside] += parameter.numel()
 
     def __exit__(self, *error: Any) -> None:

@@ -16,7 +16,6 @@ from ..data.source import MixedText, TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 
-DDP_TIMEOUT = 600
 CONFIGURATIONS: dict[str, Any] = {"gpt2": WhatWhereGPT2Config, "llama": WhatWhereLlamaConfig}
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -91,10 +90,7 @@ class DataRecipe(TextSource):
             raise RecipeError(f"data.task={self.task!r} is not valid. {suggest(str(self.task), TASKS)}")
         where, values = "task_parameters", self.task_parameters or {}
         if fixed := {"seed", "train_samples", "validation_samples", "test_samples"} & set(values):
-            raise RecipeError(
-                f"data.task_parameters={values!r} is not valid: {min(fixed)!r} is not allowed. Use seed, "
-                "data.train_samples, evaluation.blocks or data.test_samples."
-            )
+            raise RecipeError(f"data.task_parameters={values!r} is not valid: the recipe has its own {min(fixed)}.")
         if test_set is not None:
             where, values = f"test_sets[{test_set!r}]", {**values, **(self.test_sets or {})[test_set]}
             if self.test_samples is not None:
@@ -114,31 +110,21 @@ class DataRecipe(TextSource):
         """Returns the same with every parameter of the task and its test sets filled in."""
         training = self.task_config()
         if self.sequence_length < training.longest and not training.may_be_cut:
-            raise RecipeError(
-                f"data.sequence_length={self.sequence_length!r} is not valid: samples of data.task={self.task!r} have "
-                f"up to {training.longest} tokens with these parameters."
-            )
+            reason = f"samples have up to {training.longest} tokens"
+            raise RecipeError(f"data.sequence_length={self.sequence_length!r} is not valid: {reason}.")
         test_sets = training.test_sets() if self.test_sets is None else self.test_sets
-        for name, changes in test_sets.items():
-            if not isinstance(name, str) or not isinstance(changes, dict) or "seed" in changes:
-                raise RecipeError(
-                    f"data.test_sets[{name!r}]={changes!r} is not valid: it must be a mapping of parameters, without "
-                    "`seed`."
-                )
         known = self.model_copy(update={"task_parameters": shape(training), "test_sets": test_sets})
-        for name in test_sets:
+        filled = {}
+        for name, changes in test_sets.items():
+            refused = f"data.test_sets[{name!r}]={changes!r} is not valid"
+            if not isinstance(name, str) or not isinstance(changes, dict) or "seed" in changes:
+                raise RecipeError(f"{refused}: it must be a mapping, without `seed`.")
             tested = known.task_config(test_set=name)
             if unknown := set(tested.symbols) - set(training.symbols):
-                raise RecipeError(
-                    f"data.test_sets[{name!r}]={test_sets[name]!r} is not valid: training has no symbols "
-                    f"{', '.join(map(repr, sorted(unknown)))}."
-                )
-        # Includes the default sizes, so that later changes of defaults do not affect old recipes.
-        test_sets = {
-            name: {**changes, "test_samples": known.task_config(test_set=name).test_samples}
-            for name, changes in test_sets.items()
-        }
-        return known.model_copy(update={"test_sets": test_sets, "loss": self.loss or "answer"})
+                raise RecipeError(f"{refused}: training has no symbols {', '.join(map(repr, sorted(unknown)))}.")
+            # The default size, too: later changes of defaults do not affect old recipes.
+            filled[name] = {**changes, "test_samples": tested.test_samples}
+        return known.model_copy(update={"test_sets": filled, "loss": self.loss or "answer"})
 
 
 class TrainingRecipe(Checked):
@@ -168,7 +154,7 @@ class TrainingRecipe(Checked):
     keep_checkpoints: Count = 2
     trackers: list[str] = []
     # Timeout of communication between processes, in seconds.
-    ddp_timeout: Count = DDP_TIMEOUT
+    ddp_timeout: Count = 600
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.warmup_steps >= self.steps:

@@ -99,8 +99,7 @@ class RunFolder:
         changed = differences(old, json.loads(json.dumps(settings)))
         if changed := [line for line in changed if line.partition(": ")[0] not in IMMATERIAL]:
             raise TrainingError(
-                f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}. "
-                "Choose another folder, or move this one away."
+                f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}."
             )
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -165,10 +164,7 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found = json.loads(owner.read_text(encoding="utf-8"))
                 holder = f"process {found['pid']} on {found['host']}"
-            raise TrainingError(
-                f"output={str(folder)!r} is in use: {holder} is training there. Wait for it, stop it, or choose "
-                "another folder."
-            ) from error
+            raise TrainingError(f"output={str(folder)!r} is in use: {holder} is training there.") from error
         try:
             owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
             yield
