@@ -504,8 +504,7 @@ def test_leftovers_are_removed(finished, copied, data_dir):
     for folder in (copied / ".final", copied / "checkpoints" / ".step-00000005"):
         folder.mkdir()
         (folder / ".tmpAbCdEf").write_text("half a file")
-    for folder in (copied, copied / "checkpoints"):
-        (folder / ".tmpAbCdEf").write_text("half a file")
+    (copied / "checkpoints" / ".tmpAbCdEf").write_text("half a file")
     (copied / ".recipe.yaml.partial").write_text("half")
     # of a run that was killed
     (copied / ".lock").touch()

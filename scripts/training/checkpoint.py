@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import json
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -113,7 +112,8 @@ class Checkpoints:
             writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
             with _alone():
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
-            own = {file.name: file_sha256(file) for file in _own_files(draft)}
+            number = 1 + (dist.get_rank() if dist.is_initialized() else 0)
+            own = {file.name: file_sha256(file) for file in draft.glob(f"shard-{number:05d}-*.safetensors")}
         digests = {name: digest for each in self._gathered(own) for name, digest in each.items()}
         with self._agreed(folder, draft):
             if _is_first():
@@ -269,11 +269,6 @@ def _write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) -
             os.fsync(file.fileno())
 
 
-def _own_files(folder: Path) -> list[Path]:
-    number = 1 + (dist.get_rank() if dist.is_initialized() else 0)
-    return [file for file in folder.glob("*.safetensors") if re.match(rf"shard-0*{number}-", file.name)]
-
-
 def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -310,7 +305,13 @@ def load_checkpoint(
     """Loads the weights, the optimiser and the schedule of a checkpoint; `state` is from `read_checkpoint`."""
     initialise_optimizer(optimizer)
     read_tensors(folder, training_tensors(model, optimizer))
-    load_groups(model, optimizer, state["parameter_groups"])
+    # Another layout may have divided the parameters into other groups.
+    saved = {name: group for group in state["parameter_groups"] for name in group["params"]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for key, value in saved[names[group["params"][0]]].items():
+            if key != "params":
+                group[key] = tuple(value) if key == "betas" else value
     step = state["step"]
     scheduler.last_epoch, scheduler._step_count = step, step + 1
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
@@ -320,16 +321,6 @@ def parameter_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """Returns the optimiser's settings for each group of parameters, with their names, as JSON."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-
-
-def load_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Restores a result of `parameter_groups`; another layout may have divided the parameters into other groups."""
-    saved = {name: group for group in groups for name in group["params"]}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for key, value in saved[names[group["params"][0]]].items():
-            if key != "params":
-                group[key] = tuple(value) if key == "betas" else value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
-from ..data.source import SOURCES, MixedText, TextSource
+from ..data.source import SOURCES, TextSource
 from ..data.tokenize import build_tokenizer, load_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import write_json
@@ -37,7 +37,7 @@ from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import TrainingError
 from .loop import Run, file_problems
 from .model import build_optimizer, count_parameters, prepare_model
-from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Recipe, TrainingRecipe
+from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Mixture, Recipe, Schedule, TrainingRecipe
 from .run_folder import RunFolder
 
 # Tokens drawn from a source's predictions; deleted at the end.
@@ -56,9 +56,7 @@ class Settings(Checked):
     """The settings of a run, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
 
     checkpoint: str = Field(description="folder or Hub id")
-    position_encoding: str | list[str] | None = Field(
-        None, description="a name, or a list such as '[rope, cope]'; default: the checkpoint's own"
-    )
+    position_encoding: str | list[str] | None = Field(None, description="a name, or '[rope, cope]'; default: the same")
     position_encoding_parameters: dict | None = Field(None, description="parameters of the encoding")
     rope_parameters: dict | None = Field(None, description="default: the checkpoint's own")
     train_file: list[str] | None = Field(None, description="your text: text, jsonl or parquet files, folders, patterns")
@@ -67,9 +65,7 @@ class Settings(Checked):
     dataset: str | None = Field(None, description="data set of --data hub")
     dataset_config: str | None = Field(None, description="its configuration")
     splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/corpus.py)")
-    mixture: Annotated[list[MixedText], Field(min_length=1)] | None = Field(
-        None, description="several texts with weights, as data.mixture in a recipe"
-    )
+    mixture: Mixture | None = Field(None, description="several texts with weights, as data.mixture in a recipe")
     text_field: str = Field("text", description="column of the documents; default text")
     streaming: bool = Field(False, description="stream the training text")
     shuffle_buffer: Count = Field(256, description="documents in the shuffle buffer of --streaming; default 256")
@@ -80,12 +76,8 @@ class Settings(Checked):
     batch_size: Count = Field(8, description="sequences per device; default 8")
     accumulation: Count = Field(1, description="batches per step; default 1")
     learning_rate: Positive | None = Field(None, description="default 5e-5, with --lora 2e-4")
-    new_learning_rate: Positive | None = Field(
-        None, description="of parameters that a new encoding adds; default: --learning-rate"
-    )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="cosine (default), linear, constant"
-    )
+    new_learning_rate: Positive | None = Field(None, description="of a new encoding's parameters; default: the same")
+    schedule: Schedule = Field("cosine", description="cosine (default), linear, constant")
     warmup_steps: NotNegative = Field(0, description="default 0")
     weight_decay: NotNegativeFloat = Field(0.0, description="default 0")
     save_every: Count = Field(100, description="steps between checkpoints; default 100")

@@ -17,6 +17,8 @@ from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 
 CONFIGURATIONS: dict[str, Any] = {"gpt2": WhatWhereGPT2Config, "llama": WhatWhereLlamaConfig}
+Mixture = Annotated[list[MixedText], Field(min_length=1)]
+Schedule = Literal["cosine", "linear", "constant"]
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
@@ -37,7 +39,7 @@ class DataRecipe(TextSource):
     """
 
     source: Literal["stdlib", "hub", "local", "corpus", "mixture", "task"] = "stdlib"  # type: ignore[assignment]
-    mixture: Annotated[list[MixedText], Field(min_length=1)] | None = None
+    mixture: Mixture | None = None
     sequence_length: Annotated[int, Field(ge=2)]
     shuffle_buffer: Count = 1000
     # Processes that read batches ahead; by default 2 on a GPU; on a CPU 0, or 1 for a stream.
@@ -134,7 +136,7 @@ class TrainingRecipe(Checked):
     batch_size: Count
     learning_rate: Positive
     micro_batch_size: Count | None = None
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_steps: NotNegative = 0
     minimum_learning_rate: NotNegativeFloat = 0.0
     weight_decay: NotNegativeFloat = 0.0

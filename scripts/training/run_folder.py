@@ -84,7 +84,7 @@ class RunFolder:
         path = self.path.resolve()
         names = {file.name for file in path.iterdir()} if path.exists() else set()
         if not resume:
-            if names - {LOCK, OWNER, DRAFT, *(f".{name}.partial" for name in (self.record, "metrics.jsonl"))}:
+            if names - {LOCK, OWNER, *self._leftovers()}:
                 raise TrainingError(f"output={str(self.path)!r} is not empty. Choose another folder, or use --resume.")
             return False, None
         if self.record not in names:
@@ -130,13 +130,12 @@ class RunFolder:
             file.replace(self.path / file.name)
         draft.rmdir()
 
+    def _leftovers(self) -> tuple[str, ...]:
+        return DRAFT, f".{self.record}.partial", ".metrics.jsonl.partial"
+
     def remove_leftovers(self) -> None:
         """Deletes incomplete files of a killed run."""
-        found = [self.path / DRAFT, *(self.path / f".{name}.partial" for name in (self.record, "metrics.jsonl"))]
-        if self.is_begun:
-            # Temporary files of safetensors.
-            found += [path for path in self.path.glob(".tmp??????") if path.is_file()]
-        for path in [*found, *self.path.glob("checkpoints/.*")]:
+        for path in (*(self.path / name for name in self._leftovers()), *self.path.glob("checkpoints/.*")):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
