@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import unittest.mock
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -173,24 +173,24 @@ def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulat
     else:
         exchange = 4.0 * total if layout.dp_replicate > 1 else 0.0
 
-    def at(step: Existing, *, updates: bool = False, scatters: bool = False) -> Memory:
+    def at(step: dict[str, int], *, updates: bool = False, scatters: bool = False) -> Memory:
         if not fsdp:
             # The output layer is whole in this model, unlike in tensor parallelism.
-            gradients = 4.0 * min(step.root_gradients + step.layer_gradients, total)
+            gradients = 4.0 * min(step["root"] + step["layers"], total)
         elif updates:
             gradients = total * share
         elif accumulates:
             # Until the last part of a batch, gradients stay whole.
             gradients = total * 4.0
         else:
-            gradients = step.layer_gradients * share + step.root_gradients * size
+            gradients = step["layers"] * share + step["root"] * size
         return Memory(
             weights=total * share,
             gradients=gradients,
             optimiser=2 * total * share,
             # The temporary tensors of an update have the shapes of the weights.
-            activations=step.activations / (shards if updates else 1),
-            logits=step.logits,
+            activations=step["activations"] / (shards if updates else 1),
+            logits=step["logits"],
             communication=0.0 if fsdp and updates else exchange + (4.0 * root if scatters else 0.0),
         )
 
@@ -210,55 +210,39 @@ def _kernels(use: bool) -> contextlib.AbstractContextManager[Any]:
     )
 
 
-class Existing(NamedTuple):
-    """What exists at a time: elements of gradients outside and inside of layers, bytes of activations and logits."""
-
-    root_gradients: int
-    layer_gradients: int
-    activations: int
-    logits: int
-
-
 class Tracker(TorchDispatchMode):
-    """Records which tensors exist after each operation of a step, in `history`.
+    """Records what exists after each operation of a step, in `history`.
 
-    Tensors are those that operations return, as long as anything refers to their memory: saved for the backward pass or
-    temporary. Logits are tensors whose last axis has the size of the vocabulary.
+    That is the elements of gradients in `layers` and outside of them (`root`), and the bytes of `activations` and
+    `logits`: tensors that operations return, as long as anything refers to their memory (saved for the backward pass or
+    temporary). Logits are those whose last axis has the size of the vocabulary.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.vocabulary = model.config.vocab_size
-        self.history: list[Existing] = []
-        self._bytes = {"activations": 0, "logits": 0}
+        self.history: list[dict[str, int]] = []
+        self._existing = dict.fromkeys(("layers", "root", "activations", "logits"), 0)
         # Kind and size by memory; tensors that exist before are not counted.
         self._kinds: dict[int, tuple[str, int]] = {}
         inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
-        self._in_layers = {True: 0, False: 0}
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         states = [value for state in optimizer.state.values() for value in state.values()]
         existing = (*model.buffers(), *model.parameters(), *gradients, *states)
         self._known = {tensor.untyped_storage()._cdata for tensor in existing}
-        self._hooks = []
         for parameter in model.parameters():
+            place = "layers" if id(parameter) in inside else "root"
             if parameter.grad is None:
-                count = functools.partial(self._count_gradient, id(parameter) in inside)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._count_gradient, place))
             else:
-                self._in_layers[id(parameter) in inside] += parameter.numel()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
+                self._existing[place] += parameter.numel()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor)
-        gradients = self._in_layers[False], self._in_layers[True]
-        self.history.append(Existing(*gradients, self._bytes["activations"], self._bytes["logits"]))
+        self.history.append(dict(self._existing))
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
@@ -268,17 +252,17 @@ class Tracker(TorchDispatchMode):
             return
         kind = "logits" if tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary else "activations"
         self._kinds[key] = kind, storage.nbytes()
-        self._bytes[kind] += storage.nbytes()
+        self._existing[kind] += storage.nbytes()
         weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
         if key in self._kinds:
             kind, size = self._kinds.pop(key)
-            self._bytes[kind] -= size
+            self._existing[kind] -= size
 
-    def _count_gradient(self, in_layer: bool, parameter: torch.Tensor) -> None:
+    def _count_gradient(self, place: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         key = parameter.grad.untyped_storage()._cdata
         self._remove(key)
         self._known.add(key)
-        self._in_layers[in_layer] += parameter.numel()
+        self._existing[place] += parameter.numel()
