@@ -56,15 +56,7 @@ class Checked(pydantic.BaseModel):
 
 
 def parse(cls: type[C], values: Any, *, path: str = "", error: type[Refused] = Refused) -> C:
-    """Builds an instance from a mapping.
-
-    Args:
-        path: prefix of field names in messages, such as `data.`.
-        error: the class of the error.
-
-    Raises:
-        Refused: of the class `error`, with all problems.
-    """
+    """Builds an instance from a mapping, or raises `error` with all problems; `path` is a prefix of field names."""
     try:
         return cls.model_validate(values)
     except pydantic.ValidationError as found:

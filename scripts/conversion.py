@@ -47,14 +47,10 @@ _WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_w
 
 
 def load_source(source: str, field: str = "checkpoint") -> Any:
-    """Loads a checkpoint as a model of ours with its own position encoding and dtype; the logits are the source's.
+    """Loads a folder or a Hub id as a model of ours with its own position encoding, dtype and logits.
 
     Args:
-        source: a folder or a Hub id.
         field: where the source is from, for errors.
-
-    Raises:
-        ValueError: it cannot be loaded, or is of another kind of model.
     """
     with checked_loading(source, field):
         config = AutoConfig.from_pretrained(source)
@@ -122,20 +118,14 @@ def convert(
     """Returns a model with another position encoding, which shares the memory of the weights that stay the same.
 
     Args:
-        model: from `load_source`.
-        position_encoding: a name, or a list of names, one for each layer or a pattern that repeats; None for the
-            model's own.
-        parameters: `position_encoding_parameters`; those of the source's own encodings are kept if they are not given.
-            For layers that change from RoPE to PoPE, the defaults of `theta` and `partial_rotary_factor` are those of
-            the text of this file.
-        rope_parameters: of the new model; None for the model's own. `rope_theta` and `partial_rotary_factor` are the
-            model's own if they are not given.
+        model: from `load_source`; what is not given stays as it is in this model.
+        position_encoding: a name, or a list of names, one for each layer or a pattern that repeats.
+        parameters: `position_encoding_parameters`. For layers that change from RoPE to PoPE, the defaults of `theta`
+            and `partial_rotary_factor` are those of the text of this file.
+        rope_parameters: of the new model.
 
     Returns:
         the model, the names of its new parameters, and the names of the parameters that were dropped.
-
-    Raises:
-        ValueError: the encoding or a parameter is not valid, or RoPE does not rotate all polar channels in pairs.
     """
     old = model.config
     position_encoding = old.position_encoding if position_encoding is None else position_encoding

@@ -30,6 +30,7 @@ from whatwhere.scripts.cards.command import main as write_cards
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.commands.compare import main as compare
+from whatwhere.scripts.conversion import convert_checkpoint
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.training import distillation, loop
 from whatwhere.scripts.training import finetune as script
@@ -128,7 +129,7 @@ def test_full(run, stock, data_dir, family, encoding, fresh):
     model = AutoModelForCausalLM.from_pretrained(output)
     assert model.config.position_encoding == (encoding or "absolute")
     assert AutoTokenizer.from_pretrained(output).eos_token_id == 256
-    before, _ = script.load_model(script.Settings(checkpoint=stock[family], position_encoding=encoding))
+    before, *_ = convert_checkpoint(stock[family], encoding)
     after = dict(model.named_parameters())
     for name, parameter in before.named_parameters():
         assert not torch.equal(after[name], parameter), f"{name} was not trained"
@@ -153,7 +154,7 @@ def test_lora_with_a_new_encoding(run, stock, family, encoding):
     assert any("lora_A" in name for name in adapter)
     position = {name: tensor for name, tensor in adapter.items() if "encodings." in name and "lora" not in name}
     assert len(position) == 2, "the new parameters of both layers belong to the adapter"
-    before, _ = script.load_model(script.Settings(checkpoint=stock[family], position_encoding=encoding))
+    before, *_ = convert_checkpoint(stock[family], encoding)
     initial = dict(before.named_parameters())
     for name, tensor in position.items():
         assert not torch.equal(tensor, initial[name.removeprefix("base_model.model.")]), f"{name} was not trained"
@@ -333,9 +334,9 @@ def test_attention_learns_from_the_source(run, stock, tmp_path, lora):
     AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(folder)
     arguments = ["--position-encoding", "[rope, pope]", "--distill-from", folder, "--distill", "attention"]
     output, _ = run(folder, *arguments, *adapters, "--steps", "30", "--learning-rate", "0.003")
-    before, new = script.load_model(script.Settings(checkpoint=folder, position_encoding=["rope", "pope"]))
+    before, new, _ = convert_checkpoint(folder, ["rope", "pope"])
     after = AutoModelForCausalLM.from_pretrained(output)
-    assert new == {"model.layers.1.self_attn.encodings.pope.delta.weight"}
+    assert new == ["model.layers.1.self_attn.encodings.pope.delta.weight"]
     for (name, weight), trained in zip(before.named_parameters(), after.parameters()):
         assert torch.equal(weight, trained) == ("layers.1.self_attn" not in name), name
     # By hand: the outputs of layer 1's attention for the source's input.
@@ -606,7 +607,7 @@ def test_a_mixture_reads_the_folder_of_local_data(stock, data_dir, tmp_path):
 )
 def test_errors_of_the_text_come_before_the_model(stock, tmp_path, monkeypatch, arguments, message):
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
-    monkeypatch.setattr(script, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(script, "convert_checkpoint", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         finetune([stock["llama"], *arguments, "--output", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
@@ -633,7 +634,7 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
     assert f"before fine-tuning: bits_per_byte {before:.4f}, perplexity" in said
     assert f"after fine-tuning: bits_per_byte {after:.4f}, perplexity" in said
     # that of the checkpoint itself, on the same text
-    model, _ = script.load_model(script.Settings(checkpoint=stock["llama"]))
+    model, *_ = convert_checkpoint(stock["llama"])
     text = ("how now brown cow, " * 100)[-96:].encode()
     model.eval()
     with torch.no_grad():
@@ -716,13 +717,14 @@ def test_tokens_are_drawn_again_for_other_text(run, stock, tmp_path, monkeypatch
 
 
 def test_resume_refuses_another_batch_size(run, stock, monkeypatch):
-    """`--batch-size` is for each device, so the number of processes changes it."""
+    """`--batch-size` is for each device, so the number of processes changes it; refused before the data are read."""
     with monkeypatch.context() as patch:
         stop_in_step_2(patch)
         state = {"batch_size": 8, "fingerprints": {}}
         patch.setattr(script.Finetuning, "more_state", lambda self: state)
         with pytest.raises(Interrupted):
             run(stock["llama"])
+    monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("the data were read"))
     with pytest.raises(TrainingError, match=r"with 8 sequences a step, now these are .* as before, 1\."):
         run(stock["llama"], "--resume")
 
@@ -794,7 +796,7 @@ def test_what_resume_refuses(run, stock):
         (["--lora-dropout", "0.5"], "lora_dropout=0.5"),
         (["--warmup-steps", "4"], "warmup_steps=4 is not valid: it must be below steps=4"),
         (["--position-encoding", "[rope, popes]"], "position_encoding='popes'"),
-        (["--tokenizer", "./no/tokenizer"], "no tokenizer"),
+        (["--tokenizer", "./no/tokenizer"], r"^tokenizer='\./no/tokenizer' is not valid"),
         (["--tokenizer", "bpe"], "tokenizer='bpe' is not valid: it is made by a recipe"),
         (["--tokenizer", "jsb"], "tokenizer='jsb' is not valid: it is made by a recipe"),
     ],
@@ -811,6 +813,9 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(tmp_path / "smaller")
     with pytest.raises(ValueError, match=r"tokenizer=.*smaller' is not valid: it has 258 tokens"):
         run(str(tmp_path / "smaller"))
+    LlamaForCausalLM(LlamaConfig.from_pretrained(stock["llama"])).save_pretrained(tmp_path / "weights")
+    with pytest.raises(ValueError, match=r"^checkpoint=.*weights' has no tokenizer: give one with --tokenizer\.$"):
+        run(str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="no/such/folder"):
         run("./no/such/folder")
     (tmp_path / "empty").mkdir()

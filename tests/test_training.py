@@ -1,5 +1,6 @@
 """The training loop: exact resume, interruption, processes, accumulation, records, and what it refuses."""
 
+import concurrent.futures
 import itertools
 import json
 import os
@@ -11,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -125,6 +125,8 @@ def kill(changed, output, step, data_dir):
 
     def killed(self, batch):
         if self.step == step:
+            # A killed process would have no thread that still writes or deletes checkpoints.
+            self.checkpoints.wait()
             raise Killed
         return train_step(self, batch)
 
@@ -132,10 +134,6 @@ def kill(changed, output, step, data_dir):
         patch.setattr(Run, "train_step", killed)
         with pytest.raises(Killed):
             train(changed, output, data_dir=data_dir)
-    # A killed process would have no thread that still writes or deletes checkpoints.
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join()
 
 
 # --- a whole run
@@ -487,7 +485,7 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
         result = train_step(self, batch)
         if self.step == 4:
             # Written in the background.
-            self.checkpoints._thread.join()
+            concurrent.futures.wait([self.checkpoints._written])
         return result
 
     with monkeypatch.context() as patch:
@@ -506,8 +504,7 @@ def test_leftovers_are_removed(finished, copied, data_dir):
     for folder in (copied / ".final", copied / "checkpoints" / ".step-00000005"):
         folder.mkdir()
         (folder / ".tmpAbCdEf").write_text("half a file")
-    for folder in (copied, copied / "checkpoints"):
-        (folder / ".tmpAbCdEf").write_text("half a file")
+    (copied / "checkpoints" / ".tmpAbCdEf").write_text("half a file")
     (copied / ".recipe.yaml.partial").write_text("half")
     # of a run that was killed
     (copied / ".lock").touch()
@@ -1174,7 +1171,7 @@ def test_own_text(tmp_path, capsys):
             "error: data.train_file='no.txt' is not valid: there is no such file",
         ),
         (["demo_rope", "--train-file", "no.txt", "--data-dir", "x"], "error: data_dir='x' has no effect"),
-        (["demo_rope", "--data-dir", "x"], "error: data_dir='x' has no effect: the run reads no text"),
+        (["demo_rope", "--data-dir", "x"], "error: data_dir='x' has no effect: no text has source='corpus'"),
     ],
 )
 def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypatch):

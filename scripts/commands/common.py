@@ -36,16 +36,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def check_data_dir(data_dir: str | None, texts: Iterable[Any]) -> None:
-    """Raises ValueError if the option is given and none of the texts is read from that folder.
-
-    Args:
-        texts: of the class `TextSource`, which is slow to import.
-    """
+    """Raises ValueError if the option is given and none of the texts, of `TextSource`, is read from that folder."""
     if data_dir is not None and not any(text.splits and text.source in ("local", "corpus") for text in texts):
-        raise ValueError(
-            f"data_dir={data_dir!r} has no effect: the run reads no text from the folder of local data, as "
-            "source='corpus' and, with splits, source='local' do."
-        )
+        raise ValueError(f"data_dir={data_dir!r} has no effect: no text has source='corpus', or 'local' with splits.")
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +76,4 @@ def name_or_list(text: str) -> Any:
     try:
         return yaml.safe_load(text) if text.lstrip().startswith("[") else text
     except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a valid list in YAML: it must be like [rope, cope]"
-        ) from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid list: it must be like [rope, cope]") from error

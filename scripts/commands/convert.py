@@ -11,7 +11,7 @@ from ...model_card import weights_fingerprint
 from ...position_registry import check_name
 from ..conversion import RECORD, card_metadata, convert_checkpoint
 from ..data.tokenize import load_tokenizer
-from ..evaluation.checkpoints import check_vocabulary, checked_loading
+from ..evaluation.checkpoints import check_vocabulary
 from ..evaluation.results import check_writable, write_json
 from .common import command_parser, json_value, name_or_list
 
@@ -54,12 +54,14 @@ def main(arguments: list[str] | None = None) -> None:
     model, new, dropped = convert_checkpoint(
         options.source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
     )
-    with checked_loading(options.source):
+    try:
         tokenizer = load_tokenizer(options.source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint={options.source!r} is not valid: it has no tokenizer.") from error
     check_vocabulary(options.source, tokenizer, model.config)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
-    complete_metadata(options.output, options.source)
+    _complete_metadata(options.output, options.source)
     local = weights_fingerprint(pathlib.Path(options.source)) if os.path.isdir(options.source) else None
     source = pathlib.Path(options.source).resolve().name if local else options.source
     record = {"source": source, "source_weights_sha256": local, "new_parameters": new, "dropped_parameters": dropped}
@@ -73,15 +75,13 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Next: whatwhere finetune {options.output} --train-file FILES --output RUN")
 
 
-def complete_metadata(folder: pathlib.Path, source: str) -> None:
+def _complete_metadata(folder: pathlib.Path, source: str) -> None:
     """Adds the source to the model card in a folder, and its licence if the source's card states one."""
     card = ModelCard.load(folder / "README.md")
     known = card_metadata(source)
     # The Hub takes ids only; the source of a folder is known if it was made from one.
-    base = known.get("base_model") if os.path.isdir(source) else source
-    if base:
-        card.data["base_model"] = base
-    for key in ("license", "license_name", "license_link"):
-        if known.get(key):
-            card.data[key] = known[key]
+    if not os.path.isdir(source):
+        known["base_model"] = source
+    for key, value in known.items():
+        card.data[key] = value
     card.save(folder / "README.md")

@@ -1,6 +1,7 @@
 """`whatwhere plan`: see `training/plan.py`."""
 
 import argparse
+import dataclasses
 from typing import Any
 
 from .common import command_parser
@@ -64,8 +65,6 @@ def _peak(options: argparse.Namespace) -> float | None:
 
 
 def _report(recipe: Any, found: Any, options: argparse.Namespace, peak: float | None) -> list[str]:
-    import dataclasses
-
     from ..training.estimate import describe_seconds
 
     training, memory, devices = recipe.training, found.memory, options.devices

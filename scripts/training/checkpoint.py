@@ -14,13 +14,12 @@ import contextlib
 import datetime
 import json
 import os
-import re
 import shutil
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..data.prepared import file_sha256
 from .errors import TrainingError
-from .recipe import DDP_TIMEOUT
 from .run_folder import RunFolder, step_of
 
 FORMAT = 3
@@ -45,15 +43,15 @@ class DamagedCheckpoint(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run: the newest ones, and those with the best models of these. Each is written atomically.
+    """The checkpoints of a run: the newest ones, and those with the best models of these.
 
     All processes must call `save` and `wait`; the folder must be the same for all.
     """
 
-    def __init__(self, folder: RunFolder, keep: int, timeout: int = DDP_TIMEOUT) -> None:
+    def __init__(self, folder: RunFolder, keep: int, timeout: int) -> None:
         self.folder, self.keep, self.timeout = folder, keep, timeout
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
         # The training's own group is used by another thread.
         limit = datetime.timedelta(seconds=timeout)
         self._group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
@@ -61,35 +59,26 @@ class Checkpoints:
     @property
     def has_failed(self) -> bool:
         """Whether writing the last checkpoint failed in this process; `wait` raises the error."""
-        return self._error is not None
+        return self._written is not None and self._written.done() and self._written.exception() is not None
 
     def save(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Begins to write a checkpoint after step `state["step"]`; old ones are deleted when it is complete.
+        """Begins to write a checkpoint with copies of the tensors; old ones are deleted when it is complete.
 
         Args:
-            tensors: see `training_tensors`. They are copied before this function returns.
+            tensors: see `training_tensors`.
             state: the contents of `run.json`; `best` is None, or has the `step` of the best model so far.
 
         Raises:
             TrainingError: the previous checkpoint could not be written.
         """
         self.wait()
-        folder = self.path_of(state)
-        copied = _copies(tensors)
-
-        def write() -> None:
-            try:
-                self._write(folder, copied, state)
-                if _is_first():
-                    self._remove_old()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-        self._thread.start()
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        copied: Any = DefaultStager(options).stage(tensors)
+        self._written = self._pool.submit(self._write, copied, state)
 
     def path_of(self, state: dict[str, Any]) -> Path:
-        """Returns the folder of the checkpoint after `state["step"]`."""
         return self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
 
     def _remove_old(self) -> None:
@@ -104,55 +93,45 @@ class Checkpoints:
             print(f"an old checkpoint cannot be deleted: {error}", file=sys.stderr)
 
     def wait(self, *, failed: bool = False) -> None:
-        """Waits until the last checkpoint is written; if the run has `failed`, no longer than for communication.
+        """Waits until the last checkpoint is written, and raises its error in all processes.
 
-        Raises:
-            TrainingError: it could not be written; raised in all processes, unless the run has failed.
+        Args:
+            failed: the run has failed: wait no longer than for communication, and raise nothing.
         """
-        if self._thread is not None:
-            self._thread.join(self.timeout if failed else None)
-        if failed:
-            return
-        error, self._thread, self._error = self._error, None, None
-        if error is not None:
-            raise error
+        written, self._written = self._written, None
+        if written is not None and failed:
+            futures.wait([written], self.timeout)
+        elif written is not None:
+            written.result()
 
-    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Writes a folder with tensors and `run.json`.
-
-        Raises:
-            TrainingError: a file cannot be written; raised in all processes.
-        """
+    def _write(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Writes a checkpoint; raises TrainingError in all processes if one cannot write a file."""
+        folder = self.path_of(state)
         draft = folder.with_name(f".{folder.name}")
-        if _is_first():
-            shutil.rmtree(draft, ignore_errors=True)
-        try:
-            own: dict[str, str] = {}
-            with self._agreed(folder):
-                write_tensors(draft, tensors, self._group)
-                own = {file.name: file_sha256(file) for file in _own_files(draft)}
-            digests = self._gathered(own)
-            with self._agreed(folder):
-                if _is_first():
-                    write_state(draft, state, digests)
-                    shutil.rmtree(folder, ignore_errors=True)
-                    draft.rename(folder)
-        except TrainingError:
+        with self._agreed(folder, draft):
+            writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
+            with _alone():
+                dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            number = 1 + (dist.get_rank() if dist.is_initialized() else 0)
+            own = {file.name: file_sha256(file) for file in draft.glob(f"shard-{number:05d}-*.safetensors")}
+        digests = {name: digest for each in self._gathered(own) for name, digest in each.items()}
+        with self._agreed(folder, draft):
             if _is_first():
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
+                _write_state(draft, state, digests)
+                draft.rename(folder)
+        if _is_first():
+            self._remove_old()
 
-    def _gathered(self, values: dict[str, str]) -> dict[str, str]:
-        """Returns the values of all processes."""
+    def _gathered(self, value: Any) -> list[Any]:
         if self._group is None:
-            return values
+            return [value]
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, values, group=self._group)
-        return {key: value for each in found for key, value in each.items()}
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
     @contextlib.contextmanager
-    def _agreed(self, folder: Path) -> Iterator[None]:
-        """Raises an error of one process in all, as a TrainingError."""
+    def _agreed(self, folder: Path, draft: Path) -> Iterator[None]:
+        """Raises an error of one process in all, as a TrainingError, and deletes the draft."""
         problem = ""
         try:
             with self.writing(folder):
@@ -161,23 +140,23 @@ class Checkpoints:
             problem = str(error)
         except Exception as error:
             problem = f"{str(folder)!r} cannot be written: {type(error).__name__}: {error}. {self.advice()}"
-        problems = self._gathered({str(dist.get_rank() if self._group else 0): problem})
-        if problem := next(filter(None, problems.values()), ""):
+        if problem := next(filter(None, self._gathered(problem)), ""):
+            if _is_first():
+                shutil.rmtree(draft, ignore_errors=True)
             raise TrainingError(problem)
 
     def remove(self, folders: list[Path]) -> None:
-        """Deletes checkpoints."""
         for folder in folders:
             # Renamed first: a process killed during the deletion leaves no incomplete checkpoint.
             draft = folder.with_name(f".{folder.name}")
             folder.rename(draft)
             shutil.rmtree(draft)
 
-    def until(self, step: int | None) -> list[Path]:
-        """Returns the checkpoints up to the one after `step`, or all.
+    def read(self, step: int | None) -> dict[str, Any] | None:
+        """Checks the newest checkpoint, or the one after `step`, and returns its `run.json`; None if there is none yet.
 
         Raises:
-            TrainingError: there is no checkpoint after this step.
+            TrainingError: there is none after `step`; or it is damaged, and the message names the newest intact one.
         """
         folders = self.folder.checkpoints()
         steps = [step_of(folder) for folder in folders]
@@ -186,25 +165,21 @@ class Checkpoints:
                 f"--resume-from {step!r} is not valid: there is no checkpoint after this step. Allowed: "
                 f"{', '.join(map(str, steps)) or 'none'}."
             )
-        return folders if step is None else folders[: steps.index(step) + 1]
-
-    def read(self, folders: list[Path]) -> dict[str, Any]:
-        """Checks the last of these checkpoints and returns the contents of its `run.json`.
-
-        Raises:
-            TrainingError: it is damaged; the message names the newest intact one.
-        """
-        try:
-            return self._read(folders[-1])
-        except DamagedCheckpoint as error:
-            damage = error
-        for folder in reversed(folders[:-1]):
-            with contextlib.suppress(DamagedCheckpoint):
-                self._read(folder)
-                raise TrainingError(
-                    f"{damage}. {folder.name!r} is intact: continue from it with --resume-from {step_of(folder)}."
-                ) from damage
-        raise TrainingError(f"{damage}. No earlier checkpoint is intact: start again in another folder.") from damage
+        damage = None
+        for folder in reversed(folders if step is None else folders[: steps.index(step) + 1]):
+            try:
+                state = self._read(folder)
+            except DamagedCheckpoint as error:
+                damage = damage or error
+                continue
+            if damage is None:
+                return state
+            raise TrainingError(
+                f"{damage}. {folder.name!r} is intact: continue from it with --resume-from {step_of(folder)}."
+            ) from damage
+        if damage is not None:
+            raise TrainingError(f"{damage}. No earlier checkpoint is intact: start again in another folder.")
+        return None
 
     def _read(self, folder: Path) -> dict[str, Any]:
         state = read_checkpoint(folder)
@@ -213,7 +188,7 @@ class Checkpoints:
         return state
 
     def load_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
-        """Loads the weights of the best model; raises TrainingError if they cannot be read."""
+        """Loads the weights of the best model."""
         folder = self.path_of(best)
         try:
             read_checkpoint(folder)
@@ -227,27 +202,22 @@ class Checkpoints:
         try:
             yield
         except (OSError, SafetensorError, dcp.CheckpointException) as error:
+            cause: BaseException = error
             if isinstance(error, dcp.CheckpointException):
-                cause: BaseException = next(iter(error.failures.values()))[0]
+                cause = next(iter(error.failures.values()))[0]
                 if not isinstance(cause, (OSError, SafetensorError, RuntimeError)):
                     raise
-            else:
-                cause = error
-            reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+            reason = getattr(cause, "strerror", None) or cause
             raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self.advice()}") from error
 
     def advice(self) -> str:
-        """Returns a message about how to continue the run."""
         if not (folders := self.folder.checkpoints()):
             return "There is no checkpoint yet."
         return f"Continue from the last checkpoint, {folders[-1].name!r}, with --resume."
 
 
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the weights of a model, and the tensors of its optimiser's state, by their names in a checkpoint.
-
-    Frozen weights are left out. The optimiser needs a state, see `initialise_optimizer`.
-    """
+    """Returns the trained weights of a model and the tensors of its optimiser, by their names in a checkpoint."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     result = {f"model.{name}": tensor for name, tensor in weights(model).items() if name not in frozen}
     for name, parameter in model.named_parameters():
@@ -276,27 +246,10 @@ def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns copies in the memory of the CPU."""
-    options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-    )
-    copied: Any = DefaultStager(options).stage(tensors)
-    return copied
-
-
-def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], group: Any = None) -> None:
-    """Writes this process's part of the tensors into a folder; `group` communicates in the background."""
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _alone():
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-
-
 def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Reads the values of these tensors, in place, from the shards in a folder."""
-    reader = HuggingFaceStorageReader(str(folder))
     with _alone():
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 @contextlib.contextmanager
@@ -307,8 +260,7 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) -> None:
-    """Writes `run.json` and the manifest into a folder with shards, and flushes them to disk."""
+def _write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) -> None:
     (folder / "run.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
     sha256 = {**digests, "run.json": file_sha256(folder / "run.json")}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "sha256": sha256}, indent=2) + "\n", encoding="utf-8")
@@ -317,26 +269,16 @@ def write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) ->
             os.fsync(file.fileno())
 
 
-def _own_files(folder: Path) -> list[Path]:
-    """Returns the shards that this process has written."""
-    number = 1 + (dist.get_rank() if dist.is_initialized() else 0)
-    return [file for file in folder.glob("*.safetensors") if re.match(rf"shard-0*{number}-", file.name)]
-
-
 def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """Checks every file of a checkpoint against its manifest; returns the contents of `run.json`.
-
-    Raises:
-        DamagedCheckpoint: a file is missing, truncated or changed, or the checkpoint has another format.
-    """
+    """Checks every file of a checkpoint against its manifest; returns the contents of `run.json`."""
     if not (folder / MANIFEST).exists() and [*folder.glob("*.pkl"), *folder.glob("*.pt")]:
         raise DamagedCheckpoint(
-            f"{str(folder)!r} was written by an earlier version of this package with pickled files, which can execute "
-            "code and are no longer read. Finish the run with that version"
+            f"{str(folder)!r} was written by an earlier version with pickled files, which can execute code and are no "
+            "longer read. Finish the run with that version"
         )
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -345,9 +287,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it was truncated or changed"
         raise DamagedCheckpoint(f"{str(folder / MANIFEST)!r} cannot be read: {reason}") from error
     if version != FORMAT:
-        raise DamagedCheckpoint(
-            f"{str(folder)!r} has the format {version!r}, written by another version of this package. Allowed: {FORMAT}"
-        )
+        raise DamagedCheckpoint(f"{str(folder)!r} has the format {version!r} of another version. Allowed: {FORMAT}")
     try:
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(lambda name: file_sha256(folder / name), digests))
@@ -355,10 +295,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{error.filename!r} cannot be read: {error.strerror}") from error
     for name, digest in zip(digests, found):
         if digest != digests[name]:
-            raise DamagedCheckpoint(
-                f"{str(folder / name)!r} is damaged: it was truncated or changed after it was written (its SHA-256 "
-                f"differs from {MANIFEST})"
-            )
+            raise DamagedCheckpoint(f"{str(folder / name)!r} is damaged: its SHA-256 is not that in {MANIFEST}")
     return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 
@@ -368,7 +305,13 @@ def load_checkpoint(
     """Loads the weights, the optimiser and the schedule of a checkpoint; `state` is from `read_checkpoint`."""
     initialise_optimizer(optimizer)
     read_tensors(folder, training_tensors(model, optimizer))
-    load_groups(model, optimizer, state["parameter_groups"])
+    # Another layout may have divided the parameters into other groups.
+    saved = {name: group for group in state["parameter_groups"] for name in group["params"]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for key, value in saved[names[group["params"][0]]].items():
+            if key != "params":
+                group[key] = tuple(value) if key == "betas" else value
     step = state["step"]
     scheduler.last_epoch, scheduler._step_count = step, step + 1
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
@@ -378,16 +321,6 @@ def parameter_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """Returns the optimiser's settings for each group of parameters, with their names, as JSON."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-
-
-def load_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Restores a result of `parameter_groups`; another layout may have divided the parameters into other groups."""
-    saved = {name: group for group in groups for name in group["params"]}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for key, value in saved[names[group["params"][0]]].items():
-            if key != "params":
-                group[key] = tuple(value) if key == "betas" else value
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

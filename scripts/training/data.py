@@ -24,8 +24,7 @@ class TrainingData:
     """The data of a run.
 
     Attributes:
-        batches: returns the batch of a step, or a process's share of it: `input_ids`, and for some data `labels` or
-            `position_ids`. See `ShuffledBatches`, and for a stream `StreamedBatches`.
+        batches: see `ShuffledBatches`, and for a stream `StreamedBatches`.
         held_out: blocks or samples by the name of their split.
         splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
         unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.

@@ -34,16 +34,7 @@ class AttentionTargets:
     """Attention outputs of a source as targets of a converted model."""
 
     def __init__(self, source: str, model: nn.Module) -> None:
-        """Loads the source, and lets both models share equal weights.
-
-        Args:
-            source: a folder or a Hub id.
-            model: converted, on its device.
-
-        Raises:
-            ValueError: the source has other sizes, other positions in the embeddings, the same encoding in every layer,
-                or other weights outside of changed attention.
-        """
+        """Loads the source, a folder or a Hub id, and lets it share its weights with a model converted from it."""
         self.source = load_source(source, "distill_from").to(model.device, model.dtype).eval()
         config: Any = model.config
         before, after = layer_plan(self.source.config), layer_plan(config)
@@ -82,11 +73,7 @@ class AttentionTargets:
         self._trained = [blocks[1][index] for index in layers]
 
     def freeze(self, model: nn.Module, new: set[int]) -> None:
-        """Freezes all parameters outside of changed attention, except those with an id in `new`.
-
-        Args:
-            model: as in `__init__`, or with adapters.
-        """
+        """Freezes all parameters outside of changed attention, except those with an id in `new`."""
         trained = {id(parameter) for block in self._trained for parameter in block.parameters()} | new
         for parameter in model.parameters():
             if id(parameter) not in trained:
@@ -126,12 +113,7 @@ def _attention_blocks(model: nn.Module) -> list[AttentionBlock]:
 
 
 class LogitTargets:
-    """Blocks for training, with tokens drawn from a source's predictions.
-
-    Attributes:
-        chosen: sorted indices of the blocks that have drawn tokens.
-        file: where these are, or will be.
-    """
+    """Blocks for training, with tokens in `file` drawn from a source's predictions of the `chosen` blocks."""
 
     def __init__(self, blocks: TextBlocks, chosen: np.ndarray, file: Path, vocab_size: int) -> None:
         self.blocks, self.chosen, self.file = blocks, chosen, file
@@ -141,11 +123,7 @@ class LogitTargets:
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
 
     def write(self, source: Any, batch_size: int, seed: int, processes: Accelerator | PartialState) -> None:
-        """Draws the tokens from a model's predictions, in all processes.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Draws the tokens from a model's predictions, in all processes."""
         device = processes.device
         source.to(device).eval()
         draft = self.file.with_suffix(".partial")

@@ -37,11 +37,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The division of the processes, see `check_layout`.
-
-    Attributes:
-        dp_replicate, dp_shard, tp: sizes; their product is the number of processes.
-    """
+    """The division of the processes; their number is the product of the sizes."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -63,17 +59,12 @@ class Layout:
 
 
 def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> Layout:
-    """Returns the layout of a recipe on this number of processes.
-
-    Raises:
-        RecipeError: the sizes do not fit the number of processes, the model or the batch.
-    """
+    """Returns the layout of a recipe on this number of processes; it must fit the model and the batch, too."""
     wanted, training = recipe.distributed, recipe.training
     if wanted.cp > 1:
         raise RecipeError(
             f"distributed.cp={wanted.cp!r} is not valid with position_encoding={config.position_encoding!r}: context "
-            "parallelism ignores attention masks and biases, so it is not supported. Allowed: 1. For long sequences, "
-            "use dp_shard and training.activation_checkpointing."
+            "parallelism ignores masks and biases. Allowed: 1."
         )
     if wanted.tp > 1:
         _check_tensor_parallel(recipe, config)
@@ -87,9 +78,8 @@ def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> 
     shares = replicas * wanted.dp_shard
     if training.batch_size % (shares * (training.micro_batch_size or 1)):
         raise RecipeError(
-            f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of "
-            f"training.micro_batch_size={training.micro_batch_size!r} times the number of data-parallel processes, "
-            f"{shares}."
+            f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of micro_batch_size="
+            f"{training.micro_batch_size!r} times the number of data-parallel processes, {shares}."
         )
     return Layout(replicas, wanted.dp_shard, wanted.tp, rank)
 
@@ -98,13 +88,12 @@ def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
     tp = recipe.distributed.tp
     if config.base_model_tp_plan is None:
         raise RecipeError(
-            f"distributed.tp={tp!r} is not valid: model.family={recipe.model['family']!r} has no tensor-parallel plan. "
-            "Allowed: 'llama'."
+            f"distributed.tp={tp!r} is not valid: model.family={recipe.model['family']!r} has no tensor-parallel plan."
         )
     if config.tie_word_embeddings:
         raise RecipeError(
-            f"distributed.tp={tp!r} is not valid with model.tie_word_embeddings=True: the plan divides the embeddings "
-            "and the output layer in different ways. Allowed: False."
+            f"distributed.tp={tp!r} is not valid with model.tie_word_embeddings=True: embeddings and output layer are "
+            "divided in different ways. Allowed: False."
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) % tp:
@@ -115,11 +104,7 @@ def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
 
 
 def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
-    """Returns the accelerator of a run; `output` is the folder for trackers.
-
-    Raises:
-        TrainingError: a tracker is not installed, or accelerate is configured to shard the model itself.
-    """
+    """Returns the accelerator of a run; `output` is the folder for trackers."""
     known = [kind.value for kind in LoggerType if kind != LoggerType.ALL]
     if unknown := [name for name in training.trackers if name not in known]:
         raise TrainingError(
@@ -134,17 +119,12 @@ def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
         cpu=not torch.accelerator.is_available(),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=training.ddp_timeout))],
     )
-    device = accelerator.device
-    if training.chunked_loss == "liger" and not runs_on(device):
-        raise TrainingError(
-            f"training.chunked_loss='liger' is not valid on device={device.type!r}: its kernel needs a GPU. Allowed: "
-            "True, False."
-        )
-    if training.chunked_loss == "liger" and not importlib.util.find_spec("liger_kernel"):
-        raise TrainingError(
-            "training.chunked_loss='liger' is not valid: liger-kernel is not installed. "
-            'pip install "whatwhere[liger]"'
-        )
+    if training.chunked_loss == "liger":
+        refused, device = "training.chunked_loss='liger' is not valid", accelerator.device
+        if not runs_on(device):
+            raise TrainingError(f"{refused} on device={device.type!r}: its kernel needs a GPU. Allowed: True, False.")
+        if not importlib.util.find_spec("liger_kernel"):
+            raise TrainingError(f'{refused}: liger-kernel is not installed. pip install "whatwhere[liger]"')
     kind = accelerator.distributed_type
     shards = kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
     if shards or getattr(accelerator, "parallelism_config", None) is not None:
@@ -161,10 +141,7 @@ def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
 def distribute(model: Any, layout: Layout, accelerator: Accelerator, training: TrainingRecipe) -> Any:
     """Divides a model, which is equal in all processes, among them. Returns the model to call.
 
-    Args:
-        model: with all weights.
-        training: its `mixed_precision` "bf16" means autocast; with `dp_shard`, weights are gathered and used in
-            bfloat16, and gradients are summed in float32.
+    `mixed_precision` "bf16" means autocast; FSDP gathers weights in bfloat16 and sums gradients in float32.
     """
     if not layout.is_sharded:
         return accelerator.prepare_model(model)

@@ -29,7 +29,7 @@ from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
-from ..data.source import SOURCES, MixedText, TextSource
+from ..data.source import SOURCES, TextSource
 from ..data.tokenize import build_tokenizer, load_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import write_json
@@ -37,7 +37,7 @@ from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import TrainingError
 from .loop import Run, file_problems
 from .model import build_optimizer, count_parameters, prepare_model
-from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Recipe, TrainingRecipe
+from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Mixture, Recipe, Schedule, TrainingRecipe
 from .run_folder import RunFolder
 
 # Tokens drawn from a source's predictions; deleted at the end.
@@ -56,9 +56,7 @@ class Settings(Checked):
     """The settings of a run, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
 
     checkpoint: str = Field(description="folder or Hub id")
-    position_encoding: str | list[str] | None = Field(
-        None, description="a name, or a list such as '[rope, cope]'; default: the checkpoint's own"
-    )
+    position_encoding: str | list[str] | None = Field(None, description="a name, or '[rope, cope]'; default: the same")
     position_encoding_parameters: dict | None = Field(None, description="parameters of the encoding")
     rope_parameters: dict | None = Field(None, description="default: the checkpoint's own")
     train_file: list[str] | None = Field(None, description="your text: text, jsonl or parquet files, folders, patterns")
@@ -67,9 +65,7 @@ class Settings(Checked):
     dataset: str | None = Field(None, description="data set of --data hub")
     dataset_config: str | None = Field(None, description="its configuration")
     splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/corpus.py)")
-    mixture: Annotated[list[MixedText], Field(min_length=1)] | None = Field(
-        None, description="several texts with weights, as data.mixture in a recipe"
-    )
+    mixture: Mixture | None = Field(None, description="several texts with weights, as data.mixture in a recipe")
     text_field: str = Field("text", description="column of the documents; default text")
     streaming: bool = Field(False, description="stream the training text")
     shuffle_buffer: Count = Field(256, description="documents in the shuffle buffer of --streaming; default 256")
@@ -80,12 +76,8 @@ class Settings(Checked):
     batch_size: Count = Field(8, description="sequences per device; default 8")
     accumulation: Count = Field(1, description="batches per step; default 1")
     learning_rate: Positive | None = Field(None, description="default 5e-5, with --lora 2e-4")
-    new_learning_rate: Positive | None = Field(
-        None, description="of parameters that a new encoding adds; default: --learning-rate"
-    )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="cosine (default), linear, constant"
-    )
+    new_learning_rate: Positive | None = Field(None, description="of a new encoding's parameters; default: the same")
+    schedule: Schedule = Field("cosine", description="cosine (default), linear, constant")
     warmup_steps: NotNegative = Field(0, description="default 0")
     weight_decay: NotNegativeFloat = Field(0.0, description="default 0")
     save_every: Count = Field(100, description="steps between checkpoints; default 100")
@@ -137,7 +129,6 @@ class Settings(Checked):
             yield "dp_shard", "adapters are not sharded. Allowed with lora: 1"
 
     def text(self, data_dir: str | None = None, **changes: Any) -> DataRecipe:
-        """Returns the settings of the data."""
         options = {name: getattr(self, name) for name in DataRecipe.model_fields if name in Settings.model_fields}
         options["source"] = self.data
         if self.data in CORPORA:
@@ -146,25 +137,6 @@ class Settings(Checked):
             splits = {"train": f"{self.data}:train", "validation": f"{self.data}:{held_out}"}
             options |= {"source": "corpus", "splits": splits}
         return DataRecipe.model_construct(**{**options, **changes})
-
-
-def _model_type(checkpoint: str) -> str:
-    with checked_loading(checkpoint):
-        return str(PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type"))
-
-
-def load_model(settings: Settings) -> tuple[Any, set[str]]:
-    """Loads one of our models, or a stock model as one of ours, with the position encoding of the settings.
-
-    Returns:
-        the model, and the names of its new parameters, also of those that `whatwhere convert` has added.
-
-    Raises:
-        ValueError: there is no such checkpoint, it has another model type, or the encoding is not valid.
-    """
-    encoding = (settings.position_encoding, settings.position_encoding_parameters, settings.rope_parameters)
-    model, new, _ = convert_checkpoint(settings.checkpoint, *encoding)
-    return model, set(new)
 
 
 def finetune(
@@ -178,13 +150,7 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tunes a checkpoint into the folder `output` and returns the contents of `results.json`.
 
-    Args:
-        output, resume, resume_from: as of `loop.train`.
-
-    Raises:
-        ValueError: the checkpoint, the data or a setting is not valid.
-        TrainingError: the output folder is not usable, or training has diverged.
-        Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
+    Other arguments and errors are those of `loop.train`.
     """
     if problems := [*file_problems(settings.text(), data_dir)]:
         raise FinetuneError(*problems)
@@ -193,8 +159,7 @@ def finetune(
         resume, results = folder.begin(resume_from is not None or resume, settings.model_dump())
         if results is not None:
             return results
-        run = Finetuning(settings, folder.path, data_dir)
-        return run.execute(resume=resume, resume_from=resume_from, arguments=arguments)
+        return Finetuning(settings, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
 
 
 class Finetuning(Run):
@@ -202,7 +167,7 @@ class Finetuning(Run):
 
     command, record = "finetune", "finetune.json"
 
-    def __init__(self, options: Settings, output: Path, data_dir: str | None) -> None:
+    def __init__(self, options: Settings, output: Path, data_dir: str | None, **resume: Any) -> None:
         set_seed(options.seed)
         self.options = options
         self._load()
@@ -213,33 +178,34 @@ class Finetuning(Run):
         recipe = _recipe(options, self.loaded.config, data_dir)
         if options.distill_from is not None:
             _check_vocabulary(options.distill_from, recipe.data.tokenizer, self.loaded.config.vocab_size)
-        super().__init__(recipe, output, data_dir)
+        super().__init__(recipe, output, data_dir, **resume)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run, for its folder and its results."""
         return self.options.model_dump()
 
     def config(self) -> Any:
-        """Returns the model's configuration, before the data are read."""
         return self.loaded.config
+
+    def _encoding(self) -> tuple[Any, ...]:
+        options = self.options
+        return options.position_encoding, options.position_encoding_parameters, options.rope_parameters
 
     def _load(self) -> None:
         """Loads the model, with weights of the dtype that they are trained in."""
-        self.loaded, self.fresh = load_model(self.options)
+        model, new, _ = convert_checkpoint(self.options.checkpoint, *self._encoding())
+        self.loaded, self.fresh = model, set(new)
         self.dtypes = {name: parameter.dtype for name, parameter in self.loaded.named_parameters()}
         if not self.options.lora or self.fresh:
             # Small updates of bfloat16 weights would be rounded away.
             self.loaded.float()
 
     def _load_data_and_model(self) -> None:
-        """Does what `Run` does, after checking the source of attention outputs."""
         if self.options.distill == "attention":
             model = self.loaded.to(self.accelerator.device)
             self.attention = AttentionTargets(str(self.options.distill_from), model)
         super()._load_data_and_model()
 
     def build_model(self) -> Any:
-        """Returns the model at the beginning of training; prepares distillation and adapters."""
         options, training = self.options, self.recipe.training
         if options.distill == "logits" and options.distill_from is not None:
             vocab_size = self.loaded.config.vocab_size
@@ -278,15 +244,14 @@ class Finetuning(Run):
             batches.blocks.write(model, self.options.batch_size, seed, self.accelerator)
 
     def _restore_dtypes(self, model: Any) -> None:
-        """Gives the parameters the dtypes that they have in the checkpoint."""
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(self.dtypes[name])
 
     def _add_adapter(self, model: Any) -> Any:
         """Returns the model with low-rank adapters on its linear layers; saves the model itself if it is a new one."""
         options, base = self.options, self.options.checkpoint
-        changes = (options.position_encoding, options.position_encoding_parameters, options.rope_parameters)
-        if changes != (None, None, None) or not _model_type(base).startswith("whatwhere_"):
+        model_type = PreTrainedConfig.get_config_dict(base)[0]["model_type"]
+        if self._encoding() != (None, None, None) or not model_type.startswith("whatwhere_"):
             base = str(self.output / "base")
             if self.accelerator.is_main_process:
                 self._restore_dtypes(model)
@@ -312,20 +277,17 @@ class Finetuning(Run):
         return peft.get_peft_model(model, config)
 
     def build_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """Returns the optimiser, with the learning rate of new parameters, and its schedule."""
         rate, names = self.options.new_learning_rate, dict(self.whole_model.named_parameters())
         rates = {name: rate for name in names if rate is not None and original_name(name) in self.fresh}
         return build_optimizer(self.whole_model, self.recipe.training, rates)
 
-    def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
-        """Evaluates the model, prepares the folder, and loads the checkpoint if the run is resumed."""
+    def begin(self) -> None:
         # A conversion can leave a model without finite scores.
         with contextlib.suppress(TrainingError):
             self.before = self.scores()["metrics"]
-        super().begin(resume=resume, resume_from=resume_from)
+        super().begin()
 
     def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
-        """Returns the loss of a part of a batch with this number of predictions: its share in the mean."""
         if self.options.distill_from is None:
             return super().loss(inputs, predictions)
         part = inputs["labels"][:, 1:].ne(IGNORED).sum() / predictions
@@ -337,7 +299,6 @@ class Finetuning(Run):
         return (outputs.loss + logit_loss(outputs.logits, targets) * part) / 2
 
     def more_state(self) -> dict[str, Any]:
-        """Returns the sequences of a step, and fingerprints of the checkpoint and the source."""
         return {"batch_size": self.recipe.training.batch_size, "fingerprints": self._fingerprints}
 
     @functools.cached_property
@@ -346,9 +307,9 @@ class Finetuning(Run):
         names = {"checkpoint": options.checkpoint, "distill_from": options.distill_from}
         return {name: value and _fingerprint(value) for name, value in names.items()}
 
-    def _check_origin(self, state: dict[str, Any]) -> None:
-        super()._check_origin(state)
-        made, size = f"the run in {str(self.output)!r} was trained", self.recipe.training.batch_size
+    def _check_origin(self, state: dict[str, Any], made: str) -> None:
+        super()._check_origin(state, made)
+        size = self.recipe.training.batch_size
         if state["batch_size"] != size:
             raise TrainingError(
                 f"{made} with {state['batch_size']} sequences a step, now these are {size}: --batch-size is for each "
@@ -359,16 +320,15 @@ class Finetuning(Run):
                 raise TrainingError(f"{made} with {name}={getattr(self.options, name)!r}, whose files have changed.")
 
     def largest_loss(self) -> float:
-        """Returns the loss above which training has diverged: a conversion can leave a model with any finite loss."""
+        # A conversion can leave a model with any finite loss.
         return math.inf
 
     def log(self, values: dict[str, float]) -> None:
-        """Appends a line to `metrics.jsonl`; the loss of distillation is not that of the text alone."""
+        # The loss of distillation is not that of the text alone.
         distils = self.options.distill_from is not None
         super().log({"distillation_loss" if distils and name == "loss" else name: values[name] for name in values})
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
-        """Saves the trained model or adapter, in the first process."""
         if state_dict is not None:
             state_dict = {name: tensor.to(self.dtypes.get(name, tensor.dtype)) for name, tensor in state_dict.items()}
         elif self.options.merge or not self.options.lora:
@@ -379,7 +339,6 @@ class Finetuning(Run):
             write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Does what `Run.finish` does, for a full model with the weights as saved, and deletes the drawn tokens."""
         if self.options.merge:
             if self.accelerator.is_main_process:
                 with self.checkpoints.writing(self.output / "adapter"):
@@ -396,7 +355,6 @@ class Finetuning(Run):
         return results
 
     def more_results(self) -> dict[str, Any]:
-        """Returns what fine-tuning adds to `results.json`."""
         checkpoint = self.options.checkpoint
         stated = card_metadata(checkpoint)
         local = Path(checkpoint) if os.path.exists(checkpoint) else None
@@ -444,7 +402,6 @@ def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
 
 
 def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
-    """Returns the settings as a recipe."""
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     limit = max_length(config)
     if limit is not None and length > limit:
@@ -456,7 +413,9 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
     try:
         tokenizer = build_tokenizer(name)
     except ValueError as error:
-        raise FinetuneError(f"no tokenizer: give one with --tokenizer. ({error})") from error
+        if options.tokenizer is None and error.__cause__ is not None:
+            raise FinetuneError(f"checkpoint={name!r} has no tokenizer: give one with --tokenizer.") from error
+        raise
     if len(tokenizer) > config.vocab_size:
         raise FinetuneError(
             f"tokenizer={name!r} is not valid: it has {len(tokenizer)} tokens, the model has {config.vocab_size}."
@@ -468,16 +427,14 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
         data=options.text(data_dir, sequence_length=length, tokenizer=name, workers=int(options.streaming) or None),
         model={"family": config.model_type.removeprefix("whatwhere_")},
         training=TrainingRecipe(
-            steps=options.steps,
+            **options.model_dump(
+                include={"steps", "schedule", "warmup_steps", "weight_decay", "activation_checkpointing"}
+            ),
             batch_size=options.batch_size * options.accumulation * processes,
             micro_batch_size=options.batch_size,
             learning_rate=default_rate if options.learning_rate is None else options.learning_rate,
-            schedule=options.schedule,
-            warmup_steps=options.warmup_steps,
-            weight_decay=options.weight_decay,
             clip_norm=1.0,
             mixed_precision="bf16" if options.bf16 else "no",
-            activation_checkpointing=options.activation_checkpointing,
             checkpoint_every=options.save_every,
         ),
         evaluation=EvaluationRecipe(blocks=options.evaluation_blocks, final_blocks=options.evaluation_blocks),
@@ -487,5 +444,4 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
 
 
 def original_name(name: str) -> str:
-    """Returns the name that a parameter has without peft."""
     return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".base_layer", "")

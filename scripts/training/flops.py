@@ -41,11 +41,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device: torch.device | str) -> float | None:
-    """Returns the dense bf16 FLOP/s of a device; None if it is not known, as for a CPU.
-
-    Args:
-        device: a device of this machine, or a name such as "H100" or "NVIDIA A100-SXM4-80GB".
-    """
+    """Returns the dense bf16 FLOP/s of a device or of a name such as "NVIDIA A100-SXM4-80GB"; None if unknown."""
     if isinstance(device, torch.device):
         if device.type != "cuda":
             return None

@@ -28,9 +28,6 @@ def evaluate(run: Any, split: str, *, batch_size: int, limit: int | None) -> dic
         nats, including end-of-text tokens, over ln 2 times the bytes of the predicted text), `perplexity` (per token),
         `loss` (nats per token) and `tokens` (the number of predictions). Symbols that are not text have no
         `bits_per_byte`.
-
-    Raises:
-        TrainingError: training has diverged.
     """
     data, model, device = run.data, run.whole_model, run.accelerator.device
     model.eval()

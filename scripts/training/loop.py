@@ -11,6 +11,7 @@ other processes or with another layout (`distributed.py`) the batches are the sa
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -58,7 +59,7 @@ from .held_out import about_task, about_text, evaluate
 from .model import build_config, build_model, build_optimizer, count_parameters
 from .progress import Progress, peak_memory, stop_signals
 from .recipe import DataRecipe, Recipe, RecipeError
-from .run_folder import RunFolder
+from .run_folder import RunFolder, step_of
 
 
 def train(
@@ -82,9 +83,8 @@ def train(
         resume_from: continue from the checkpoint after this step, and delete later ones.
 
     Raises:
-        TrainingError: the folder has another run, or the loss is not finite.
-        OSError: the folder cannot be written.
-        Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived.
+        TrainingError: the folder has another run or cannot be used, or training has diverged.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
         ValueError: the recipe's model or data are not valid.
     """
     folder = RunFolder(Path(output))
@@ -92,23 +92,16 @@ def train(
         resume, results = folder.begin(resume_from is not None or resume, recipe.resolved())
         if results is not None:
             return results
-        check_text_and_model(recipe, data_dir)
-        run = Run(recipe, folder.path, data_dir)
-        return run.execute(resume=resume, resume_from=resume_from, arguments=arguments)
+        _check_text_and_model(recipe, data_dir)
+        return Run(recipe, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
 
 
-def check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
-    """Checks a recipe's model and that its local files exist, before anything is read.
-
-    Raises:
-        RecipeError: with all problems.
-    """
-    problems: list[str] = []
+def _check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
+    problems = [f"data.{problem}" for problem in file_problems(recipe.data, data_dir)]
     try:
         build_config(recipe)
     except RecipeError as error:
-        problems += error.problems
-    problems += [f"data.{problem}" for problem in file_problems(recipe.data, data_dir)]
+        problems = [*error.problems, *problems]
     if problems:
         raise RecipeError(*problems)
 
@@ -128,11 +121,18 @@ class Run:
 
     command, record = "train", "recipe.yaml"
 
-    def __init__(self, recipe: Recipe, output: Path, data_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        output: Path,
+        data_dir: str | os.PathLike[str] | None = None,
+        *,
+        resume: bool = False,
+        resume_from: int | None = None,
+    ) -> None:
         self.recipe, self.output, self.folder = recipe, output, RunFolder(output, self.record)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
-        self._flops_per_token: float | None = None
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
@@ -141,32 +141,32 @@ class Run:
         self.layout = check_layout(recipe, self.config(), processes, rank)
         self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints, training.ddp_timeout)
         self.micro_batch_size = training.micro_batch_size or training.batch_size // self.layout.data_share[1]
+        self.resume = resume
         with self.explaining_errors():
+            # The `run.json` of the checkpoint to continue from.
+            self.state = self._read_checkpoint(resume_from) if resume else None
             self._load_data_and_model()
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run, for its folder and its results."""
         return self.recipe.resolved()
 
     def config(self) -> Any:
-        """Returns the model's configuration, before the data are read."""
         return build_config(self.recipe)
 
     def build_model(self) -> Any:
-        """Returns the model at the beginning of training."""
         return build_model(self.recipe, build_config(self.recipe, self.data.tokenizer))
 
     def build_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
-        """Returns the optimiser of `whole_model` and its schedule."""
         return build_optimizer(self.whole_model, self.recipe.training)
 
     def _load_data_and_model(self) -> None:
-        """Reads the data, and builds the model and the optimiser."""
         recipe, training = self.recipe, self.recipe.training
         self.say("reading and tokenising the data")
         self.data = load_data(recipe, self.data_dir)
         if self.data.note:
             self.accelerator.print(f"{recipe.name}: {self.data.note}")
+        if self.state is not None:
+            self._check_text(self.state)
         set_seed(recipe.seed)
         # The model without a data-parallel wrapper, and the model to train.
         self.whole_model = self.build_model()
@@ -185,29 +185,24 @@ class Run:
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
         """Converts errors of communication between processes into a TrainingError."""
+        timeout = self.recipe.training.ddp_timeout
+        return explained(self.accelerator, timeout, lambda: f"after step {self.step}. {self.checkpoints.advice()}")
 
-        def where() -> str:
-            return f"after step {self.step}. {self.checkpoints.advice()}"
-
-        return explained(self.accelerator, self.recipe.training.ddp_timeout, where)
-
-    def execute(
-        self, *, resume: bool, resume_from: int | None = None, arguments: list[str] | None = None
-    ) -> dict[str, Any]:
-        """Begins or resumes the run, trains, and returns `finish(arguments)`."""
+    def execute(self, arguments: list[str] | None = None) -> dict[str, Any]:
+        """Begins or resumes the run, trains, and returns the results."""
         with self.explaining_errors():
             try:
-                self.begin(resume=resume, resume_from=resume_from)
+                self.begin()
                 self.train()
                 return self.finish(arguments)
             except Exception:
                 self.checkpoints.wait(failed=True)
                 raise
 
-    def begin(self, *, resume: bool = False, resume_from: int | None = None) -> None:
+    def begin(self) -> None:
         """Prepares the folder, and loads the checkpoint if the run is resumed."""
-        if resume:
-            self.load_checkpoint(resume_from)
+        if self.resume:
+            self._load_checkpoint()
         self.write_settings()
         if self.recipe.training.trackers:
             self.accelerator.init_trackers(self.recipe.name, config={"recipe": json.dumps(self.recipe.resolved())})
@@ -222,12 +217,7 @@ class Run:
                 self.folder.write_record(self.settings())
 
     def train(self) -> None:
-        """Trains from the current step to the last one.
-
-        Raises:
-            TrainingError: training has diverged (see `_check_divergence`).
-            Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
-        """
+        """Trains from the current step to the last one."""
         training, every, unit = self.recipe.training, self.recipe.evaluation.every, self.data.unit
         # Samples of tasks and separate documents have different lengths.
         per_step = training.batch_size * (self.recipe.data.sequence_length if unit == "tokens" else 1)
@@ -278,15 +268,14 @@ class Run:
         if self.data.unit != "tokens":
             return {}
         each = speed / self.accelerator.num_processes
-        if not (peak := peak_flops(self.accelerator.device)):
-            return {"tokens_per_second_per_device": each}
-        if self._flops_per_token is None:
-            config = self.whole_model.config
-            self._flops_per_token = flops_per_token(config, self.recipe.data.sequence_length)
-        return {
-            "tokens_per_second_per_device": each,
-            "model_flops_utilisation": each * self._flops_per_token / peak,
-        }
+        costs = {"tokens_per_second_per_device": each}
+        if peak := peak_flops(self.accelerator.device):
+            costs["model_flops_utilisation"] = each * self._flops_per_token / peak
+        return costs
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float:
+        return flops_per_token(self.whole_model.config, self.recipe.data.sequence_length)
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
@@ -336,7 +325,7 @@ class Run:
         return self.sum(total), norm
 
     def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
-        """Returns the loss of a part of a batch with this number of predictions: its share in the mean."""
+        """Returns the loss of a part of a batch: its share in the mean over this number of predictions."""
         return self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -354,9 +343,8 @@ class Run:
             if not math.isfinite(value) or value > limits[name]:
                 self.checkpoints.wait()
                 raise TrainingError(
-                    f"{name}={value!r} at step {self.step}: training has diverged. Nothing was saved after the "
-                    "last checkpoint. Lower training.learning_rate, or lengthen training.warmup_steps. "
-                    f"{self.checkpoints.advice()}"
+                    f"{name}={value!r} at step {self.step}: training has diverged. Lower the learning rate or lengthen "
+                    f"the warm-up. {self.checkpoints.advice()}"
                 )
         return values
 
@@ -380,7 +368,6 @@ class Run:
         return improved
 
     def evaluate(self, split: str, limit: int | None = None) -> dict[str, float]:
-        """Returns the scores of a held-out split, see `held_out.evaluate`."""
         return evaluate(self, split, batch_size=self.micro_batch_size, limit=limit)
 
     def log(self, values: dict[str, float]) -> None:
@@ -393,11 +380,7 @@ class Run:
             self.accelerator.log(values, step=self.step)
 
     def save_checkpoint(self) -> None:
-        """Begins to write a checkpoint after the current step.
-
-        Raises:
-            TrainingError: the previous checkpoint could not be written; raised in all processes.
-        """
+        """Begins to write a checkpoint after the current step."""
         # Tensor-parallel processes read the same share.
         streams = gather_object([self.data.batches.state_dict()]) if self.recipe.data.streaming else None
         state = {
@@ -414,66 +397,62 @@ class Run:
         self.checkpoints.save(training_tensors(self.whole_model, self.optimizer), state)
 
     def more_state(self) -> dict[str, Any]:
-        """Returns what a kind of run adds to `run.json` of its checkpoints."""
+        """Returns what `run.json` also has."""
         return {}
 
-    def load_checkpoint(self, step: int | None = None) -> None:
-        """Loads the newest checkpoint, or the one after `step`; without checkpoints, the run starts at step 0.
-
-        Raises:
-            TrainingError: there is no such checkpoint, it is damaged, or it was written with another kind of device or
-                other data.
-        """
-        folders = self.checkpoints.until(step)
-        state: dict[str, Any] = {"step": 0, "seconds": 0.0, "best": None}
-        if not folders:
-            self.say("no checkpoint yet, starting from the beginning")
-        else:
-            state = self._read(folders)
-            if self.recipe.data.streaming:
-                self.data.batches.load_state_dict(state["streams"], self.layout.data_share)
-            self._check_origin(state)
-            load_checkpoint(folders[-1], self.whole_model, self.optimizer, self.scheduler, state)
-            self.say(f"resuming after step {state['step']:,}")
-            if {**state["layout"], "rank": None} == {**dataclasses.asdict(self.layout), "rank": None}:
-                set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
-            else:
-                set_seed(self.recipe.seed + state["step"])
-                self.say("resuming with another layout: random numbers of dropout differ")
-        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
-        # Wait until all processes have read the checkpoint.
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            self.checkpoints.remove(self.folder.checkpoints()[len(folders) :])
-            self._cut_metrics()
-
-    def _read(self, folders: list[Path]) -> dict[str, Any]:
-        """Returns `Checkpoints.read`, done by one process for all."""
+    def _read_checkpoint(self, step: int | None) -> dict[str, Any] | None:
+        """Returns what `Checkpoints.read` does, read by one process for all and checked by each."""
         found: list[Any] = [None]
         if self.accelerator.is_main_process:
             try:
-                found = [self.checkpoints.read(folders)]
+                found = [self.checkpoints.read(step)]
             except TrainingError as error:
                 found = [error]
         broadcast_object_list(found)
         if isinstance(found[0], TrainingError):
             raise found[0]
+        if found[0] is not None:
+            self._check_origin(found[0], f"the run in {str(self.output)!r} was trained")
         return found[0]
 
-    def _check_origin(self, state: dict[str, Any]) -> None:
-        """Raises TrainingError for a checkpoint from which this process cannot continue exactly."""
-        made = f"the run in {str(self.output)!r} was trained"
+    def _check_origin(self, state: dict[str, Any], made: str) -> None:
+        """Raises a TrainingError, which begins with `made`, if the checkpoint cannot be continued here exactly."""
         device = state["random"][0]["device_type"]
         if device != self.accelerator.device.type:
             raise TrainingError(
                 f"{made} on {device!r} and cannot be resumed exactly on {self.accelerator.device.type!r}."
             )
+
+    def _check_text(self, state: dict[str, Any]) -> None:
         old = state["splits_sha256"]
         if changed := [name for name, digest in self.data.splits_sha256.items() if old.get(name) != digest]:
             raise TrainingError(
-                f"{made} on other text: the corpus, the Python version or the tokenizer has changed. Changed splits: "
-                f"{', '.join(changed)}."
+                f"the run in {str(self.output)!r} was trained on other text: the corpus, the Python version or the "
+                f"tokenizer has changed. Changed splits: {', '.join(changed)}."
             )
+
+    def _load_checkpoint(self) -> None:
+        """Continues from the checkpoint; without one, the run starts at step 0."""
+        if self.state is None:
+            self.say("no checkpoint yet, starting from the beginning")
+        else:
+            state = self.state
+            self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+            if self.recipe.data.streaming:
+                self.data.batches.load_state_dict(state["streams"], self.layout.data_share)
+            folder = self.checkpoints.path_of(state)
+            load_checkpoint(folder, self.whole_model, self.optimizer, self.scheduler, state)
+            self.say(f"resuming after step {self.step:,}")
+            if {**state["layout"], "rank": None} == {**dataclasses.asdict(self.layout), "rank": None}:
+                set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
+            else:
+                set_seed(self.recipe.seed + self.step)
+                self.say("resuming with another layout: random numbers of dropout differ")
+        # Wait until all processes have read the checkpoint.
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self.checkpoints.remove([folder for folder in self.folder.checkpoints() if step_of(folder) > self.step])
+            self._cut_metrics()
 
     def _cut_metrics(self) -> None:
         """Removes the lines of steps after the checkpoint; the last line may be incomplete."""
@@ -481,13 +460,7 @@ class Run:
         if not metrics.exists():
             return
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        try:
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
-        except (ValueError, TypeError, KeyError) as error:
-            raise TrainingError(
-                f"{str(metrics)!r} is damaged: not every line is JSON with a step ({error}). Remove that line, and "
-                "resume again."
-            ) from error
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
         with self.checkpoints.writing(metrics):
             write_text(metrics, "".join(kept))
 
@@ -529,15 +502,11 @@ class Run:
         model.save_pretrained(folder, state_dict=state_dict)
 
     def more_results(self) -> dict[str, Any]:
-        """Returns what a kind of run adds to `results.json`."""
+        """Returns what `results.json` also has."""
         return {}
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Evaluates on the test split (or validation, without a test split) and saves model, results and card.
-
-        Models of toy tasks are evaluated on every test set. If the recipe keeps the best model, the model with the
-        lowest validation loss is evaluated and saved instead of the last one.
-        """
+        """Evaluates the last model, or the best one if the recipe keeps it, and saves it with results and card."""
         recipe, model = self.recipe, self.whole_model
         self.checkpoints.wait()
         if self.best is not None:

@@ -21,9 +21,6 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
 
     Fields not in `model` are derived: the vocabulary and the special tokens from `tokenizer`, and
     `max_position_embeddings` from `data.sequence_length`, or from the longest sample of a test set if it is longer.
-
-    Raises:
-        RecipeError: a field is unknown or out of range, or the encoding does not support `data.sequence_length`.
     """
     fields = dict(recipe.model)
     family = fields.pop("family")
@@ -60,7 +57,6 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
 
 
 def build_model(recipe: Recipe, config: Any) -> Any:
-    """Builds the model with random weights, from the seed of the process."""
     model = FAMILIES[recipe.model["family"]](config)
     prepare_model(model, recipe.training)
     return model

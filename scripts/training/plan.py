@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import unittest.mock
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -51,21 +51,16 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a recipe needs.
-
-    Attributes:
-        layout: of the devices.
-        rows, parts: sequences that a device takes at a time, and how many times it does so in a step.
-        parameters, embeddings: of the model; the embeddings among them.
-        memory: of a device.
-        tokens_per_step, flops_per_token: of all devices; see `flops_per_token`.
-    """
+    """What a recipe needs."""
 
     layout: Layout
+    # Sequences that a device takes at a time, and how many times it does so in a step.
     rows: int
     parts: int
+    # Embeddings are among the parameters.
     parameters: int
     embeddings: int
+    # Of a device.
     memory: Memory
     tokens_per_step: int
     flops_per_token: float
@@ -75,11 +70,7 @@ def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
     """Returns what a recipe needs on this number of devices.
 
     Args:
-        recipe: see `load_recipe`. Its text is not read.
         gpu: whether the devices are GPUs, where `auto` attention uses the Triton kernels, and the optimiser is fused.
-
-    Raises:
-        RecipeError: the recipe's model or layout is not valid, or its tokenizer cannot be read.
     """
     config = _config(recipe)
     layout = check_layout(recipe, config, devices)
@@ -114,8 +105,7 @@ def _config(recipe: Recipe) -> Any:
             tokenizer = build_tokenizer(data.tokenizer)
         except (OSError, ValueError) as error:
             raise RecipeError(
-                f"data.tokenizer={data.tokenizer!r} cannot be read, and its vocabulary has an unknown size. Give the "
-                "size, for example --set model.vocab_size=50257."
+                f"data.tokenizer={data.tokenizer!r} cannot be read: give its size, as --set model.vocab_size=50257."
             ) from error
     config = build_config(recipe, tokenizer)
     if data.tokenizer == "bpe" and data.vocab_size:
@@ -183,24 +173,24 @@ def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulat
     else:
         exchange = 4.0 * total if layout.dp_replicate > 1 else 0.0
 
-    def at(step: Existing, *, updates: bool = False, scatters: bool = False) -> Memory:
+    def at(step: dict[str, int], *, updates: bool = False, scatters: bool = False) -> Memory:
         if not fsdp:
             # The output layer is whole in this model, unlike in tensor parallelism.
-            gradients = 4.0 * min(step.root_gradients + step.layer_gradients, total)
+            gradients = 4.0 * min(step["root"] + step["layers"], total)
         elif updates:
             gradients = total * share
         elif accumulates:
             # Until the last part of a batch, gradients stay whole.
             gradients = total * 4.0
         else:
-            gradients = step.layer_gradients * share + step.root_gradients * size
+            gradients = step["layers"] * share + step["root"] * size
         return Memory(
             weights=total * share,
             gradients=gradients,
             optimiser=2 * total * share,
             # The temporary tensors of an update have the shapes of the weights.
-            activations=step.activations / (shards if updates else 1),
-            logits=step.logits,
+            activations=step["activations"] / (shards if updates else 1),
+            logits=step["logits"],
             communication=0.0 if fsdp and updates else exchange + (4.0 * root if scatters else 0.0),
         )
 
@@ -220,57 +210,39 @@ def _kernels(use: bool) -> contextlib.AbstractContextManager[Any]:
     )
 
 
-class Existing(NamedTuple):
-    """What exists at a time: elements of gradients outside and inside of layers, bytes of activations and logits."""
-
-    root_gradients: int
-    layer_gradients: int
-    activations: int
-    logits: int
-
-
 class Tracker(TorchDispatchMode):
-    """Records which tensors exist after each operation of a step, in `history`.
+    """Records what exists after each operation of a step, in `history`.
 
-    Tensors are those that operations return, as long as anything refers to their memory: saved for the backward pass or
-    temporary. Logits are tensors whose last axis has the size of the vocabulary.
+    That is the elements of gradients in `layers` and outside of them (`root`), and the bytes of `activations` and
+    `logits`: tensors that operations return, as long as anything refers to their memory (saved for the backward pass or
+    temporary). Logits are those whose last axis has the size of the vocabulary.
     """
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.vocabulary = model.config.vocab_size
-        self.history: list[Existing] = []
-        self._bytes = {"activations": 0, "logits": 0}
+        self.history: list[dict[str, int]] = []
+        self._existing = dict.fromkeys(("layers", "root", "activations", "logits"), 0)
         # Kind and size by memory; tensors that exist before are not counted.
         self._kinds: dict[int, tuple[str, int]] = {}
         inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
-        self._in_layers = {True: 0, False: 0}
-        self._known = set()
-        for tensor in (*model.buffers(), *(v for state in optimizer.state.values() for v in state.values())):
-            if isinstance(tensor, torch.Tensor):
-                self._known.add(tensor.untyped_storage()._cdata)
-        self._hooks = []
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        existing = (*model.buffers(), *model.parameters(), *gradients, *states)
+        self._known = {tensor.untyped_storage()._cdata for tensor in existing}
         for parameter in model.parameters():
-            self._known.add(parameter.untyped_storage()._cdata)
+            place = "layers" if id(parameter) in inside else "root"
             if parameter.grad is None:
-                count = functools.partial(self._count_gradient, id(parameter) in inside)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(count))
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._count_gradient, place))
             else:
-                self._known.add(parameter.grad.untyped_storage()._cdata)
-                self._in_layers[id(parameter) in inside] += parameter.numel()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
+                self._existing[place] += parameter.numel()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor)
-        gradients = self._in_layers[False], self._in_layers[True]
-        self.history.append(Existing(*gradients, self._bytes["activations"], self._bytes["logits"]))
+        self.history.append(dict(self._existing))
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
@@ -280,17 +252,17 @@ class Tracker(TorchDispatchMode):
             return
         kind = "logits" if tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary else "activations"
         self._kinds[key] = kind, storage.nbytes()
-        self._bytes[kind] += storage.nbytes()
+        self._existing[kind] += storage.nbytes()
         weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
         if key in self._kinds:
             kind, size = self._kinds.pop(key)
-            self._bytes[kind] -= size
+            self._existing[kind] -= size
 
-    def _count_gradient(self, in_layer: bool, parameter: torch.Tensor) -> None:
+    def _count_gradient(self, place: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         key = parameter.grad.untyped_storage()._cdata
         self._remove(key)
         self._known.add(key)
-        self._in_layers[in_layer] += parameter.numel()
+        self._existing[place] += parameter.numel()

@@ -16,8 +16,9 @@ from ..data.source import MixedText, TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 
-DDP_TIMEOUT = 600
 CONFIGURATIONS: dict[str, Any] = {"gpt2": WhatWhereGPT2Config, "llama": WhatWhereLlamaConfig}
+Mixture = Annotated[list[MixedText], Field(min_length=1)]
+Schedule = Literal["cosine", "linear", "constant"]
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
@@ -38,7 +39,7 @@ class DataRecipe(TextSource):
     """
 
     source: Literal["stdlib", "hub", "local", "corpus", "mixture", "task"] = "stdlib"  # type: ignore[assignment]
-    mixture: Annotated[list[MixedText], Field(min_length=1)] | None = None
+    mixture: Mixture | None = None
     sequence_length: Annotated[int, Field(ge=2)]
     shuffle_buffer: Count = 1000
     # Processes that read batches ahead; by default 2 on a GPU; on a CPU 0, or 1 for a stream.
@@ -55,7 +56,6 @@ class DataRecipe(TextSource):
     loss: Literal["answer", "all"] | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         yield from super().problems()
         is_task = self.source == "task"
         for key in ("shuffle_buffer", "tokenizer", "vocab_size", "pack") if is_task else _TASK_KEYS:
@@ -77,7 +77,6 @@ class DataRecipe(TextSource):
                 yield "streaming", f"data.mixture[{number}].{name}: {reason}"
 
     def texts(self) -> list[TextSource]:
-        """Returns the texts of the mixture, or the only one."""
         if self.mixture is None:
             return [self]
         return [text.model_copy(update={"streaming": self.streaming}) for text in self.mixture]
@@ -88,22 +87,12 @@ class DataRecipe(TextSource):
         return [weight / sum(weights) for weight in weights]
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
-        """Returns the configuration (`TaskConfig`) of the task with the parameters of training.
-
-        Args:
-            test_set: the name of a test set, whose parameters are used instead.
-
-        Raises:
-            RecipeError: the task or a parameter is unknown or not valid.
-        """
+        """Returns the task's `TaskConfig` with the parameters of training, or of a test set."""
         if self.task not in TASKS:
             raise RecipeError(f"data.task={self.task!r} is not valid. {suggest(str(self.task), TASKS)}")
         where, values = "task_parameters", self.task_parameters or {}
         if fixed := {"seed", "train_samples", "validation_samples", "test_samples"} & set(values):
-            raise RecipeError(
-                f"data.task_parameters={values!r} is not valid: {min(fixed)!r} is not allowed. Use seed, "
-                "data.train_samples, evaluation.blocks or data.test_samples."
-            )
+            raise RecipeError(f"data.task_parameters={values!r} is not valid: the recipe has its own {min(fixed)}.")
         if test_set is not None:
             where, values = f"test_sets[{test_set!r}]", {**values, **(self.test_sets or {})[test_set]}
             if self.test_samples is not None:
@@ -120,38 +109,24 @@ class DataRecipe(TextSource):
         return max(self.sequence_length, *(self.task_config(test_set=name).longest for name in self.test_sets or {}))
 
     def with_task_defaults(self) -> "DataRecipe":
-        """Returns the same with every parameter of the task and its test sets filled in.
-
-        Raises:
-            RecipeError: a parameter, a test set or the length is not valid.
-        """
+        """Returns the same with every parameter of the task and its test sets filled in."""
         training = self.task_config()
         if self.sequence_length < training.longest and not training.may_be_cut:
-            raise RecipeError(
-                f"data.sequence_length={self.sequence_length!r} is not valid: samples of data.task={self.task!r} have "
-                f"up to {training.longest} tokens with these parameters."
-            )
+            reason = f"samples have up to {training.longest} tokens"
+            raise RecipeError(f"data.sequence_length={self.sequence_length!r} is not valid: {reason}.")
         test_sets = training.test_sets() if self.test_sets is None else self.test_sets
-        for name, changes in test_sets.items():
-            if not isinstance(name, str) or not isinstance(changes, dict) or "seed" in changes:
-                raise RecipeError(
-                    f"data.test_sets[{name!r}]={changes!r} is not valid: it must be a mapping of parameters, without "
-                    "`seed`."
-                )
         known = self.model_copy(update={"task_parameters": shape(training), "test_sets": test_sets})
-        for name in test_sets:
+        filled = {}
+        for name, changes in test_sets.items():
+            refused = f"data.test_sets[{name!r}]={changes!r} is not valid"
+            if not isinstance(name, str) or not isinstance(changes, dict) or "seed" in changes:
+                raise RecipeError(f"{refused}: it must be a mapping, without `seed`.")
             tested = known.task_config(test_set=name)
             if unknown := set(tested.symbols) - set(training.symbols):
-                raise RecipeError(
-                    f"data.test_sets[{name!r}]={test_sets[name]!r} is not valid: training has no symbols "
-                    f"{', '.join(map(repr, sorted(unknown)))}."
-                )
-        # Includes the default sizes, so that later changes of defaults do not affect old recipes.
-        test_sets = {
-            name: {**changes, "test_samples": known.task_config(test_set=name).test_samples}
-            for name, changes in test_sets.items()
-        }
-        return known.model_copy(update={"test_sets": test_sets, "loss": self.loss or "answer"})
+                raise RecipeError(f"{refused}: training has no symbols {', '.join(map(repr, sorted(unknown)))}.")
+            # The default size, too: later changes of defaults do not affect old recipes.
+            filled[name] = {**changes, "test_samples": tested.test_samples}
+        return known.model_copy(update={"test_sets": filled, "loss": self.loss or "answer"})
 
 
 class TrainingRecipe(Checked):
@@ -161,7 +136,7 @@ class TrainingRecipe(Checked):
     batch_size: Count
     learning_rate: Positive
     micro_batch_size: Count | None = None
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_steps: NotNegative = 0
     minimum_learning_rate: NotNegativeFloat = 0.0
     weight_decay: NotNegativeFloat = 0.0
@@ -181,10 +156,9 @@ class TrainingRecipe(Checked):
     keep_checkpoints: Count = 2
     trackers: list[str] = []
     # Timeout of communication between processes, in seconds.
-    ddp_timeout: Count = DDP_TIMEOUT
+    ddp_timeout: Count = 600
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
         if self.minimum_learning_rate and self.schedule != "cosine":
@@ -215,7 +189,6 @@ class EvaluationRecipe(Checked):
     keep: Literal["last", "best"] = "last"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         if self.keep == "best" and self.every is None:
             yield "keep", "it needs every"
 
@@ -232,7 +205,6 @@ class Recipe(Checked):
     seed: NotNegative = 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         # It is used as a folder name.
         if not re.fullmatch(r"\w[\w.-]*", self.name):
             yield "name", "allowed are letters, digits, '_', '-' and '.', and it must not begin with '-' or '.'"
@@ -306,9 +278,6 @@ def load_recipe(
         source: a YAML file, or the name of a shipped recipe (`demo_rope`).
         overrides: `key.sub=value`, applied in order; the value is YAML.
         train_file, validation_file: own text, instead of the recipe's source.
-
-    Raises:
-        RecipeError: the file or its contents are not valid.
     """
     path = Path(source)
     if not path.suffix and not path.exists():
@@ -357,11 +326,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
-    """Builds a recipe from a dictionary, such as `Recipe.resolved()`; checks everything except the model.
-
-    Raises:
-        RecipeError: the recipe is not valid; the message has all errors.
-    """
+    """Builds a recipe from a dictionary, such as `Recipe.resolved()`; checks everything except the model."""
     values = dict(values)
     model = values.get("model")
     problems: list[str] = []

@@ -34,18 +34,13 @@ LOCK, OWNER, DRAFT = ".lock", ".lock.json", ".final"
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run; it need not exist yet.
-
-    Attributes:
-        record: the name of the settings file.
-    """
+    """The folder of a run; it need not exist yet. `record` is the name of the settings file."""
 
     path: Path
     record: str = "recipe.yaml"
 
     @property
     def is_begun(self) -> bool:
-        """Whether the settings file exists."""
         return (self.path / self.record).exists()
 
     def checkpoints(self) -> list[Path]:
@@ -63,14 +58,7 @@ class RunFolder:
         return f"interrupted after step {step_of(checkpoints[-1])}" if checkpoints else "started"
 
     def results(self, settings: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Returns the results of the finished run, or None.
-
-        Args:
-            settings: the expected settings, except those in `IMMATERIAL`; None for any.
-
-        Raises:
-            TrainingError: the results cannot be read, or the run has other settings.
-        """
+        """Returns the results of the finished run, or None; with `settings`, a TrainingError if the run has others."""
         try:
             results = self._read("results.json")
         except FileNotFoundError:
@@ -80,17 +68,13 @@ class RunFolder:
         return results
 
     def begin(self, resume: bool | str, settings: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
-        """Checks that the run can be started or resumed in this folder.
+        """Checks that the run can be started in this folder, or resumed with settings that differ in `IMMATERIAL` only.
 
         Args:
             resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
-            settings: those in `IMMATERIAL` may have changed.
 
         Returns:
             whether to resume, and the results if there is nothing left to do.
-
-        Raises:
-            TrainingError: the folder is not empty; or with `resume`, it has no unfinished run with these settings.
         """
         if resume == "auto":
             if (results := self.results(settings)) is not None:
@@ -100,7 +84,7 @@ class RunFolder:
         path = self.path.resolve()
         names = {file.name for file in path.iterdir()} if path.exists() else set()
         if not resume:
-            if names - {LOCK, OWNER, DRAFT, *(f".{name}.partial" for name in (self.record, "metrics.jsonl"))}:
+            if names - {LOCK, OWNER, *self._leftovers()}:
                 raise TrainingError(f"output={str(self.path)!r} is not empty. Choose another folder, or use --resume.")
             return False, None
         if self.record not in names:
@@ -115,8 +99,7 @@ class RunFolder:
         changed = differences(old, json.loads(json.dumps(settings)))
         if changed := [line for line in changed if line.partition(": ")[0] not in IMMATERIAL]:
             raise TrainingError(
-                f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}. "
-                "Choose another folder, or move this one away."
+                f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}."
             )
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -131,7 +114,6 @@ class RunFolder:
         return values
 
     def write_record(self, settings: Mapping[str, Any]) -> None:
-        """Writes the settings file."""
         file = self.path / self.record
         if file.suffix == ".json":
             write_json(file, dict(settings))
@@ -148,13 +130,12 @@ class RunFolder:
             file.replace(self.path / file.name)
         draft.rmdir()
 
+    def _leftovers(self) -> tuple[str, ...]:
+        return DRAFT, f".{self.record}.partial", ".metrics.jsonl.partial"
+
     def remove_leftovers(self) -> None:
         """Deletes incomplete files of a killed run."""
-        found = [self.path / DRAFT, *(self.path / f".{name}.partial" for name in (self.record, "metrics.jsonl"))]
-        if self.is_begun:
-            # Temporary files of safetensors.
-            found += [path for path in self.path.glob(".tmp??????") if path.is_file()]
-        for path in [*found, *self.path.glob("checkpoints/.*")]:
+        for path in (*(self.path / name for name in self._leftovers()), *self.path.glob("checkpoints/.*")):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -166,10 +147,6 @@ class RunFolder:
 
         The operating system releases the lock of a killed process. In a distributed run, only rank 0 takes the lock.
         The lock file stays in the folder: if it were deleted, two later processes could lock two files of this name.
-
-        Raises:
-            TrainingError: another run has the lock.
-            OSError: the folder cannot be written.
         """
         check_writable(self.path)
         if int(os.environ.get("RANK", "0")):
@@ -186,10 +163,7 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found = json.loads(owner.read_text(encoding="utf-8"))
                 holder = f"process {found['pid']} on {found['host']}"
-            raise TrainingError(
-                f"output={str(folder)!r} is in use: {holder} is training there. Wait for it, stop it, or choose "
-                "another folder."
-            ) from error
+            raise TrainingError(f"output={str(folder)!r} is in use: {holder} is training there.") from error
         try:
             owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
             yield
@@ -201,5 +175,4 @@ class RunFolder:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step after which a checkpoint was written."""
     return int(checkpoint.name.rpartition("-")[2])
