@@ -1,6 +1,7 @@
 """Corpora by name: where they are looked for, what is read, and what is refused."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -79,6 +80,24 @@ def test_local_files(folder, small, streaming):
     ):
         rows = load_corpus("small", f"train{chosen}", data_dir=folder, streaming=streaming)
         assert [row["text"] for row in rows] == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("small:train[9:]", "corpus 'small:train[9:]'"),
+        ("wikitext103:test", "corpus 'wikitext103:test'"),
+        ("pg19:test", "splits['test']=('pg19/test/*.txt',)"),
+    ],
+)
+def test_corpora_without_text_are_named(folder, small, choice, message, streaming):
+    for file in ("wikitext/wiki.test.raw", "pg19/test/1.txt"):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).touch()
+    splits = {"train": choice, "validation": "small:validation"}
+    with pytest.raises(ValueError, match=re.escape(f"{message} is not valid: it has no text, and so no tokens.")):
+        load_text("corpus", data_dir=folder, splits=splits, streaming=streaming)
 
 
 def test_variable_names_the_folder(folder, small, monkeypatch):

@@ -195,6 +195,14 @@ def test_too_short(tokenizer):
         TextBlocks(text, 100, name="the train split")
 
 
+def test_texts_that_cannot_be_tokenised_are_named(tokenizer):
+    rows = datasets.Dataset.from_dict({"text": ["abc", None]})
+    with pytest.raises(
+        ValueError, match=r"^the train split of mixture\[1\] cannot be tokenised: a document has text=None"
+    ):
+        prepare(rows, tokenizer, name="the train split of mixture[1]")
+
+
 def test_command(tmp_path, capfd, monkeypatch):
     file = tmp_path / "own.txt"
     file.write_text("some text. " * 400)

@@ -19,7 +19,7 @@ from whatwhere.position_base import suggest
 from .files import find_all, read_found
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
-from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, on_disk, read_hub
+from .rows import DATA_DIR_VARIABLE, SPLITS, check_text, choose, data_folder, on_disk, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 
@@ -41,25 +41,23 @@ class Corpus:
             option, patterns = f"splits[{split!r}]", self.local[split]
             found = find_all(option, patterns, root)
             return read_found(found, f"{option}={patterns!r}", text_field="text", streaming=streaming)
-        rows = on_disk(READERS[self.reader](one_file(root, split, self.local[split]), split))
-        return rows.to_iterable_dataset() if streaming else rows
+        return on_disk(READERS[self.reader](one_file(root, split, self.local[split]), split))
 
-    def read_hub(self, split: str, *, streaming: bool) -> Any:
-        """Returns the rows of a split in `hub`."""
+    def read_hub(self, split: str, chosen: str, *, streaming: bool) -> Any:
+        """Returns the rows of a slice of a split in `hub`."""
         place, *rest = self.hub[split]
         assert place is not None, "every split has a place"
         if not rest:
             # Extracted, because the name of a download has no file ending.
             found = Path(datasets.DownloadManager().download_and_extract(place))
             if found.is_dir():
-                return self.read_local(found, split, streaming=streaming)
-            rows = on_disk(READERS[self.reader](found, split))
-            return rows.to_iterable_dataset() if streaming else rows
+                return choose(self.read_local(found, split, streaming=streaming), chosen)
+            return choose(on_disk(READERS[self.reader](found, split)), chosen)
         config, theirs = rest
         options: dict[str, Any] = {"text_field": self.text_field, "streaming": streaming}
         if self.reader == "parquet":
-            return read_hub("parquet", None, str(theirs), **options, data_files=place)
-        return read_hub(place, config, str(theirs), **options)
+            return read_hub("parquet", None, str(theirs), chosen, **options, data_files=place)
+        return read_hub(place, config, str(theirs), chosen, **options)
 
 
 _TITLE = re.compile(r" = [^=\n](?:.*[^=\n])? = \n?")
@@ -174,13 +172,13 @@ def load_corpus(
             )
         allowed = f"Allowed there: {', '.join(map(repr, here))}." if here else "It has no split there."
         raise ValueError(f"split={split!r} of corpus {name!r} is not known in {place}. {allowed}{hint}")
-    if root:
-        return choose(corpus.read_local(root, split, streaming=streaming), chosen)
-    # Downloads only the requested documents.
-    lazily = not streaming and bool(chosen) and not chosen.endswith(":]")
     try:
-        rows = choose(corpus.read_hub(split, streaming=streaming or lazily), chosen)
-        return collect(rows) if lazily else rows
+        if root:
+            rows = choose(corpus.read_local(root, split, streaming=streaming), chosen)
+        else:
+            rows = corpus.read_hub(split, chosen, streaming=streaming)
+        check_text(rows, f"corpus {f'{name}:{split}{chosen}'!r}")
     except ConnectionError as error:
         local = f" For local files, give --data-dir, or set {DATA_DIR_VARIABLE}." if split in there else ""
         raise ConnectionError(f"corpus {name!r} is read from the Hub, which did not answer: {error}.{local}") from error
+    return rows.to_iterable_dataset() if streaming and isinstance(rows, datasets.Dataset) else rows

@@ -19,7 +19,7 @@ from ..checks import parse
 from .corpora import load_corpus, parse_choice
 from .files import hold_out, read_found
 from .rows import DATA_DIR_VARIABLE as DATA_DIR_VARIABLE
-from .rows import SLICE, SPLITS, check_split_names, read_hub
+from .rows import SLICE, SPLITS, check_split_names, check_text, read_hub
 from .source import TextSource, find_files
 from .tokenize import text_of as text_of
 
@@ -124,7 +124,8 @@ def _load_hub(text: TextSource) -> dict[str, Any]:
                 f"splits[{name!r}]={theirs!r} is not valid: {dataset!r} has the splits "
                 f"{', '.join(map(repr, available))}."
             )
-        result[name] = read_hub(dataset, config, match.string, text_field=text.text_field, streaming=text.streaming)
+        rows = read_hub(dataset, config, theirs, text_field=text.text_field, streaming=text.streaming)
+        result[name] = check_text(rows, f"splits[{name!r}]={theirs!r}")
     return result
 
 

@@ -8,17 +8,18 @@ import glob
 import gzip
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow
 
 import whatwhere
 
-from .rows import texts_of, with_text
+from ..checks import Refused
+from .rows import NO_TEXT, check_text, texts_of, with_text
 from .tokenize import text_of
 
 OWN_TEXT = (
@@ -36,6 +37,8 @@ _FEW = 20
 # Approximate number of pieces of a short document (fewer if its characters take several bytes).
 _PIECES = 80
 _FEATURES = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
+# Errors of files that are cut or have other contents.
+_UNREADABLE = (EOFError, gzip.BadGzipFile, zlib.error, ValueError)
 _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
@@ -82,10 +85,7 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
     kind = kind_of_all(files, what)
     try:
         if kind != "text":
-            for file in files if kind == "json" else ():
-                _refuse_binary(file)
             rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
-            rows = with_text(rows, text_field, what)
         elif streaming:
             rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=_FEATURES)
         else:
@@ -94,22 +94,17 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
             # A tuple: `datasets` would split a list into shards.
             settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
             rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=_FEATURES)
-    except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
-        reason = str(error.__cause__ or error) or "it is empty"
-        raise ValueError(f"{what} cannot be read: {reason}") from error
-    if not streaming and not any(row["text"] for row in rows):
-        raise ValueError(f"{what} is not valid: it has no text.")
-    return rows if kind != "text" or (pieces and not streaming) else rows.remove_columns("document")
-
-
-def _refuse_binary(file: str) -> None:
-    """Raises ValueError if a JSON file begins with NUL bytes; `datasets` would report an empty file."""
-    try:
-        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as content:
-            if b"\0" in content.read(1 << 16):
-                raise ValueError(f"file {file!r} contains NUL bytes: it is not a jsonl file in UTF-8.")
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"file {file!r} cannot be read: {error}") from error
+        if kind == "text" and (streaming or not pieces):
+            rows = rows.remove_columns("document")
+        return check_text(with_text(rows, text_field, what), what)
+    except Refused:
+        raise
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, *_UNREADABLE) as error:
+        # Of files without rows, `datasets` reports only that there is no data.
+        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+            raise Refused(f"{what} is not valid: {NO_TEXT}") from error
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        raise Refused(f"{what} cannot be read: {reason}") from error
 
 
 def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
@@ -139,7 +134,7 @@ def read_text(file: str) -> Iterator[str]:
         ):
             while more := text.read(size):
                 if "\0" in more:
-                    raise ValueError(f"file {file!r} is not UTF-8 text: it contains NUL characters.")
+                    raise ValueError("it contains NUL characters.")
                 rest += more
                 places = [place.start() for place in _WHITE_SPACE.finditer(rest)]
                 cut = places[-1] if places else len(rest) if len(rest) >= 4 * size else 0
@@ -148,7 +143,7 @@ def read_text(file: str) -> Iterator[str]:
                 if piece:
                     yield piece
                 piece, rest = rest[:cut], rest[cut:]
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
     # A short remainder is joined to the last piece.
     if piece and len(rest) > size // 2:
@@ -181,11 +176,8 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
     else:
         chosen = np.random.default_rng(0).permutation(few)[: round(_HELD_OUT * few)]
         held_out = np.isin(numbers, chosen)
-    if held_out.all():
-        raise ValueError(
-            f"{what} is too short to hold out a part for validation: give other text as its validation_file."
-        )
-    train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
+    train = check_text(rows.select(np.flatnonzero(~held_out)), f"{what} (the part for training)")
+    validation = check_text(rows.select(np.flatnonzero(held_out)), f"{what} (the part held out)")
     if few < _FEW:
         what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
     else:
@@ -204,7 +196,8 @@ def _cut(rows: datasets.Dataset) -> datasets.Dataset:
 def _pieces(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
     text = text_of({name: values[0] for name, values in rows.items()})
     size = len(text) // _PIECES + 1
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    # At least one: an empty document is a document.
+    pieces = [text[start : start + size] for start in range(0, max(1, len(text)), size)]
     return {"text": pieces, "document": numbers * len(pieces)}
 
 

@@ -155,7 +155,10 @@ def prepare(
         if not (folder / "prepared.json").exists():
             dtype = "uint16" if len(tokenizer) <= 1 << 16 else "int32"
             shards = _shards(rows, folder, dtype)
-            _write_all(rows, tokenizer, shards, name, processes)
+            try:
+                _write_all(rows, tokenizer, shards, name, processes)
+            except ValueError as error:
+                raise ValueError(f"{name} cannot be tokenised: {error}") from error
             about = {"format": FORMAT, "shards": len(shards), "dtype": dtype, "name": name}
             _write_json(folder / "prepared.json", about)
     return PreparedText(folder)
@@ -326,8 +329,10 @@ class TextBlocks:
             self.count = text.tokens // sequence_length
         self.count = min(self.count, self.count if limit is None else limit)
         if not self.count:
-            has = f"{text.tokens} tokens" if text.tokens else "no documents"
-            raise ValueError(f"sequence_length={sequence_length!r} is not valid: {name} has {has}.")
+            raise ValueError(
+                f"sequence_length={sequence_length!r} is not valid: {name} has {text.tokens} tokens. Give more text, "
+                "or a smaller sequence_length."
+            )
 
     def __len__(self) -> int:
         return self.count

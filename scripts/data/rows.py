@@ -13,10 +13,12 @@ import datasets
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 
+from ..checks import Refused
 from .tokenize import text_of
 
 SPLITS = ("train", "validation", "test")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
+NO_TEXT = "it has no text, and so no tokens. Choose another text."
 SLICE = re.compile(r"^(?P<split>[^\[\]]+?)(\[(?P<start>\d*):(?P<stop>\d*)\])?$")
 
 
@@ -37,23 +39,22 @@ def read_hub(
     dataset: str,
     config: str | None,
     split: str,
+    chosen: str = "",
     *,
     text_field: str,
     streaming: bool,
     data_files: str | None = None,
 ) -> Any:
-    """Returns the rows of a split of a Hub dataset (`train[1000:2000]`), with documents in `text`.
+    """Returns the documents of a split of a Hub dataset (`train[1000:2000]`), and of a slice of them.
 
-    A split with an end is always read lazily, so that only the requested documents are downloaded. `data_files` are the
-    files if `dataset` is a file format, such as `parquet`.
+    `data_files` are the files if `dataset` is a file format, such as `parquet`.
     """
-    match = SLICE.match(split)
-    assert match is not None, "the caller has checked it"
-    lazily = not streaming and bool(match["stop"])
+    name, _, own = split.partition("[")
+    # Of a slice with an end, only the documents are downloaded.
+    lazily = not streaming and re.search(r":\d", own + chosen) is not None
     files = {"data_files": data_files} if data_files else {}
-    rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming or lazily, **files)
-    rows = choose(rows, split.removeprefix(match["split"]))
-    rows = with_text(rows, text_field, f"dataset {dataset!r}")
+    rows = datasets.load_dataset(dataset, config, split=name, streaming=streaming or lazily, **files)
+    rows = with_text(choose(choose(rows, own), chosen), text_field, f"dataset {dataset!r}")
     return collect(rows) if lazily else rows
 
 
@@ -117,9 +118,27 @@ def check_split_names(splits: Mapping[str, Any]) -> None:
 
 
 def with_text(rows: Any, text_field: str, what: str) -> Any:
-    columns = rows.column_names or list(next(iter(rows)))
+    """Renames the column of the documents to `text`; raises Refused if there is none."""
+    columns = rows.column_names or list(next(iter(rows), {"text": ""}))
     if text_field not in columns:
-        raise ValueError(
+        raise Refused(
             f"text_field={text_field!r} is not valid: {what} has the columns {', '.join(map(repr, columns))}."
         )
     return rows if text_field == "text" else rows.rename_column(text_field, "text")
+
+
+def check_text(rows: Any, what: str) -> Any:
+    """Returns the rows; `what` is their name in messages.
+
+    Raises:
+        Refused: all documents are empty, or one is not a string. (Of a stream, only the first ones are checked.)
+    """
+    if isinstance(rows, datasets.Dataset) and (nulls := rows.data["text"].null_count):
+        raise Refused(f"{what} is not valid: {nulls} documents have no text (null); it must be a string.")
+    try:
+        has_text = any(text_of(row) for row in rows)
+    except ValueError as error:
+        raise Refused(f"{what} is not valid: {error}") from error
+    if not has_text:
+        raise Refused(f"{what} is not valid: {NO_TEXT}")
+    return rows

@@ -94,7 +94,8 @@ class StreamedBlocks:
                 self._begin({"epoch": epoch, "window": number + 1, "documents": after, "rest": packer.rest()})
             if not some:
                 raise ValueError(
-                    f"sequence_length={self.form[1]!r} is not valid: a process's part of the stream has fewer tokens."
+                    f"sequence_length={self.form[1]!r} is not valid: a part of the stream, one for each worker of each "
+                    "process, has fewer tokens. Give more text, fewer workers or streaming=False."
                 )
             self._begin({"epoch": epoch + 1, "window": 0, "documents": None, "rest": {}})
 
@@ -200,15 +201,16 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 source.load(*state)
         iterators = [iter(source) for source in sources]
         first, stop = (self.batch_size * process // self._share[1] for process in (self._share[0], self._share[0] + 1))
+        source = 0
         try:
             while True:
                 random = np.random.default_rng([self.seed, place, batches])
                 chosen = random.choice(len(sources), size=stop - first, p=self.weights)
-                blocks = [next(iterators[source]) for source in chosen]
+                blocks = [next(iterators[source := number]) for number in chosen]
                 batches += 1
-                yield self._batch(blocks), part, [batches, [source.state() for source in sources]]
+                yield self._batch(blocks), part, [batches, [one.state() for one in sources]]
         except ValueError as error:
-            yield error
+            yield ValueError(f"mixture[{source}]: {error}") if len(sources) > 1 else error
 
     def _batch(self, blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
         if self.form["pack"] == "separate":
