@@ -9,7 +9,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ import whatwhere
 
 from ..checks import Refused
 from .rows import NO_TEXT, check_text, texts_of, with_text
-from .tokenize import text_of
 
 OWN_TEXT = (
     "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
     "mytext/*.txt, ...}."
 )
-# File endings (text and jsonl files may also end in .gz), and the format's name in `datasets`.
-_ENDINGS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# File endings, and the format's name in `datasets`.
+_KINDS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json"}
+_KINDS |= {f"{ending}.gz": kind for ending, kind in _KINDS.items()} | {".parquet": "parquet"}
 # Maximum number of characters in a piece of a text file.
 _PIECE = 1 << 16
 # Share of the training text that is held out if there are no validation files. With fewer than _FEW documents, the end
@@ -54,8 +54,8 @@ def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> l
             raise ValueError(f"{option}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
         path = os.path.join(root or "", os.path.expanduser(entry))
         if os.path.isdir(path):
-            found = sorted(str(file) for file in Path(path).rglob("*") if _kind_or_none(str(file)) and file.is_file())
-            reason = f"the folder has no {_allowed_endings()} file"
+            found = sorted(str(file) for file in Path(path).rglob("*") if _kind(str(file)) and file.is_file())
+            reason = f"the folder has no {', '.join(_KINDS)} file"
         else:
             names = glob.glob(os.path.expanduser(entry), root_dir=root, recursive=True)
             # An existing file takes precedence over a pattern, for names with brackets.
@@ -69,18 +69,26 @@ def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> l
     return files
 
 
-def kind_of_all(files: Iterable[str], what: str) -> str:
-    kinds = {_kind(file) for file in files}
-    if len(kinds) > 1:
-        raise ValueError(f"{what} mixes {' and '.join(sorted(kinds))} files: a split must have a single format.")
-    return kinds.pop()
+def _kind(file: str) -> str | None:
+    return next((kind for ending, kind in _KINDS.items() if file.endswith(ending)), None)
+
+
+def kind_of_all(files: Sequence[str], what: str) -> str:
+    """Returns the format of files; raises ValueError if there are several, or one is unknown."""
+    for file in files:
+        if _kind(file) is None:
+            raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {', '.join(_KINDS)}.")
+    first, *others = sorted({str(_kind(file)) for file in files})
+    if others:
+        raise ValueError(f"{what} mixes {' and '.join([first, *others])} files: a split must have a single format.")
+    return first
 
 
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
     """Returns the rows of files of one format; `what` is their name in messages.
 
     Raises:
-        ValueError: a file cannot be read, or there is no text (not checked for a stream).
+        Refused: a file cannot be read, or there is no text.
     """
     kind = kind_of_all(files, what)
     try:
@@ -153,17 +161,14 @@ def read_text(file: str) -> Iterator[str]:
 
 
 def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Splits rows into a training part and a held-out part; see `load_text`.
+    """Splits rows, named `what` in messages, into a training part and a held-out part, described in its `info`.
 
-    The choice depends only on the number of documents. `info.description` of the held-out part describes it, and `what`
-    is the name of the text in messages.
-
-    Raises:
-        ValueError: there is too little text.
+    The choice depends only on the number of documents.
     """
     few = len(rows.unique("document")) if "document" in rows.column_names else len(rows)
     if few < _FEW and "document" not in rows.column_names:
-        rows = _cut(rows)
+        form = {"remove_columns": rows.column_names, "features": _FEATURES}
+        rows = rows.map(_pieces, with_indices=True, batched=True, batch_size=1, **form)
     numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
     if few < _FEW:
         # The last pieces of each document: at least one, with a share of characters as close as possible to _HELD_OUT.
@@ -186,31 +191,10 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
     return train, validation
 
 
-def _cut(rows: datasets.Dataset) -> datasets.Dataset:
-    """Splits the documents of a few rows into pieces, as in `read_text`."""
-    return rows.map(
-        _pieces, with_indices=True, batched=True, batch_size=1, remove_columns=rows.column_names, features=_FEATURES
-    )
-
-
 def _pieces(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-    text = text_of({name: values[0] for name, values in rows.items()})
+    """Returns the pieces of a document, as in `read_text`."""
+    text = rows["text"][0]
     size = len(text) // _PIECES + 1
     # At least one: an empty document is a document.
     pieces = [text[start : start + size] for start in range(0, max(1, len(text)), size)]
     return {"text": pieces, "document": numbers * len(pieces)}
-
-
-def _kind_or_none(file: str) -> str | None:
-    ending = Path(file.removesuffix(".gz")).suffix
-    return None if ending == ".parquet" and file.endswith(".gz") else _ENDINGS.get(ending)
-
-
-def _allowed_endings() -> str:
-    return ", ".join(_ENDINGS) + " (or .txt.gz, .raw.gz, .jsonl.gz, .json.gz)"
-
-
-def _kind(file: str) -> str:
-    if kind := _kind_or_none(file):
-        return kind
-    raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {_allowed_endings()}.")
