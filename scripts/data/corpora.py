@@ -85,8 +85,8 @@ def wikitext_articles(file: Path, split: str) -> Iterator[str]:
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     "wikitext": wikitext_articles,
     "chorales": lambda file, split: read_chorales(file, "valid" if split == "validation" else split),
-    "performances": lambda file, split: read_performances(file.parent, split),
-    "transposed_performances": lambda file, split: read_performances(file.parent, split, transpose=True),
+    "performances": read_performances,
+    "transposed_performances": lambda file, split: read_performances(file, split, transpose=True),
     "genome": read_genome,
     "sequence": read_sequence,
 }
@@ -163,15 +163,10 @@ def load_corpus(
     here, there = (corpus.local, corpus.hub) if root else (corpus.hub, corpus.local)
     if split not in here:
         place = f"the data folder {str(root)!r}" if root else "the Hub"
-        hint = ""
-        if split in there:
-            hint = (
-                f" It is on the Hub: leave out --data-dir and {DATA_DIR_VARIABLE}."
-                if root
-                else f" It can be read from local files: give --data-dir, or set {DATA_DIR_VARIABLE}."
-            )
-        allowed = f"Allowed there: {', '.join(map(repr, here))}." if here else "It has no split there."
-        raise ValueError(f"split={split!r} of corpus {name!r} is not known in {place}. {allowed}{hint}")
+        other = "on the Hub: leave out --data-dir and" if root else "in local files: give --data-dir or"
+        hint = f" It is {other} {DATA_DIR_VARIABLE}." if split in there else ""
+        allowed = ", ".join(map(repr, here)) or "none"
+        raise ValueError(f"split={split!r} of corpus {name!r} is not in {place}. Allowed there: {allowed}.{hint}")
     try:
         if root:
             rows = choose(corpus.read_local(root, split, streaming=streaming), chosen)

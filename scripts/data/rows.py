@@ -19,7 +19,6 @@ from .tokenize import text_of
 SPLITS = ("train", "validation", "test")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
 NO_TEXT = "it has no text, and so no tokens. Choose another text."
-SLICE = re.compile(r"^(?P<split>[^\[\]]+?)(\[(?P<start>\d*):(?P<stop>\d*)\])?$")
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
@@ -55,7 +54,7 @@ def read_hub(
     files = {"data_files": data_files} if data_files else {}
     rows = datasets.load_dataset(dataset, config, split=name, streaming=streaming or lazily, **files)
     rows = with_text(choose(choose(rows, own), chosen), text_field, f"dataset {dataset!r}")
-    return collect(rows) if lazily else rows
+    return on_disk(map(text_of, rows)) if lazily else rows
 
 
 def choose(rows: Any, chosen: str) -> Any:
@@ -66,11 +65,6 @@ def choose(rows: Any, chosen: str) -> Any:
     start, _, stop = chosen.strip("[]").partition(":")
     rows = rows.skip(int(start)) if start else rows
     return rows.take(int(stop) - int(start or 0)) if stop else rows
-
-
-def collect(rows: Any) -> datasets.Dataset:
-    """Returns the texts of a stream as a table."""
-    return on_disk(text_of(row) for row in rows)
 
 
 def on_disk(texts: Iterable[str]) -> datasets.Dataset:

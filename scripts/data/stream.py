@@ -44,7 +44,12 @@ def first_rows(
 
 
 class StreamedBlocks:
-    """The blocks of a part of a stream, again from its start after the last one."""
+    """The blocks of a part of a stream, again from its start after the last one; arguments as in `Packer`.
+
+    Attributes:
+        state: where `__iter__` begins, and then is: the beginning of the window, as JSON because it is sent with every
+            batch and changes with the window only, and the number of blocks since.
+    """
 
     def __init__(
         self,
@@ -56,51 +61,39 @@ class StreamedBlocks:
         seed: int,
         shuffle_buffer: int,
     ) -> None:
-        """Takes the documents of the part; `sequence_length` and `pack` as in `Packer`."""
         self.rows, self.seed, self.shuffle_buffer = rows, seed, shuffle_buffer
         self.form = (tokenizer, sequence_length, pack)
-        self._begun: dict[str, Any] = {"epoch": 0, "window": 0, "documents": None, "rest": {}}
-        # As text: it is sent with every batch, and changes with the window only.
-        self._begun_text, self._blocks = json.dumps(self._begun), 0
-
-    def state(self) -> tuple[str, int]:
-        """Returns the state at the beginning of the window, as JSON, and the number of blocks since."""
-        return self._begun_text, self._blocks
-
-    def load(self, begun: str, blocks: int) -> None:
-        """Sets a result of `state`, from which `__iter__` continues."""
-        self._begun, self._begun_text, self._blocks = json.loads(begun), begun, blocks
+        self.state: tuple[str, int] = json.dumps({"epoch": 0, "window": 0, "documents": None, "rest": {}}), 0
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        if self._begun["documents"] is not None:
-            self.rows.load_state_dict(self._begun["documents"])
+        begun = json.loads(self.state[0])
+        if begun["documents"] is not None:
+            self.rows.load_state_dict(begun["documents"])
         while True:
-            epoch, some = self._begun["epoch"], self._begun["window"] + self._blocks > 0
+            epoch, some = begun["epoch"], begun["window"] + self.state[1] > 0
             if self.shuffle_buffer > 1:
                 # This decides the order of files; 0 is their order by name.
                 self.rows.set_epoch(int(np.random.default_rng([self.seed, epoch]).integers(1, 1 << 31)))
-            packer = Packer(*self.form, self._begun["rest"])
+            packer = Packer(*self.form, begun["rest"])
             # Unlike `iter(rows)`, `iter` does not divide the rows among workers once more.
             documents = (row["text"][0] for row in self.rows.iter(batch_size=1))
             while window := list(itertools.islice(documents, self.shuffle_buffer)):
-                after = self.rows.state_dict()
-                number = self._begun["window"]
+                after, number = self.rows.state_dict(), begun["window"]
                 order = np.random.default_rng([self.seed, epoch, number]).permutation(len(window))
                 blocks = packer({"text": window[place]} for place in order)
-                for block in itertools.islice(blocks, self._blocks, None):
+                for block in itertools.islice(blocks, self.state[1], None):
                     some = True
-                    self._blocks += 1
+                    self.state = self.state[0], self.state[1] + 1
                     yield block
-                self._begin({"epoch": epoch, "window": number + 1, "documents": after, "rest": packer.rest()})
+                begun = {"epoch": epoch, "window": number + 1, "documents": after, "rest": packer.rest()}
+                self.state = json.dumps(begun), 0
             if not some:
                 raise ValueError(
                     f"sequence_length={self.form[1]!r} is not valid: a part of the stream, one for each worker of each "
                     "process, has fewer tokens. Give more text, fewer workers or streaming=False."
                 )
-            self._begin({"epoch": epoch + 1, "window": 0, "documents": None, "rest": {}})
-
-    def _begin(self, state: dict[str, Any]) -> None:
-        self._begun, self._begun_text, self._blocks = state, json.dumps(state), 0
+            begun = {"epoch": epoch + 1, "window": 0, "documents": None, "rest": {}}
+            self.state = json.dumps(begun), 0
 
 
 class StreamedBatches(torch.utils.data.IterableDataset):
@@ -198,7 +191,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         if self._states[part] is not None:
             batches, states = self._states[part]
             for source, state in zip(sources, states):
-                source.load(*state)
+                source.state = tuple(state)
         iterators = [iter(source) for source in sources]
         first, stop = (self.batch_size * process // self._share[1] for process in (self._share[0], self._share[0] + 1))
         source = 0
@@ -208,7 +201,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 chosen = random.choice(len(sources), size=stop - first, p=self.weights)
                 blocks = [next(iterators[source := number]) for number in chosen]
                 batches += 1
-                yield self._batch(blocks), part, [batches, [one.state() for one in sources]]
+                yield self._batch(blocks), part, [batches, [one.state for one in sources]]
         except ValueError as error:
             yield ValueError(f"mixture[{source}]: {error}") if len(sources) > 1 else error
 
