@@ -358,7 +358,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
             {"source": "local", "splits": {"train": "nothing*", "validation": "valid.jsonl"}},
             "'nothing\\*' is not valid",
         ),
-        ({"source": "local", "splits": {"train": "valid.jsonl"}}, "'validation' is missing"),
+        ({"source": "local", "splits": {"train": "valid.jsonl"}}, "must have 'train' and 'validation'"),
         ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl", "dev": "x"}}, "'dev'"),
         (
             {"source": "local", "splits": {"train": ["valid.jsonl", "books/1.txt"], "validation": "valid.jsonl"}},

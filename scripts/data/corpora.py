@@ -5,6 +5,7 @@ available in one place only.
 """
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -60,25 +61,17 @@ class Corpus:
         return read_hub(place, config, str(theirs), chosen, **options)
 
 
-_TITLE = re.compile(r" = [^=\n](?:.*[^=\n])? = \n?")
+# After an empty line.
+_TITLE = re.compile(r"(?:(?<=\n\n)|(?<=\n \n)) = [^=\n](?:.*[^=\n])? = $", re.MULTILINE)
 
 
 def wikitext_articles(file: Path, split: str) -> Iterator[str]:
     """Yields the articles of a WikiText file, each starting with its title (` = Title = `, after an empty line)."""
-    article: list[str] | None = None
     # A file may begin with its first title.
-    before = ""
-    with file.open(encoding="utf-8-sig") as lines:
-        for line in lines:
-            if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
-                if article is not None:
-                    yield "".join(article)
-                article = []
-            if article is not None:
-                article.append(line)
-            before = line
-    if article is not None:
-        yield "".join(article)
+    text = "\n\n" + file.read_text(encoding="utf-8-sig")
+    starts = [title.start() for title in _TITLE.finditer(text)]
+    for start, stop in itertools.pairwise([*starts, len(text)]):
+        yield text[start:stop]
 
 
 # Readers of files with other formats than one document per row: functions of the file and the split.
@@ -119,11 +112,7 @@ CORPORA: dict[str, Corpus] = {
 
 
 def parse_choice(choice: str) -> tuple[str, str, str]:
-    """Returns corpus, split and slice (`[1:2]` or empty) of a text such as `pg19:test[:10]`.
-
-    Raises:
-        ValueError: the text has another form, or there is no such corpus or split.
-    """
+    """Returns corpus, split and slice (`[1:2]` or empty) of a text such as `pg19:test[:10]`."""
     match = _CHOICE.match(choice) if isinstance(choice, str) else None
     if match is None:
         raise ValueError(
@@ -143,19 +132,11 @@ def parse_choice(choice: str) -> tuple[str, str, str]:
 def load_corpus(
     name: str, split: str, *, data_dir: str | os.PathLike[str] | None = None, streaming: bool = False
 ) -> Any:
-    """Loads a split of a corpus.
+    """Returns a table or stream of a split (`test`, or `test[:10]`) of a corpus, with documents in `text`.
 
     Args:
-        split: `train`, `validation` or `test`, optionally with a slice of documents: `test[:10]`.
         data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
             corpus is read from the Hub.
-
-    Returns:
-        a `datasets.Dataset` (`IterableDataset` when streaming) with a document in `text`.
-
-    Raises:
-        ValueError: there is no such corpus or split in that place.
-        ConnectionError: the Hub does not answer.
     """
     name, split, chosen = parse_choice(f"{name}:{split}")
     corpus = CORPORA[name]

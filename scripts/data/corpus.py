@@ -20,7 +20,7 @@ from ..checks import parse
 from .corpora import load_corpus
 from .files import hold_out, read_found
 from .rows import DATA_DIR_VARIABLE as DATA_DIR_VARIABLE
-from .rows import SPLITS, check_split_names, check_text, read_hub
+from .rows import SPLITS, check_text, read_hub
 from .source import TextSource, find_files
 from .tokenize import text_of as text_of
 
@@ -38,22 +38,14 @@ def load_text(
     pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Loads the splits of a corpus.
+    """Returns the splits of a source, tables or streams of `datasets` with documents in `text`; `test` may be missing.
 
     Args:
-        text: the source with its options, or the name of a source.
-        data_dir: the folder of `local`, and of `corpus` if there is one; by default the environment variable
-            WHATWHERE_DATA_DIR.
+        text: the source, or its name.
+        data_dir: the folder of local files; by default the environment variable WHATWHERE_DATA_DIR.
         pieces: split text files of any size into rows with pieces, where `document` is the number of the file. No
             effect on jsonl and parquet files, other sources and streams.
         options: the other fields of `TextSource`, if `text` is a name.
-
-    Returns:
-        A `datasets.DatasetDict` (`IterableDatasetDict` when streaming) with the rows' documents in `text`. There is
-        always a `train` and a `validation` split; `test` may be missing for `hub` and `local`.
-
-    Raises:
-        ValueError: an argument or a file is not valid.
     """
     if isinstance(text, str):
         text = parse(TextSource, {"source": text, **options})
@@ -109,7 +101,6 @@ def _load_stdlib() -> datasets.DatasetDict:
 def _load_hub(text: TextSource) -> dict[str, Any]:
     dataset, config = str(text.dataset), text.dataset_config
     splits = text.splits or {split: split for split in SPLITS}
-    check_split_names(splits)
     available = datasets.get_dataset_split_names(dataset, config)
     result = {}
     for name, theirs in splits.items():
@@ -127,7 +118,6 @@ def _load_hub(text: TextSource) -> dict[str, Any]:
 
 
 def _load_corpora(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
-    check_split_names(text.splits or {})
     result = {}
     for name, choice in (text.splits or {}).items():
         corpus, _, split = choice.partition(":")

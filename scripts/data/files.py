@@ -43,11 +43,7 @@ _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
 def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> list[str]:
-    """Returns the files of an option, without duplicates: files, folders or patterns, in `root` or the current folder.
-
-    Raises:
-        ValueError: an entry has no file.
-    """
+    """Returns the files of an option, each once: files, folders or patterns, in `root` or the current folder."""
     files: list[str] = []
     for entry in entries:
         if not isinstance(entry, str) or not entry:
@@ -85,11 +81,7 @@ def kind_of_all(files: Sequence[str], what: str) -> str:
 
 
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
-    """Returns the rows of files of one format; `what` is their name in messages.
-
-    Raises:
-        Refused: a file cannot be read, or there is no text.
-    """
+    """Returns the rows of files of one format; `what` is their name in messages."""
     kind = kind_of_all(files, what)
     try:
         if kind != "text":
@@ -127,9 +119,6 @@ def read_text(file: str) -> Iterator[str]:
     """Yields a text file in pieces that end before white space, if there is any.
 
     Words do not cross pieces, so a byte-level BPE trained on the pieces equals one trained on the whole text.
-
-    Raises:
-        ValueError: the file is not UTF-8 text.
     """
     # A gzipped file gets more pieces, because its size is that of the compressed text.
     size = min(_PIECE, os.path.getsize(file) // _PIECES + 1)

@@ -38,14 +38,7 @@ _LETTERS = dict.fromkeys(range(128), "N") | {ord(c): c.upper() for c in "ACGTacg
 
 
 def read_genome(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the pieces of a split of the human genome.
-
-    Args:
-        file: a FASTA file of all chromosomes, of UCSC or NCBI; gzipped if its name ends with `.gz`.
-
-    Raises:
-        ValueError: the file is not a FASTA file, or has not all chromosomes of the split.
-    """
+    """Yields the pieces of a split of the human genome, from a FASTA file of all chromosomes, of UCSC or NCBI."""
     missing = list(_CHROMOSOMES[split])
     for header, sequence in read_fasta(file):
         match = _NAME.match(header)
@@ -57,11 +50,7 @@ def read_genome(file: str | os.PathLike[str], split: str) -> Iterator[str]:
 
 
 def read_sequence(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the pieces of a split of a FASTA file's first sequence: 90 % training, 5 % validation, 5 % test, in order.
-
-    Raises:
-        ValueError: the file is not a FASTA file.
-    """
+    """Yields the pieces of a split of a FASTA file's first sequence: in order, 90 % train, 5 % validation, 5 % test."""
     _, sequence = next(read_fasta(file))
     count = len(sequence) // PIECE
     start, stop = (int(share * count) * PIECE for share in _SHARES[split])
@@ -77,11 +66,7 @@ def pieces(sequence: str) -> Iterator[str]:
 
 
 def read_fasta(file: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
-    """Yields (header without `>`, sequence in letters A, C, G, T and N) of a FASTA file, gzipped if it ends with `.gz`.
-
-    Raises:
-        ValueError: the file cannot be read, or does not begin with a header.
-    """
+    """Yields (header without `>`, sequence of A, C, G, T and N) of a FASTA file, gzipped if it ends with `.gz`."""
     path = Path(file)
     header: str | None = None
     lines: list[str] = []

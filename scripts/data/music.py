@@ -39,9 +39,6 @@ def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
     Args:
         file: `Jsb16thSeparated.json`: for each split a list of chorales, each a list of steps of four pitches.
         split: `train`, `valid` or `test`, as in the file.
-
-    Raises:
-        ValueError: the file has another form.
     """
     try:
         chorales = json.loads(Path(file).read_text(encoding="utf-8"))[split]
@@ -84,10 +81,6 @@ def read_performances(table: Path, split: str, *, transpose: bool = False) -> It
         table: the table of performances, in the folder of their files.
         split: `train`, `validation` or `test` of our split (see the module's docstring).
         transpose: yield each performance in all seven transpositions. Notes outside the piano's range are dropped.
-
-    Raises:
-        ValueError: a file cannot be read, or a performance has not exactly one instrument.
-        ImportError: miditok is not installed.
     """
     tokenizer = remi_tokenizer()
     from symusic import Score

@@ -162,10 +162,7 @@ class Steps(torch.utils.data.Dataset):
 
 
 def add_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adds `labels` (unshifted): the tokens, except the first token of each packed document.
-
-    Existing labels are kept.
-    """
+    """Adds `labels` (unshifted), if there are none: the tokens, except the first token of each packed document."""
     if "labels" in batch:
         return batch
     labels = batch["input_ids"]

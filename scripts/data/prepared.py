@@ -35,12 +35,13 @@ import numpy as np
 import tokenizers
 import torch
 from filelock import FileLock
+from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .pack import pad_blocks
 from .rows import texts_of
-from .tokenize import build_tokenizer, single_threaded, tokenize_pieces
+from .tokenize import build_tokenizer, byte_level, single_threaded, tokenize_pieces
 
 FORMAT = 1
 CACHE_VARIABLE = "WHATWHERE_CACHE"
@@ -112,11 +113,6 @@ def prepare(
         rows: with `text`, and `document` if the text is a piece (see `tokenize_pieces`).
         processes: that tokenise, in one thread each; by default one for each core. Little text is tokenised by this
             process alone, in several threads unless `processes` is 1.
-
-    Raises:
-        ValueError: WHATWHERE_CACHE cannot be used, or a document cannot be tokenised.
-        DamagedShard: a file of earlier work was cut or changed.
-        OSError: a file cannot be written.
     """
     folder = prepared_folder(rows, tokenizer)
     try:
@@ -186,21 +182,16 @@ def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None)
             tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=documents)
             with _draft_of(file) as draft:
                 tokenizer.backend_tokenizer.save(str(draft))
-        return build_tokenizer("bpe", vocab_size=vocab_size, trained=file)
+        return byte_level(Tokenizer.from_file(str(file)))
 
 
 class PreparedText:
-    """The tokens of a split, in files that are read as far as they are used."""
+    """The tokens of a split, in a folder of `prepare`, read as far as they are used.
+
+    The sizes of the files are checked, and the SHA-256 of those with another time of writing, or with `verify` of all.
+    """
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
-        """Opens a folder of `prepare`; sizes are checked, and the SHA-256 of files with another time of writing.
-
-        Args:
-            verify: check the SHA-256 of all files.
-
-        Raises:
-            DamagedShard: a file is missing, cut or changed.
-        """
         about = _read_json(folder / "prepared.json")
         self.folder, self._dtype = folder, np.dtype(about["dtype"])
         records = [_read_json(_file(folder, "shard", shard)) for shard in range(about["shards"])]
@@ -217,11 +208,8 @@ class PreparedText:
         digests = "".join(record["files"]["tokens"]["sha256"] for record in records)
         self.sha256 = hashlib.sha256(digests.encode()).hexdigest()
 
-    def __getstate__(self) -> Path:
-        return self.folder
-
-    def __setstate__(self, folder: Path) -> None:
-        self.__init__(folder)  # type: ignore[misc]
+    def __reduce__(self) -> Any:
+        return PreparedText, (self.folder,)
 
     def _shards(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yields the shards that have tokens of start..stop, and their first tokens."""
@@ -248,9 +236,9 @@ class PreparedText:
 
 
 class TextBlocks:
-    """Blocks of `sequence_length` tokens of prepared text; `pack` as in `Packer`.
+    """Blocks of `sequence_length` tokens of prepared text, read when they are asked for; `pack` as in `Packer`.
 
-    Rows are read when they are asked for. Has what `torch.utils.data.DataLoader` needs.
+    There are at most `limit`; `pad_token_id` is needed for pack="separate", and `name` is for messages.
     """
 
     def __init__(
@@ -263,11 +251,6 @@ class TextBlocks:
         limit: int | None = None,
         name: str = "the text",
     ) -> None:
-        """Finds the blocks, at most `limit`; `pad_token_id` is needed for pack="separate", `name` is for messages.
-
-        Raises:
-            ValueError: the text is shorter than one block.
-        """
         self.text, self.sequence_length, self.pack, self.pad_token_id = text, sequence_length, pack, pad_token_id
         # A fingerprint of the tokens.
         self.sha256 = text.sha256
@@ -309,13 +292,17 @@ class TextBlocks:
         """Returns `input_ids`, int64 (T), or of several blocks (B, T), with `position_ids` or `labels` (see `pack`)."""
         if not isinstance(index, Sequence):
             return {name: rows[0] for name, rows in self[[int(index)]].items()}
-        blocks = [self.block(one) for one in index]
+        places = [self._find(one) for one in index]
+        blocks = [part.block(within) for part, within in places]
         if self.pack == "separate":
             return pad_blocks(blocks, self.pad_token_id or 0, self.sequence_length)
         result = {"input_ids": torch.from_numpy(np.stack(blocks)).long()}
         if self.pack == "documents":
-            result["position_ids"] = torch.from_numpy(np.stack([self._positions(one) for one in index]))
+            result["position_ids"] = torch.from_numpy(np.stack([part._positions(within) for part, within in places]))
         return result
+
+    def _find(self, index: int) -> tuple["TextBlocks", int]:
+        return self, index
 
 
 class MixedBlocks(TextBlocks):
@@ -331,15 +318,6 @@ class MixedBlocks(TextBlocks):
     def _find(self, index: int) -> tuple[TextBlocks, int]:
         part = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.parts[part], index - int(self.starts[part])
-
-    def block(self, index: int) -> np.ndarray:
-        """Returns the tokens of one block, int32 (T)."""
-        part, within = self._find(index)
-        return part.block(within)
-
-    def _positions(self, index: int) -> np.ndarray:
-        part, within = self._find(index)
-        return part._positions(within)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,7 @@ NO_TEXT = "it has no text, and so no tokens. Choose another text."
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
-    """Returns the folder of local data, by default WHATWHERE_DATA_DIR; None if neither is set.
-
-    Raises:
-        ValueError: it is not a folder.
-    """
+    """Returns the folder of local data, by default WHATWHERE_DATA_DIR; None if neither is set."""
     data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
     root = Path(data_dir).expanduser() if data_dir else None
     if root is not None and not root.is_dir():
@@ -98,17 +94,6 @@ def texts_of(rows: datasets.Dataset) -> Iterator[str]:
     mapped, size = pickle.dumps(rows), len(rows) // 64 + 1
     for start in range(0, len(rows), size):
         yield from pickle.loads(mapped).select(range(start, min(start + size, len(rows))))["text"]
-
-
-def check_split_names(splits: Mapping[str, Any]) -> None:
-    unknown = sorted(set(splits) - set(SPLITS))
-    missing = sorted({"train", "validation"} - set(splits))
-    if unknown or missing:
-        raise ValueError(
-            f"splits={dict(splits)!r} is not valid: "
-            + (f"{unknown[0]!r} is not a split; " if unknown else f"{missing[0]!r} is missing; ")
-            + "it must have 'train' and 'validation', and may have 'test'."
-        )
 
 
 def with_text(rows: Any, text_field: str, what: str) -> Any:

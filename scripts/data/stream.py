@@ -97,10 +97,10 @@ class StreamedBlocks:
 
 
 class StreamedBatches(torch.utils.data.IterableDataset):
-    """The share of a process of the batches of a stream, or of a mixture of streams.
+    """The share of a process of the batches of a stream, or of a mixture of streams with `weights`.
 
-    The order depends on the number of processes and of workers. `loader` returns the batches from the beginning, or
-    from the state of `load_state_dict`.
+    The order depends on the number of processes and of workers. `batch_size` is the global one. `loader` returns the
+    batches from the beginning, or from the state of `load_state_dict`.
     """
 
     def __init__(
@@ -115,7 +115,6 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         shuffle_buffer: int,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        """Takes the texts, and the share of blocks that is read from each; `batch_size` is the global one."""
         self.texts, self.tokenizer, self.batch_size, self.seed = texts, tokenizer, batch_size, seed
         self.weights = np.array(weights) / np.sum(weights)
         self.form: dict[str, Any] = {"sequence_length": sequence_length, "pack": pack, "shuffle_buffer": shuffle_buffer}
@@ -129,11 +128,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         return {"parts": list(self._states), "next": self._next}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], share: tuple[int, int]) -> None:
-        """Sets the place of a process; `states` are those of all processes, in order, and `share` is as in `loader`.
-
-        Raises:
-            ValueError: the states are of another number of processes.
-        """
+        """Sets the place of a process; `states` are those of all processes, in order, and `share` is as in `loader`."""
         if len(states) != share[1]:
             raise ValueError(
                 f"streaming=True is not valid: the run's stream was read by {len(states)} processes, and cannot be "
@@ -150,9 +145,6 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         Args:
             share: (i, n) for the i-th of n processes that read different data.
             workers: processes that read ahead; with 0, this one reads.
-
-        Raises:
-            ValueError: the state is of another number of workers; from the iterator: the stream cannot be read.
         """
         self._share, parts = share, max(1, workers)
         self._states = self._states or [None] * parts

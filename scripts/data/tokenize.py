@@ -44,7 +44,6 @@ def build_tokenizer(
     *,
     vocab_size: int | None = None,
     texts: Iterable[str] | None = None,
-    trained: Path | None = None,
 ) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
@@ -54,16 +53,11 @@ def build_tokenizer(
             `genome.py`), or the folder or Hub id of an existing tokenizer.
         vocab_size: the size of the `bpe` vocabulary with special tokens, at least 258; only for `bpe`.
         texts: the documents on which `bpe` is trained (the training split).
-        trained: the file of a trained `bpe`, instead of `texts`.
     """
     if vocab_size is not None and kind != "bpe":
         raise ValueError(f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' takes a vocabulary size.")
     if kind in ("bytes", "bpe"):
-        if trained is not None:
-            backend = Tokenizer.from_file(str(trained))
-        else:
-            backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
-        return wrapped(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING)
+        return byte_level(_byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts))
     if kind == "jsb":
         return _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
     if kind == "remi":
@@ -116,9 +110,6 @@ def tokenize_pieces(
 
     Args:
         rows: with `text`, a document; or with `text` and `document`, the next piece of the document with that number.
-
-    Raises:
-        ValueError: a document contains a word that is not in the vocabulary of a word tokenizer, or has no text.
     """
     of_words = _is_of_words(tokenizer)
     begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
@@ -250,6 +241,11 @@ def wrapped(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
     )
+
+
+def byte_level(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer `bytes` or `bpe` with a backend."""
+    return wrapped(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING)
 
 
 def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
