@@ -664,7 +664,7 @@ def separate_blocks(rows):
 def test_separate_documents_are_padded():
     tokenizer, blocks = build_tokenizer("jsb"), separate_blocks(WORDS)
     # 12 is 9 and 3, 10 is 9 and 1; of a single token nothing can be predicted
-    assert [len(blocks.block(index)) for index in range(len(blocks))] == [3, 9, 3, 9, 9]
+    assert [len(blocks.block(index)["input_ids"]) for index in range(len(blocks))] == [3, 9, 3, 9, 9]
     batch = blocks[[0, 2]]
     first = tokenizer("60 61 62")["input_ids"], tokenizer("69 70 71")["input_ids"]
     # to a multiple of 8

@@ -39,7 +39,7 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from .pack import pad_blocks
+from .pack import batch_of
 from .rows import texts_of
 from .tokenize import build_tokenizer, byte_level, single_threaded, tokenize_pieces
 
@@ -273,33 +273,27 @@ class TextBlocks:
     def __len__(self) -> int:
         return self.count
 
-    def block(self, index: int) -> np.ndarray:
-        """Returns the tokens of one block, int32 (T)."""
-        if self.pack != "separate":
-            return self.text.read(index * self.sequence_length, (index + 1) * self.sequence_length)
-        document = int(np.searchsorted(self._last_blocks, index, side="right"))
-        before = int(self._last_blocks[document - 1]) if document else 0
-        start = int(self._document_starts[document]) + (index - before) * self.sequence_length
-        return self.text.read(start, min(start + self.sequence_length, int(self._document_ends[document])))
-
-    def _positions(self, index: int) -> np.ndarray:
+    def block(self, index: int) -> dict[str, np.ndarray]:
+        """Returns a block as `Packer` yields it."""
         start, stop = index * self.sequence_length, (index + 1) * self.sequence_length
-        begins = np.concatenate([[start], self.text.ends(start, stop)])
-        slots = np.arange(start, stop)
-        return slots - begins[np.searchsorted(begins, slots, side="right") - 1]
+        if self.pack == "separate":
+            document = int(np.searchsorted(self._last_blocks, index, side="right"))
+            before = int(self._last_blocks[document - 1]) if document else 0
+            start = int(self._document_starts[document]) + (index - before) * self.sequence_length
+            stop = min(start + self.sequence_length, int(self._document_ends[document]))
+        result = {"input_ids": self.text.read(start, stop)}
+        if self.pack == "documents":
+            begins = np.concatenate([[start], self.text.ends(start, stop)])
+            slots = np.arange(start, stop)
+            result["position_ids"] = slots - begins[np.searchsorted(begins, slots, side="right") - 1]
+        return result
 
     def __getitem__(self, index: int | Sequence[int]) -> dict[str, torch.Tensor]:
         """Returns `input_ids`, int64 (T), or of several blocks (B, T), with `position_ids` or `labels` (see `pack`)."""
         if not isinstance(index, Sequence):
             return {name: rows[0] for name, rows in self[[int(index)]].items()}
-        places = [self._find(one) for one in index]
-        blocks = [part.block(within) for part, within in places]
-        if self.pack == "separate":
-            return pad_blocks(blocks, self.pad_token_id or 0, self.sequence_length)
-        result = {"input_ids": torch.from_numpy(np.stack(blocks)).long()}
-        if self.pack == "documents":
-            result["position_ids"] = torch.from_numpy(np.stack([part._positions(within) for part, within in places]))
-        return result
+        blocks = [part.block(within) for part, within in map(self._find, index)]
+        return batch_of(blocks, self.pack, self.pad_token_id, self.sequence_length)
 
     def _find(self, index: int) -> tuple["TextBlocks", int]:
         return self, index

@@ -21,7 +21,7 @@ from datasets.iterable_dataset import SkipExamplesIterable, TakeExamplesIterable
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from .pack import Packer, add_labels, pad_blocks
+from .pack import Packer, add_labels, batch_of
 from .rows import on_disk
 from .tokenize import single_threaded, text_of
 
@@ -44,25 +44,15 @@ def first_rows(
 
 
 class StreamedBlocks:
-    """The blocks of a part of a stream, again from its start after the last one; arguments as in `Packer`.
+    """The blocks of a part of a stream, again from its start after the last one; `form` is that of `Packer`.
 
     Attributes:
         state: where `__iter__` begins, and then is: the beginning of the window, as JSON because it is sent with every
             batch and changes with the window only, and the number of blocks since.
     """
 
-    def __init__(
-        self,
-        rows: datasets.IterableDataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        sequence_length: int,
-        pack: str,
-        seed: int,
-        shuffle_buffer: int,
-    ) -> None:
-        self.rows, self.seed, self.shuffle_buffer = rows, seed, shuffle_buffer
-        self.form = (tokenizer, sequence_length, pack)
+    def __init__(self, rows: datasets.IterableDataset, form: tuple[Any, ...], seed: int, shuffle_buffer: int) -> None:
+        self.rows, self.form, self.seed, self.shuffle_buffer = rows, form, seed, shuffle_buffer
         self.state: tuple[str, int] = json.dumps({"epoch": 0, "window": 0, "documents": None, "rest": {}}), 0
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
@@ -117,7 +107,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     ) -> None:
         self.texts, self.tokenizer, self.batch_size, self.seed = texts, tokenizer, batch_size, seed
         self.weights = np.array(weights) / np.sum(weights)
-        self.form: dict[str, Any] = {"sequence_length": sequence_length, "pack": pack, "shuffle_buffer": shuffle_buffer}
+        self.form, self.shuffle_buffer = (tokenizer, sequence_length, pack), shuffle_buffer
         self._share: tuple[int, int] = (0, 1)
         # Of each part of this process, and the part whose batch is next.
         self._states: list[Any] = []
@@ -176,8 +166,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         part = (self._next + (0 if worker is None else worker.id)) % workers
         place, places = self._share[0] * workers + part, self._share[1] * workers
         sources = [
-            StreamedBlocks(_part(rows, place, places), self.tokenizer, seed=self.seed, **self.form)
-            for rows in self.texts
+            StreamedBlocks(_part(rows, place, places), self.form, self.seed, self.shuffle_buffer) for rows in self.texts
         ]
         batches = 0
         if self._states[part] is not None:
@@ -193,17 +182,10 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 chosen = random.choice(len(sources), size=stop - first, p=self.weights)
                 blocks = [next(iterators[source := number]) for number in chosen]
                 batches += 1
-                yield self._batch(blocks), part, [batches, [one.state for one in sources]]
+                batch = batch_of(blocks, self.form[2], self.tokenizer.pad_token_id, self.form[1])
+                yield add_labels(batch), part, [batches, [one.state for one in sources]]
         except ValueError as error:
             yield ValueError(f"mixture[{source}]: {error}") if len(sources) > 1 else error
-
-    def _batch(self, blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-        if self.form["pack"] == "separate":
-            ids = [block["input_ids"] for block in blocks]
-            return pad_blocks(ids, self.tokenizer.pad_token_id, self.form["sequence_length"])
-        return add_labels(
-            {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
-        )
 
 
 def _part(rows: datasets.IterableDataset, part: int, parts: int) -> datasets.IterableDataset:

@@ -249,7 +249,6 @@ def byte_level(backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer that splits at white space; `words` is the vocabulary with the special tokens."""
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Without a decoder, words are joined by spaces again.
