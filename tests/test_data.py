@@ -588,7 +588,6 @@ def test_bpe_is_deterministic(stdlib):
     [
         ({"kind": "bpe", "texts": ["a"]}, "at least 258"),
         ({"kind": "bpe", "texts": ["a"], "vocab_size": 257}, "vocab_size=257"),
-        ({"kind": "bpe", "vocab_size": 300}, "trained on texts"),
         ({"kind": "bytes", "vocab_size": 300}, "vocab_size=300"),
         ({"kind": "./no/such/folder"}, "no/such/folder"),
     ],

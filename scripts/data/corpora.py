@@ -55,10 +55,9 @@ class Corpus:
                 return choose(self.read_local(found, split, streaming=streaming), chosen)
             return choose(on_disk(READERS[self.reader](found, split)), chosen)
         config, theirs = rest
-        options: dict[str, Any] = {"text_field": self.text_field, "streaming": streaming}
-        if self.reader == "parquet":
-            return read_hub("parquet", None, str(theirs), chosen, **options, data_files=place)
-        return read_hub(place, config, str(theirs), chosen, **options)
+        dataset, files = ("parquet", place) if self.reader == "parquet" else (place, None)
+        form: dict[str, Any] = {"text_field": self.text_field, "streaming": streaming, "data_files": files}
+        return read_hub(dataset, config, str(theirs), chosen, **form)
 
 
 # After an empty line.
@@ -134,9 +133,7 @@ def load_corpus(
 ) -> Any:
     """Returns a table or stream of a split (`test`, or `test[:10]`) of a corpus, with documents in `text`.
 
-    Args:
-        data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
-            corpus is read from the Hub.
+    It is read from a folder of local files (by default WHATWHERE_DATA_DIR), or without one from the Hub.
     """
     name, split, chosen = parse_choice(f"{name}:{split}")
     corpus = CORPORA[name]

@@ -91,10 +91,7 @@ def _load_stdlib() -> datasets.DatasetDict:
     for path, text in stdlib_files():
         rows[stdlib_split(path)].append({"text": text, "path": path})
     if not all(rows.values()):
-        raise ValueError(
-            f"the standard library of this Python ({sysconfig.get_path('stdlib')}) has too few source files for "
-            "source='stdlib'. Use 'hub' or 'local'."
-        )
+        raise ValueError(f"source='stdlib' is not valid: {sysconfig.get_path('stdlib')} has too few source files.")
     return datasets.DatasetDict({split: datasets.Dataset.from_list(rows[split]) for split in SPLITS})
 
 

@@ -34,11 +34,9 @@ CHORALE_WORDS = ["<pad>", str(SILENCE), *map(str, range(_LOWEST, _HIGHEST + 1))]
 
 
 def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the chorales of a split as documents of words.
+    """Yields the chorales of a split (`train`, `valid` or `test`) as documents of words.
 
-    Args:
-        file: `Jsb16thSeparated.json`: for each split a list of chorales, each a list of steps of four pitches.
-        split: `train`, `valid` or `test`, as in the file.
+    The file has for each split a list of chorales, each a list of steps of four pitches.
     """
     try:
         chorales = json.loads(Path(file).read_text(encoding="utf-8"))[split]
@@ -75,12 +73,10 @@ def remi_words() -> list[str]:
 
 
 def read_performances(table: Path, split: str, *, transpose: bool = False) -> Iterator[str]:
-    """Yields the performances of a split of MAESTRO as documents of words.
+    """Yields the performances of our split of MAESTRO as documents of words.
 
-    Args:
-        table: the table of performances, in the folder of their files.
-        split: `train`, `validation` or `test` of our split (see the module's docstring).
-        transpose: yield each performance in all seven transpositions. Notes outside the piano's range are dropped.
+    The table is in the folder of the files. With `transpose`, each performance is yielded in all seven transpositions,
+    without the notes that are then outside the piano's range.
     """
     tokenizer = remi_tokenizer()
     from symusic import Score

@@ -10,9 +10,8 @@ version:
 | `shard-00000.json`, ... | numbers of tokens and documents, and of both files size, time of writing and SHA-256 |
 | `prepared.json` | written last: the number of shards, and what was tokenised |
 
-The ranges depend on the rows alone, and not on the number of processes. Each shard is written atomically, so that
-interrupted work is continued. The tokens do not depend on the length of sequences or on packing: all runs with the same
-text and tokenizer use the same folder.
+The ranges depend on the rows alone. Each shard is written atomically, so that interrupted work is continued. The tokens
+do not depend on the length of sequences or on packing: all runs with the same text and tokenizer use the same folder.
 """
 
 import contextlib

@@ -54,10 +54,7 @@ def read_hub(
 
 
 def choose(rows: Any, chosen: str) -> Any:
-    """Returns the documents of a slice such as `[10:20]`, `[:20]` or `[10:]`; all for an empty text.
-
-    `skip` and `take` work on streams and on tables.
-    """
+    """Returns the documents of a slice such as `[10:20]`, `[:20]` or `[10:]`; all for an empty text."""
     start, _, stop = chosen.strip("[]").partition(":")
     rows = rows.skip(int(start)) if start else rows
     return rows.take(int(stop) - int(start or 0)) if stop else rows
@@ -107,11 +104,7 @@ def with_text(rows: Any, text_field: str, what: str) -> Any:
 
 
 def check_text(rows: Any, what: str) -> Any:
-    """Returns the rows; `what` is their name in messages.
-
-    Raises:
-        Refused: all documents are empty, or one is not a string. (Of a stream, only the first ones are checked.)
-    """
+    """Raises Refused if all documents are empty, or one is not a string (in a stream, one before the first text)."""
     if isinstance(rows, datasets.Dataset) and (nulls := rows.data["text"].null_count):
         raise Refused(f"{what} is not valid: {nulls} documents have no text (null); it must be a string.")
     try:

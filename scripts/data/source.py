@@ -30,8 +30,7 @@ class TextSource(Checked):
 
     Attributes:
         source: `stdlib` (see `corpus.py`), `hub`, `local` or `corpus` (see `corpora.yaml`).
-        dataset: the id of a Hub dataset (`hub` only).
-        dataset_config: the configuration of that dataset (`hub` only).
+        dataset, dataset_config: the id of a Hub dataset, and its configuration (`hub` only).
         splits: for each of our splits, with `hub` the dataset's split with an optional slice of documents:
             `{"train": "train[1000:]", "validation": "train[:1000]"}`; by default the split of the same name. With
             `local` one or more glob patterns relative to the data folder: `{"train": "wikipedia_en/train-*.jsonl.gz",

@@ -132,9 +132,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over the batches, with labels.
 
-        Args:
-            share: (i, n) for the i-th of n processes that read different data.
-            workers: processes that read ahead; with 0, this one reads.
+        `share` is (i, n) for the i-th of n processes that read different data. `workers` processes read ahead; with 0,
+        this one reads.
         """
         self._share, parts = share, max(1, workers)
         self._states = self._states or [None] * parts
@@ -143,7 +142,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 f"workers={workers!r} is not valid: the run's stream was read by {len(self._states)} in each process, "
                 "and cannot be continued by another number."
             )
-        # Otherwise, `DataLoader` draws a random number of the training's.
+        # With a generator: otherwise, `DataLoader` draws a random number of the training's.
         options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
         with single_threaded():
             return self._received(iter(DataLoader(self, batch_size=None, num_workers=workers, **options)))
@@ -175,17 +174,17 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 source.state = tuple(state)
         iterators = [iter(source) for source in sources]
         first, stop = (self.batch_size * process // self._share[1] for process in (self._share[0], self._share[0] + 1))
-        source = 0
+        number = 0
         try:
             while True:
                 random = np.random.default_rng([self.seed, place, batches])
                 chosen = random.choice(len(sources), size=stop - first, p=self.weights)
-                blocks = [next(iterators[source := number]) for number in chosen]
+                blocks = [next(iterators[number := int(one)]) for one in chosen]
                 batches += 1
                 batch = batch_of(blocks, self.form[2], self.tokenizer.pad_token_id, self.form[1])
                 yield add_labels(batch), part, [batches, [one.state for one in sources]]
         except ValueError as error:
-            yield ValueError(f"mixture[{source}]: {error}") if len(sources) > 1 else error
+            yield ValueError(f"mixture[{number}]: {error}") if len(sources) > 1 else error
 
 
 def _part(rows: datasets.IterableDataset, part: int, parts: int) -> datasets.IterableDataset:

@@ -1,8 +1,4 @@
-"""Tokenizers (bytes, a byte-level BPE trained here, words, or any existing one), token streams, and bytes per token.
-
-Bits per byte need the number of bytes of the predicted text. `bytes_per_token` returns it for every entry of the
-vocabulary, so that it can be summed over any part of a stream.
-"""
+"""Tokenizers (bytes, a byte-level BPE trained here, words, or any existing one), and the tokens of documents."""
 
 import contextlib
 import itertools
@@ -43,7 +39,7 @@ def build_tokenizer(
     kind: str = "bytes",
     *,
     vocab_size: int | None = None,
-    texts: Iterable[str] | None = None,
+    texts: Iterable[str] = (),
 ) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
@@ -111,7 +107,8 @@ def tokenize_pieces(
     Args:
         rows: with `text`, a document; or with `text` and `document`, the next piece of the document with that number.
     """
-    of_words = _is_of_words(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    of_words = backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
     begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     first = True
@@ -207,7 +204,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Returns the number of bytes of text of each token, int64 (vocabulary); 0 for special tokens.
+    """Returns the number of bytes of text of each token, int64 (vocabulary), for bits per byte; 0 for special tokens.
 
     Exact for byte-level tokenizers (ours, GPT-2's, Llama 3's). SentencePiece-style tokenizers (Llama 2's) add a space
     before each document, which counts as one byte. Other tokenizers raise ValueError.
@@ -255,11 +252,6 @@ def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTo
     return wrapped(backend, **special_tokens)
 
 
-def _is_of_words(tokenizer: PreTrainedTokenizerBase) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
-
-
 def _check_words(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> None:
     known = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     for document in documents:
@@ -302,14 +294,12 @@ def _byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _train_bpe(vocab_size: int | None, texts: Iterable[str] | None) -> Tokenizer:
+def _train_bpe(vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
     if vocab_size is None or vocab_size < 258:
         raise ValueError(
             f"vocab_size={vocab_size!r} is not valid: tokenizer='bpe' needs an integer of at least 258 (256 bytes and "
             "two special tokens)."
         )
-    if texts is None:
-        raise ValueError("texts=None is not valid: tokenizer='bpe' is trained on texts.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
