@@ -197,6 +197,7 @@ class PreparedText:
         for shard, record in enumerate(records):
             for kind, stamp in record["files"].items():
                 _check(_file(folder, kind, shard), stamp, verify)
+        self._files = [_file(folder, "tokens", shard) for shard in range(len(records))]
         # First token of each shard.
         self._starts = np.cumsum([0, *(record["tokens"] for record in records)], dtype=np.int64)
         self._ends = [
@@ -212,15 +213,16 @@ class PreparedText:
 
     def _shards(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yields the shards that have tokens of start..stop, and their first tokens."""
-        first, last = np.searchsorted(self._starts, [start, stop - 1], side="right") - 1
-        for shard in range(first, last + 1):
-            if self._starts[shard] < self._starts[shard + 1]:
-                yield shard, int(self._starts[shard])
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while shard < len(self._files) and (first := int(self._starts[shard])) < stop:
+            if first < self._starts[shard + 1]:
+                yield shard, first
+            shard += 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns tokens start..stop, int32."""
         parts = [
-            _memory(_file(self.folder, "tokens", shard), self._dtype)[max(0, start - first) : stop - first]
+            _memory(self._files[shard], self._dtype)[max(0, start - first) : stop - first]
             for shard, first in self._shards(start, stop)
         ]
         return np.concatenate(parts, dtype=np.int32)
