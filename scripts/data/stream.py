@@ -51,7 +51,13 @@ class StreamedBlocks:
             batch and changes with the window only, and the number of blocks since.
     """
 
-    def __init__(self, rows: datasets.IterableDataset, form: tuple[Any, ...], seed: int, shuffle_buffer: int) -> None:
+    def __init__(
+        self,
+        rows: datasets.IterableDataset,
+        form: tuple[PreTrainedTokenizerBase, int, str],
+        seed: int,
+        shuffle_buffer: int,
+    ) -> None:
         self.rows, self.form, self.seed, self.shuffle_buffer = rows, form, seed, shuffle_buffer
         self.state: tuple[str, int] = json.dumps({"epoch": 0, "window": 0, "documents": None, "rest": {}}), 0
 
