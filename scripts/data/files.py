@@ -170,6 +170,8 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
     else:
         chosen = np.random.default_rng(0).permutation(few)[: round(_HELD_OUT * few)]
         held_out = np.isin(numbers, chosen)
+    if held_out.all():
+        raise ValueError(f"{what} is too short to hold out a part for validation. Give more text.")
     train = check_text(rows.select(np.flatnonzero(~held_out)), f"{what} (the part for training)")
     validation = check_text(rows.select(np.flatnonzero(held_out)), f"{what} (the part held out)")
     if few < _FEW:
