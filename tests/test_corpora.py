@@ -1,6 +1,7 @@
 """Corpora by name: where they are looked for, what is read, and what is refused."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -10,7 +11,7 @@ import datasets
 
 from whatwhere.scripts.data.corpora import CORPORA, Corpus, load_corpus, parse_choice, wikitext_articles
 from whatwhere.scripts.data.corpus import SPLITS, load_text
-from whatwhere.scripts.data.rows import collect, on_disk
+from whatwhere.scripts.data.rows import on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +82,24 @@ def test_local_files(folder, small, streaming):
         assert [row["text"] for row in rows] == expected
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("small:train[9:]", "corpus 'small:train[9:]'"),
+        ("wikitext103:test", "corpus 'wikitext103:test'"),
+        ("pg19:test", "splits['test']=('pg19/test/*.txt',)"),
+    ],
+)
+def test_corpora_without_text_are_named(folder, small, choice, message, streaming):
+    for file in ("wikitext/wiki.test.raw", "pg19/test/1.txt"):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).touch()
+    splits = {"train": choice, "validation": "small:validation"}
+    with pytest.raises(ValueError, match=re.escape(f"{message} is not valid: it has no text, and so no tokens.")):
+        load_text("corpus", data_dir=folder, splits=splits, streaming=streaming)
+
+
 def test_variable_names_the_folder(folder, small, monkeypatch):
     monkeypatch.setenv("WHATWHERE_DATA_DIR", str(folder))
     assert load_corpus("small", "validation")["text"] == ["valid 0"]
@@ -88,12 +107,14 @@ def test_variable_names_the_folder(folder, small, monkeypatch):
 
 def test_places_that_lack_a_split(folder, small):
     with pytest.raises(
-        ValueError, match=r"split='test' of corpus 'small' is not known in the data folder .*It is on the Hub"
+        ValueError, match=r"split='test' of corpus 'small' is not in the data folder .*It is on the Hub"
     ):
         load_corpus("small", "test", data_dir=folder)
-    with pytest.raises(ValueError, match=r"split='validation' .* not known in the Hub.*'train', 'test'.*local files"):
+    with pytest.raises(ValueError, match=r"split='validation' .* not in the Hub.*'train', 'test'.*local files"):
         load_corpus("small", "validation")
-    with pytest.raises(ValueError, match=r"split='test' of corpus 'wikinews_en'.*has no split there"):
+    with pytest.raises(
+        ValueError, match=r"split='test' of corpus 'wikinews_en' is not in the Hub. Allowed there: none"
+    ):
         load_corpus("wikinews_en", "test")
     with pytest.raises(ValueError, match="must be an existing folder"):
         load_corpus("small", "train", data_dir=folder / "nothing")
@@ -187,13 +208,12 @@ def test_splits_of_a_recipe(folder, small):
         load_text("corpus", data_dir=folder, splits={"train": "small:test", "validation": "small:validation"})
 
 
-@pytest.mark.parametrize("made", [on_disk, lambda texts: collect({"text": text} for text in texts)])
-def test_tables_hold_more_than_2_gib(made):
+def test_tables_hold_more_than_2_gib():
     """The human genome and MAESTRO in seven keys do not fit into a column of Arrow's `string`."""
-    rows = made(iter(["a", "\u00e9"]))
+    rows = on_disk(iter(["a", "\u00e9"]))
     assert rows.features["text"].dtype == "large_string"
     assert rows["text"] == ["a", "\u00e9"] == [row["text"] for row in rows.to_iterable_dataset()]
-    assert list(made(iter([]))) == []
+    assert list(on_disk(iter([]))) == []
 
 
 def test_wikitext_is_cut_before_titles(tmp_path):

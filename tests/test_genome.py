@@ -72,7 +72,6 @@ def test_fasta(tmp_path, name):
         ("two", "TTTT"),
         ("empty", ""),
     ]
-    assert list(genome.read_fasta(file, lambda header: header == "two")) == [("two", "TTTT")]
 
 
 def test_fasta_cut_short(tmp_path):
@@ -82,10 +81,10 @@ def test_fasta_cut_short(tmp_path):
         list(genome.read_fasta(tmp_path / "a.fa.gz"))
 
 
-@pytest.mark.parametrize(("text", "message"), [("ACGT\n", "begins with 'ACGT'"), ("", "is empty")])
-def test_no_fasta(tmp_path, text, message):
+@pytest.mark.parametrize("text", ["ACGT\n", ""])
+def test_no_fasta(tmp_path, text):
     (tmp_path / "a.fa").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"'a\.fa' is not a FASTA file: it does not begin with '>'"):
         list(genome.read_fasta(tmp_path / "a.fa"))
 
 

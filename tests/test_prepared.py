@@ -106,7 +106,7 @@ def test_interrupted_work_goes_on(rows, tokenizer, monkeypatch):
     right, calls = prepared._write_shard, []
 
     def failing(shard):
-        calls.append(shard.number)
+        calls.append(shard)
         if len(calls) == 10:
             raise OSError(28, "No space left on device")
         return right(shard)
@@ -155,7 +155,7 @@ def test_damage_is_found_and_named(rows, tokenizer):
     with pytest.raises(DamagedShard, match="SHA-256"):
         PreparedText(text.folder, verify=True)
     file.unlink()
-    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*cannot be read"):
+    with pytest.raises(DamagedShard, match=r"tokens-00003\.bin.*No such file"):
         prepare(rows, tokenizer)
     # A copy has other times of writing, and is right.
     file.write_bytes(content)
@@ -193,6 +193,14 @@ def test_too_short(tokenizer):
     text = prepare(datasets.Dataset.from_dict({"text": ["abc"]}), tokenizer)
     with pytest.raises(ValueError, match=r"sequence_length=100 .* the train split has \d+ tokens"):
         TextBlocks(text, 100, name="the train split")
+
+
+def test_texts_that_cannot_be_tokenised_are_named(tokenizer):
+    rows = datasets.Dataset.from_dict({"text": ["abc", None]})
+    with pytest.raises(
+        ValueError, match=r"^the train split of mixture\[1\] cannot be tokenised: a document has text=None"
+    ):
+        prepare(rows, tokenizer, name="the train split of mixture[1]")
 
 
 def test_command(tmp_path, capfd, monkeypatch):

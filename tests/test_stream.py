@@ -198,6 +198,14 @@ def test_blocks_of_several_texts(letters):
     assert both.sha256 not in (parts[0].sha256, parts[1].sha256, MixedBlocks(parts[::-1]).sha256)
 
 
+def test_a_stream_of_a_mixture_is_named(letters, tokenizer):
+    rows = [datasets.Dataset.from_dict({"text": texts}) for texts in (["a" * 99] * 9, ["b" * 99, None])]
+    for workers in (0, 1):
+        batches = batches_of([one.to_iterable_dataset() for one in rows], tokenizer, weights=[1, 1], shuffle_buffer=2)
+        with pytest.raises(ValueError, match=r"^mixture\[1\]: a document has text=None"):
+            first(batches, 9, workers=workers)
+
+
 def test_a_mixture_of_streams(letters, tokenizer):
     _, rows = letters
 

@@ -5,6 +5,7 @@ available in one place only.
 """
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from whatwhere.position_base import suggest
 from .files import find_all, read_found
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
-from .rows import DATA_DIR_VARIABLE, SPLITS, choose, collect, data_folder, on_disk, read_hub
+from .rows import DATA_DIR_VARIABLE, SPLITS, check_text, choose, data_folder, on_disk, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 
@@ -41,54 +42,43 @@ class Corpus:
             option, patterns = f"splits[{split!r}]", self.local[split]
             found = find_all(option, patterns, root)
             return read_found(found, f"{option}={patterns!r}", text_field="text", streaming=streaming)
-        rows = on_disk(READERS[self.reader](one_file(root, split, self.local[split]), split))
-        return rows.to_iterable_dataset() if streaming else rows
+        return on_disk(READERS[self.reader](one_file(root, split, self.local[split]), split))
 
-    def read_hub(self, split: str, *, streaming: bool) -> Any:
-        """Returns the rows of a split in `hub`."""
+    def read_hub(self, split: str, chosen: str, *, streaming: bool) -> Any:
+        """Returns the rows of a slice of a split in `hub`."""
         place, *rest = self.hub[split]
         assert place is not None, "every split has a place"
         if not rest:
             # Extracted, because the name of a download has no file ending.
             found = Path(datasets.DownloadManager().download_and_extract(place))
             if found.is_dir():
-                return self.read_local(found, split, streaming=streaming)
-            rows = on_disk(READERS[self.reader](found, split))
-            return rows.to_iterable_dataset() if streaming else rows
+                return choose(self.read_local(found, split, streaming=streaming), chosen)
+            return choose(on_disk(READERS[self.reader](found, split)), chosen)
         config, theirs = rest
-        options: dict[str, Any] = {"text_field": self.text_field, "streaming": streaming}
-        if self.reader == "parquet":
-            return read_hub("parquet", None, str(theirs), **options, data_files=place)
-        return read_hub(place, config, str(theirs), **options)
+        dataset, files = ("parquet", place) if self.reader == "parquet" else (place, None)
+        form: dict[str, Any] = {"text_field": self.text_field, "streaming": streaming, "data_files": files}
+        return read_hub(dataset, config, str(theirs), chosen, **form)
 
 
-_TITLE = re.compile(r" = [^=\n](?:.*[^=\n])? = \n?")
+# After an empty line.
+_TITLE = re.compile(r"(?:(?<=\n\n)|(?<=\n \n)) = [^=\n](?:.*[^=\n])? = $", re.MULTILINE)
 
 
 def wikitext_articles(file: Path, split: str) -> Iterator[str]:
     """Yields the articles of a WikiText file, each starting with its title (` = Title = `, after an empty line)."""
-    article: list[str] | None = None
     # A file may begin with its first title.
-    before = ""
-    with file.open(encoding="utf-8-sig") as lines:
-        for line in lines:
-            if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
-                if article is not None:
-                    yield "".join(article)
-                article = []
-            if article is not None:
-                article.append(line)
-            before = line
-    if article is not None:
-        yield "".join(article)
+    text = "\n\n" + file.read_text(encoding="utf-8-sig")
+    starts = [title.start() for title in _TITLE.finditer(text)]
+    for start, stop in itertools.pairwise([*starts, len(text)]):
+        yield text[start:stop]
 
 
 # Readers of files with other formats than one document per row: functions of the file and the split.
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     "wikitext": wikitext_articles,
     "chorales": lambda file, split: read_chorales(file, "valid" if split == "validation" else split),
-    "performances": lambda file, split: read_performances(file.parent, split),
-    "transposed_performances": lambda file, split: read_performances(file.parent, split, transpose=True),
+    "performances": read_performances,
+    "transposed_performances": lambda file, split: read_performances(file, split, transpose=True),
     "genome": read_genome,
     "sequence": read_sequence,
 }
@@ -121,11 +111,7 @@ CORPORA: dict[str, Corpus] = {
 
 
 def parse_choice(choice: str) -> tuple[str, str, str]:
-    """Returns corpus, split and slice (`[1:2]` or empty) of a text such as `pg19:test[:10]`.
-
-    Raises:
-        ValueError: the text has another form, or there is no such corpus or split.
-    """
+    """Returns corpus, split and slice (`[1:2]` or empty) of a text such as `pg19:test[:10]`."""
     match = _CHOICE.match(choice) if isinstance(choice, str) else None
     if match is None:
         raise ValueError(
@@ -145,19 +131,9 @@ def parse_choice(choice: str) -> tuple[str, str, str]:
 def load_corpus(
     name: str, split: str, *, data_dir: str | os.PathLike[str] | None = None, streaming: bool = False
 ) -> Any:
-    """Loads a split of a corpus.
+    """Returns a table or stream of a split (`test`, or `test[:10]`) of a corpus, with documents in `text`.
 
-    Args:
-        split: `train`, `validation` or `test`, optionally with a slice of documents: `test[:10]`.
-        data_dir: a folder of local files; by default the environment variable WHATWHERE_DATA_DIR. Without either, the
-            corpus is read from the Hub.
-
-    Returns:
-        a `datasets.Dataset` (`IterableDataset` when streaming) with a document in `text`.
-
-    Raises:
-        ValueError: there is no such corpus or split in that place.
-        ConnectionError: the Hub does not answer.
+    It is read from a folder of local files (by default WHATWHERE_DATA_DIR), or without one from the Hub.
     """
     name, split, chosen = parse_choice(f"{name}:{split}")
     corpus = CORPORA[name]
@@ -165,22 +141,17 @@ def load_corpus(
     here, there = (corpus.local, corpus.hub) if root else (corpus.hub, corpus.local)
     if split not in here:
         place = f"the data folder {str(root)!r}" if root else "the Hub"
-        hint = ""
-        if split in there:
-            hint = (
-                f" It is on the Hub: leave out --data-dir and {DATA_DIR_VARIABLE}."
-                if root
-                else f" It can be read from local files: give --data-dir, or set {DATA_DIR_VARIABLE}."
-            )
-        allowed = f"Allowed there: {', '.join(map(repr, here))}." if here else "It has no split there."
-        raise ValueError(f"split={split!r} of corpus {name!r} is not known in {place}. {allowed}{hint}")
-    if root:
-        return choose(corpus.read_local(root, split, streaming=streaming), chosen)
-    # Downloads only the requested documents.
-    lazily = not streaming and bool(chosen) and not chosen.endswith(":]")
+        other = "on the Hub: leave out --data-dir and" if root else "in local files: give --data-dir or"
+        hint = f" It is {other} {DATA_DIR_VARIABLE}." if split in there else ""
+        allowed = ", ".join(map(repr, here)) or "none"
+        raise ValueError(f"split={split!r} of corpus {name!r} is not in {place}. Allowed there: {allowed}.{hint}")
     try:
-        rows = choose(corpus.read_hub(split, streaming=streaming or lazily), chosen)
-        return collect(rows) if lazily else rows
+        if root:
+            rows = choose(corpus.read_local(root, split, streaming=streaming), chosen)
+        else:
+            rows = corpus.read_hub(split, chosen, streaming=streaming)
+        check_text(rows, f"corpus {f'{name}:{split}{chosen}'!r}")
     except ConnectionError as error:
         local = f" For local files, give --data-dir, or set {DATA_DIR_VARIABLE}." if split in there else ""
         raise ConnectionError(f"corpus {name!r} is read from the Hub, which did not answer: {error}.{local}") from error
+    return rows.to_iterable_dataset() if streaming and isinstance(rows, datasets.Dataset) else rows

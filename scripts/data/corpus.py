@@ -7,6 +7,7 @@ other files, but the text differs between Python versions, and so results of two
 
 import hashlib
 import os
+import re
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -16,10 +17,10 @@ from typing import Any
 import datasets
 
 from ..checks import parse
-from .corpora import load_corpus, parse_choice
+from .corpora import load_corpus
 from .files import hold_out, read_found
 from .rows import DATA_DIR_VARIABLE as DATA_DIR_VARIABLE
-from .rows import SLICE, SPLITS, check_split_names, read_hub
+from .rows import SPLITS, check_text, read_hub
 from .source import TextSource, find_files
 from .tokenize import text_of as text_of
 
@@ -37,22 +38,14 @@ def load_text(
     pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Loads the splits of a corpus.
+    """Returns the splits of a source, tables or streams of `datasets` with documents in `text`; `test` may be missing.
 
     Args:
-        text: the source with its options, or the name of a source.
-        data_dir: the folder of `local`, and of `corpus` if there is one; by default the environment variable
-            WHATWHERE_DATA_DIR.
+        text: the source, or its name.
+        data_dir: the folder of local files; by default the environment variable WHATWHERE_DATA_DIR.
         pieces: split text files of any size into rows with pieces, where `document` is the number of the file. No
             effect on jsonl and parquet files, other sources and streams.
         options: the other fields of `TextSource`, if `text` is a name.
-
-    Returns:
-        A `datasets.DatasetDict` (`IterableDatasetDict` when streaming) with the rows' documents in `text`. There is
-        always a `train` and a `validation` split; `test` may be missing for `hub` and `local`.
-
-    Raises:
-        ValueError: an argument or a file is not valid.
     """
     if isinstance(text, str):
         text = parse(TextSource, {"source": text, **options})
@@ -98,43 +91,35 @@ def _load_stdlib() -> datasets.DatasetDict:
     for path, text in stdlib_files():
         rows[stdlib_split(path)].append({"text": text, "path": path})
     if not all(rows.values()):
-        raise ValueError(
-            f"the standard library of this Python ({sysconfig.get_path('stdlib')}) has too few source files for "
-            "source='stdlib'. Use 'hub' or 'local'."
-        )
+        raise ValueError(f"source='stdlib' is not valid: {sysconfig.get_path('stdlib')} has too few source files.")
     return datasets.DatasetDict({split: datasets.Dataset.from_list(rows[split]) for split in SPLITS})
 
 
 def _load_hub(text: TextSource) -> dict[str, Any]:
     dataset, config = str(text.dataset), text.dataset_config
     splits = text.splits or {split: split for split in SPLITS}
-    check_split_names(splits)
     available = datasets.get_dataset_split_names(dataset, config)
     result = {}
     for name, theirs in splits.items():
-        match = SLICE.match(theirs) if isinstance(theirs, str) else None
-        if match is None:
+        match = re.fullmatch(r"([^\[\]]+)(\[\d*:\d*\])?", str(theirs))
+        if name == "test" and match and match[1] not in available:
+            continue
+        if not match or match[1] not in available:
             raise ValueError(
-                f"splits[{name!r}]={theirs!r} is not valid: it must be like 'train' or 'train[1000:2000]'."
+                f"splits[{name!r}]={theirs!r} is not valid: it must be like 'train' or 'train[1000:2000]', and "
+                f"{dataset!r} has the splits {', '.join(map(repr, available))}."
             )
-        if match["split"] not in available:
-            if name == "test":
-                continue
-            raise ValueError(
-                f"splits[{name!r}]={theirs!r} is not valid: {dataset!r} has the splits "
-                f"{', '.join(map(repr, available))}."
-            )
-        result[name] = read_hub(dataset, config, match.string, text_field=text.text_field, streaming=text.streaming)
+        rows = read_hub(dataset, config, theirs, text_field=text.text_field, streaming=text.streaming)
+        result[name] = check_text(rows, f"splits[{name!r}]={theirs!r}")
     return result
 
 
 def _load_corpora(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
-    check_split_names(text.splits or {})
     result = {}
     for name, choice in (text.splits or {}).items():
+        corpus, _, split = choice.partition(":")
         try:
-            corpus, split, chosen = parse_choice(choice)
-            result[name] = load_corpus(corpus, f"{split}{chosen}", data_dir=data_dir, streaming=text.streaming)
+            result[name] = load_corpus(corpus, split, data_dir=data_dir, streaming=text.streaming)
         except ValueError as error:
             raise ValueError(f"splits[{name!r}]={choice!r} is not valid: {error}") from error
     return result

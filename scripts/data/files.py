@@ -8,25 +8,26 @@ import glob
 import gzip
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow
 
 import whatwhere
 
-from .rows import texts_of, with_text
-from .tokenize import text_of
+from ..checks import Refused
+from .rows import NO_TEXT, check_text, texts_of, with_text
 
 OWN_TEXT = (
     "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
     "mytext/*.txt, ...}."
 )
-# File endings (text and jsonl files may also end in .gz), and the format's name in `datasets`.
-_ENDINGS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# File endings, and the format's name in `datasets`.
+_KINDS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json"}
+_KINDS |= {f"{ending}.gz": kind for ending, kind in _KINDS.items()} | {".parquet": "parquet"}
 # Maximum number of characters in a piece of a text file.
 _PIECE = 1 << 16
 # Share of the training text that is held out if there are no validation files. With fewer than _FEW documents, the end
@@ -36,23 +37,21 @@ _FEW = 20
 # Approximate number of pieces of a short document (fewer if its characters take several bytes).
 _PIECES = 80
 _FEATURES = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
+# Errors of files that are cut or have other contents.
+_UNREADABLE = (EOFError, gzip.BadGzipFile, zlib.error, ValueError)
 _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
 def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> list[str]:
-    """Returns the files of an option, without duplicates: files, folders or patterns, in `root` or the current folder.
-
-    Raises:
-        ValueError: an entry has no file.
-    """
+    """Returns the files of an option, each once: files, folders or patterns, in `root` or the current folder."""
     files: list[str] = []
     for entry in entries:
         if not isinstance(entry, str) or not entry:
             raise ValueError(f"{option}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
         path = os.path.join(root or "", os.path.expanduser(entry))
         if os.path.isdir(path):
-            found = sorted(str(file) for file in Path(path).rglob("*") if _kind_or_none(str(file)) and file.is_file())
-            reason = f"the folder has no {_allowed_endings()} file"
+            found = sorted(str(file) for file in Path(path).rglob("*") if _kind(str(file)) and file.is_file())
+            reason = f"the folder has no {', '.join(_KINDS)} file"
         else:
             names = glob.glob(os.path.expanduser(entry), root_dir=root, recursive=True)
             # An existing file takes precedence over a pattern, for names with brackets.
@@ -66,26 +65,27 @@ def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> l
     return files
 
 
-def kind_of_all(files: Iterable[str], what: str) -> str:
-    kinds = {_kind(file) for file in files}
-    if len(kinds) > 1:
-        raise ValueError(f"{what} mixes {' and '.join(sorted(kinds))} files: a split must have a single format.")
-    return kinds.pop()
+def _kind(file: str) -> str | None:
+    return next((kind for ending, kind in _KINDS.items() if file.endswith(ending)), None)
+
+
+def kind_of_all(files: Sequence[str], what: str) -> str:
+    """Returns the format of files; raises ValueError if there are several, or one is unknown."""
+    for file in files:
+        if _kind(file) is None:
+            raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {', '.join(_KINDS)}.")
+    first, *others = sorted({str(_kind(file)) for file in files})
+    if others:
+        raise ValueError(f"{what} mixes {' and '.join([first, *others])} files: a split must have a single format.")
+    return first
 
 
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
-    """Returns the rows of files of one format; `what` is their name in messages.
-
-    Raises:
-        ValueError: a file cannot be read, or there is no text (not checked for a stream).
-    """
+    """Returns the rows of files of one format; `what` is their name in messages."""
     kind = kind_of_all(files, what)
     try:
         if kind != "text":
-            for file in files if kind == "json" else ():
-                _refuse_binary(file)
             rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
-            rows = with_text(rows, text_field, what)
         elif streaming:
             rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=_FEATURES)
         else:
@@ -94,22 +94,17 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
             # A tuple: `datasets` would split a list into shards.
             settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
             rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=_FEATURES)
-    except (datasets.exceptions.DatasetGenerationError, StopIteration, pyarrow.ArrowInvalid) as error:
-        reason = str(error.__cause__ or error) or "it is empty"
-        raise ValueError(f"{what} cannot be read: {reason}") from error
-    if not streaming and not any(row["text"] for row in rows):
-        raise ValueError(f"{what} is not valid: it has no text.")
-    return rows if kind != "text" or (pieces and not streaming) else rows.remove_columns("document")
-
-
-def _refuse_binary(file: str) -> None:
-    """Raises ValueError if a JSON file begins with NUL bytes; `datasets` would report an empty file."""
-    try:
-        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as content:
-            if b"\0" in content.read(1 << 16):
-                raise ValueError(f"file {file!r} contains NUL bytes: it is not a jsonl file in UTF-8.")
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"file {file!r} cannot be read: {error}") from error
+        if kind == "text" and (streaming or not pieces):
+            rows = rows.remove_columns("document")
+        return check_text(with_text(rows, text_field, what), what)
+    except Refused:
+        raise
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, *_UNREADABLE) as error:
+        # Of files without rows, `datasets` reports only that there is no data.
+        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+            raise Refused(f"{what} is not valid: {NO_TEXT}") from error
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        raise Refused(f"{what} cannot be read: {reason}") from error
 
 
 def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
@@ -124,9 +119,6 @@ def read_text(file: str) -> Iterator[str]:
     """Yields a text file in pieces that end before white space, if there is any.
 
     Words do not cross pieces, so a byte-level BPE trained on the pieces equals one trained on the whole text.
-
-    Raises:
-        ValueError: the file is not UTF-8 text.
     """
     # A gzipped file gets more pieces, because its size is that of the compressed text.
     size = min(_PIECE, os.path.getsize(file) // _PIECES + 1)
@@ -139,7 +131,7 @@ def read_text(file: str) -> Iterator[str]:
         ):
             while more := text.read(size):
                 if "\0" in more:
-                    raise ValueError(f"file {file!r} is not UTF-8 text: it contains NUL characters.")
+                    raise ValueError("it contains NUL characters.")
                 rest += more
                 places = [place.start() for place in _WHITE_SPACE.finditer(rest)]
                 cut = places[-1] if places else len(rest) if len(rest) >= 4 * size else 0
@@ -148,7 +140,7 @@ def read_text(file: str) -> Iterator[str]:
                 if piece:
                     yield piece
                 piece, rest = rest[:cut], rest[cut:]
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
     # A short remainder is joined to the last piece.
     if piece and len(rest) > size // 2:
@@ -158,17 +150,14 @@ def read_text(file: str) -> Iterator[str]:
 
 
 def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Splits rows into a training part and a held-out part; see `load_text`.
+    """Splits rows, named `what` in messages, into a training part and a held-out part, described in its `info`.
 
-    The choice depends only on the number of documents. `info.description` of the held-out part describes it, and `what`
-    is the name of the text in messages.
-
-    Raises:
-        ValueError: there is too little text.
+    The choice depends only on the number of documents.
     """
     few = len(rows.unique("document")) if "document" in rows.column_names else len(rows)
     if few < _FEW and "document" not in rows.column_names:
-        rows = _cut(rows)
+        form = {"remove_columns": rows.column_names, "features": _FEATURES}
+        rows = rows.map(_pieces, with_indices=True, batched=True, batch_size=1, **form)
     numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
     if few < _FEW:
         # The last pieces of each document: at least one, with a share of characters as close as possible to _HELD_OUT.
@@ -182,10 +171,9 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         chosen = np.random.default_rng(0).permutation(few)[: round(_HELD_OUT * few)]
         held_out = np.isin(numbers, chosen)
     if held_out.all():
-        raise ValueError(
-            f"{what} is too short to hold out a part for validation: give other text as its validation_file."
-        )
-    train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
+        raise ValueError(f"{what} is too short to hold out a part for validation. Give more text.")
+    train = check_text(rows.select(np.flatnonzero(~held_out)), f"{what} (the part for training)")
+    validation = check_text(rows.select(np.flatnonzero(held_out)), f"{what} (the part held out)")
     if few < _FEW:
         what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
     else:
@@ -194,30 +182,10 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
     return train, validation
 
 
-def _cut(rows: datasets.Dataset) -> datasets.Dataset:
-    """Splits the documents of a few rows into pieces, as in `read_text`."""
-    return rows.map(
-        _pieces, with_indices=True, batched=True, batch_size=1, remove_columns=rows.column_names, features=_FEATURES
-    )
-
-
 def _pieces(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-    text = text_of({name: values[0] for name, values in rows.items()})
+    """Returns the pieces of a document, as in `read_text`."""
+    text = rows["text"][0]
     size = len(text) // _PIECES + 1
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    # At least one: an empty document is a document.
+    pieces = [text[start : start + size] for start in range(0, max(1, len(text)), size)]
     return {"text": pieces, "document": numbers * len(pieces)}
-
-
-def _kind_or_none(file: str) -> str | None:
-    ending = Path(file.removesuffix(".gz")).suffix
-    return None if ending == ".parquet" and file.endswith(".gz") else _ENDINGS.get(ending)
-
-
-def _allowed_endings() -> str:
-    return ", ".join(_ENDINGS) + " (or .txt.gz, .raw.gz, .jsonl.gz, .json.gz)"
-
-
-def _kind(file: str) -> str:
-    if kind := _kind_or_none(file):
-        return kind
-    raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {_allowed_endings()}.")

@@ -14,7 +14,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -38,28 +38,19 @@ _LETTERS = dict.fromkeys(range(128), "N") | {ord(c): c.upper() for c in "ACGTacg
 
 
 def read_genome(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the pieces of a split of the human genome.
-
-    Args:
-        file: a FASTA file of all chromosomes, of UCSC or NCBI; gzipped if its name ends with `.gz`.
-
-    Raises:
-        ValueError: the file is not a FASTA file, or has not all chromosomes of the split.
-    """
+    """Yields the pieces of a split of the human genome, from a FASTA file of all chromosomes, of UCSC or NCBI."""
     missing = list(_CHROMOSOMES[split])
-    for header, sequence in read_fasta(file, lambda header: _chromosome(header) in _CHROMOSOMES[split]):
-        missing.remove(str(_chromosome(header)))
-        yield from pieces(sequence)
+    for header, sequence in read_fasta(file):
+        match = _NAME.match(header)
+        if match and (match[1] or match[2]) in missing:
+            missing.remove(match[1] or match[2])
+            yield from pieces(sequence)
     if missing:
         raise ValueError(f"file {Path(file).name!r} has no chromosomes {', '.join(missing)} for split {split!r}.")
 
 
 def read_sequence(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the pieces of a split of a FASTA file's first sequence: 90 % training, 5 % validation, 5 % test, in order.
-
-    Raises:
-        ValueError: the file is not a FASTA file.
-    """
+    """Yields the pieces of a split of a FASTA file's first sequence: in order, 90 % train, 5 % validation, 5 % test."""
     _, sequence = next(read_fasta(file))
     count = len(sequence) // PIECE
     start, stop = (int(share * count) * PIECE for share in _SHARES[split])
@@ -74,45 +65,24 @@ def pieces(sequence: str) -> Iterator[str]:
             yield piece
 
 
-def read_fasta(
-    file: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda header: True
-) -> Iterator[tuple[str, str]]:
-    """Yields (header, sequence) of a FASTA file, the sequence in letters A, C, G, T and N.
-
-    Args:
-        file: its path; gzipped if the name ends with `.gz`.
-        wanted: whether to yield the sequence of a header (without `>`).
-
-    Raises:
-        ValueError: the file does not begin with a header.
-    """
+def read_fasta(file: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """Yields (header without `>`, sequence of A, C, G, T and N) of a FASTA file, gzipped if it ends with `.gz`."""
     path = Path(file)
     header: str | None = None
     lines: list[str] = []
-    with gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii") as text:
-        for line in _whole(text, path):
-            line = line.strip()
-            if line.startswith(">"):
-                if header is not None and wanted(header):
-                    yield header, "".join(lines).translate(_LETTERS)
-                header, lines = line[1:], []
-            elif header is None:
-                raise ValueError(f"file {path.name!r} is not a FASTA file: it begins with {line[:20]!r}, not with '>'.")
-            elif wanted(header):
-                lines.append(line)
-    if header is None:
-        raise ValueError(f"file {path.name!r} is not a FASTA file: it is empty.")
-    if wanted(header):
-        yield header, "".join(lines).translate(_LETTERS)
-
-
-def _whole(lines: Iterable[str], path: Path) -> Iterator[str]:
     try:
-        yield from lines
+        with gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii") as text:
+            for line in map(str.strip, text):
+                if line.startswith(">"):
+                    if header is not None:
+                        yield header, "".join(lines).translate(_LETTERS)
+                    header, lines = line[1:], []
+                elif header is None:
+                    break
+                else:
+                    lines.append(line)
     except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"file {path.name!r} cannot be read: {error}") from error
-
-
-def _chromosome(header: str) -> str | None:
-    match = _NAME.match(header)
-    return (match[1] or match[2]) if match else None
+    if header is None:
+        raise ValueError(f"file {path.name!r} is not a FASTA file: it does not begin with '>'.")
+    yield header, "".join(lines).translate(_LETTERS)

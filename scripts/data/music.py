@@ -29,20 +29,14 @@ _LOWEST, _HIGHEST = 21, 108
 
 SILENCE = -1
 TRANSPOSITIONS = range(-3, 4)
-MAESTRO_TABLE = "maestro-v3.0.0.csv"
 
 CHORALE_WORDS = ["<pad>", str(SILENCE), *map(str, range(_LOWEST, _HIGHEST + 1))]
 
 
 def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the chorales of a split as documents of words.
+    """Yields the chorales of a split (`train`, `valid` or `test`) as documents of words.
 
-    Args:
-        file: `Jsb16thSeparated.json`: for each split a list of chorales, each a list of steps of four pitches.
-        split: `train`, `valid` or `test`, as in the file.
-
-    Raises:
-        ValueError: the file has another form.
+    The file has for each split a list of chorales, each a list of steps of four pitches.
     """
     try:
         chorales = json.loads(Path(file).read_text(encoding="utf-8"))[split]
@@ -78,32 +72,23 @@ def remi_words() -> list[str]:
     return sorted(vocabulary, key=vocabulary.get)
 
 
-def read_performances(folder: str | os.PathLike[str], split: str, *, transpose: bool = False) -> Iterator[str]:
-    """Yields the performances of a split of MAESTRO as documents of words.
+def read_performances(table: Path, split: str, *, transpose: bool = False) -> Iterator[str]:
+    """Yields the performances of our split of MAESTRO as documents of words.
 
-    Args:
-        split: `train`, `validation` or `test` of our split (see the module's docstring).
-        transpose: yield each performance in all seven transpositions. Notes outside the piano's range are dropped.
-
-    Raises:
-        ValueError: the table or a file is missing, or a performance has not exactly one instrument.
-        ImportError: miditok is not installed.
+    The table is in the folder of the files. With `transpose`, each performance is yielded in all seven transpositions,
+    without the notes that are then outside the piano's range.
     """
     tokenizer = remi_tokenizer()
     from symusic import Score
 
-    table = Path(folder) / MAESTRO_TABLE
-    try:
-        with table.open(encoding="utf-8", newline="") as file:
-            works = list(csv.DictReader(file))
-    except OSError as error:
-        raise ValueError(f"folder {Path(folder).name!r} has no {MAESTRO_TABLE}: {error.strerror}.") from error
+    with table.open(encoding="utf-8", newline="") as file:
+        works = list(csv.DictReader(file))
     for work in works:
         if performance_split(work["canonical_composer"], work["canonical_title"]) != split:
             continue
         name = work["midi_filename"]
         try:
-            score: Any = Score(Path(folder) / name)
+            score: Any = Score(table.parent / name)
         except (OSError, RuntimeError, ValueError) as error:
             raise ValueError(f"performance {name!r} cannot be read: {error}") from error
         for semitones in TRANSPOSITIONS if transpose else (0,):

@@ -88,6 +88,15 @@ def pad_blocks(
     return {"input_ids": input_ids, "labels": targets}
 
 
+def batch_of(
+    blocks: Sequence[Mapping[str, np.ndarray]], pack: str, pad_token_id: int | None, longest: int
+) -> dict[str, torch.Tensor]:
+    """Returns blocks as int64 (B, T); those of pack="separate" are padded and have labels."""
+    if pack == "separate":
+        return pad_blocks([block["input_ids"] for block in blocks], pad_token_id or 0, longest)
+    return {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
+
+
 class ShuffledBatches:
     """The global batch of every training step, determined by the seed and the step.
 
@@ -162,10 +171,7 @@ class Steps(torch.utils.data.Dataset):
 
 
 def add_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adds `labels` (unshifted): the tokens, except the first token of each packed document.
-
-    Existing labels are kept.
-    """
+    """Adds `labels` (unshifted), if there are none: the tokens, except the first token of each packed document."""
     if "labels" in batch:
         return batch
     labels = batch["input_ids"]

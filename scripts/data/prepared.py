@@ -10,13 +10,11 @@ version:
 | `shard-00000.json`, ... | numbers of tokens and documents, and of both files size, time of writing and SHA-256 |
 | `prepared.json` | written last: the number of shards, and what was tokenised |
 
-The ranges depend on the rows alone, and not on the number of processes. Each shard is written atomically, so that
-interrupted work is continued. The tokens do not depend on the length of sequences or on packing: all runs with the same
-text and tokenizer use the same folder.
+The ranges depend on the rows alone. Each shard is written atomically, so that interrupted work is continued. The tokens
+do not depend on the length of sequences or on packing: all runs with the same text and tokenizer use the same folder.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -36,12 +34,13 @@ import numpy as np
 import tokenizers
 import torch
 from filelock import FileLock
+from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from .pack import pad_blocks
+from .pack import batch_of
 from .rows import texts_of
-from .tokenize import build_tokenizer, single_threaded, tokenize_pieces
+from .tokenize import build_tokenizer, byte_level, single_threaded, tokenize_pieces
 
 FORMAT = 1
 CACHE_VARIABLE = "WHATWHERE_CACHE"
@@ -68,63 +67,39 @@ def prepared_folder(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) 
     return cache_folder() / hashlib.sha256(what.encode()).hexdigest()[:32]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """What a process needs for one shard: a range of rows, and the files' number and folder."""
-
-    folder: Path
-    number: int
-    start: int
-    stop: int
-    dtype: str
-
-    @property
-    def record(self) -> Path:
-        return self.folder / f"shard-{self.number:05d}.json"
-
-    def file(self, kind: str) -> Path:
-        return self.folder / f"{kind}-{self.number:05d}.bin"
+def _file(folder: Path, kind: str, shard: int) -> Path:
+    return folder / f"{kind}-{shard:05d}.{'json' if kind == 'shard' else 'bin'}"
 
 
-def _shards(rows: datasets.Dataset, folder: Path, dtype: str) -> list[_Shard]:
-    """Returns the ranges of rows; a document in several pieces is in one shard."""
+def _shard_bounds(rows: datasets.Dataset) -> list[int]:
+    """Returns the first row of each shard, and the end; a document in several pieces is in one shard."""
+    firsts: Sequence[int] = range(len(rows) + 1)
     if "document" in rows.column_names:
         numbers = np.asarray(rows.with_format("numpy")["document"])
         firsts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
-    else:
-        firsts = range(len(rows) + 1)  # type: ignore[assignment]
     count = len(firsts) - 1
-    size = max(1, min(SHARD_DOCUMENTS, count // SHARDS))
-    bounds = [firsts[place] for place in range(0, count, size)] + [len(rows)]
-    return [_Shard(folder, number, *pair, dtype) for number, pair in enumerate(itertools.pairwise(bounds))]
+    return [*firsts[: count : max(1, min(SHARD_DOCUMENTS, count // SHARDS))], len(rows)]
 
 
 # What the processes of a pool have, without a copy: they are forked.
 _work: dict[str, Any] = {}
 
 
-def _write_shard(shard: _Shard) -> tuple[int, int]:
+def _write_shard(shard: int) -> tuple[int, int]:
     """Tokenises one shard; returns its tokens and documents."""
     # Mapped anew, see `texts_of`.
-    rows, tokenizer = pickle.loads(_work["rows"]), _work["tokenizer"]
-    drafts = {kind: shard.file(kind).with_suffix(f".{os.getpid()}.draft") for kind in ("tokens", "ends")}
+    rows, folder, bounds = pickle.loads(_work["rows"]), _work["folder"], _work["bounds"]
     total, ends = 0, []
-    try:
-        with drafts["tokens"].open("wb") as file:
-            for ids, last in tokenize_pieces(tokenizer, rows.select(range(shard.start, shard.stop))):
-                file.write(ids.astype(shard.dtype).tobytes())
-                total += len(ids)
-                if last:
-                    ends.append(total)
-        drafts["ends"].write_bytes(np.array(ends, dtype=np.int64).tobytes())
-        files = {}
-        for kind, draft in drafts.items():
-            draft.replace(shard.file(kind))
-            files[kind] = _stamp(shard.file(kind)) | {"sha256": file_sha256(shard.file(kind))}
-        _write_json(shard.record, {"tokens": total, "documents": len(ends), "files": files})
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+    files = {kind: _file(folder, kind, shard) for kind in ("tokens", "ends")}
+    with _draft_of(files["tokens"]) as tokens, _draft_of(files["ends"]) as draft, tokens.open("wb") as file:
+        for ids, last in tokenize_pieces(_work["tokenizer"], rows.select(range(bounds[shard], bounds[shard + 1]))):
+            file.write(ids.astype(_work["dtype"]).tobytes())
+            total += len(ids)
+            if last:
+                ends.append(total)
+        draft.write_bytes(np.array(ends, dtype=np.int64).tobytes())
+    stamps = {kind: _stamp(file) | {"sha256": file_sha256(file)} for kind, file in files.items()}
+    _write_json(_file(folder, "shard", shard), {"tokens": total, "documents": len(ends), "files": stamps})
     return total, len(ends)
 
 
@@ -137,11 +112,6 @@ def prepare(
         rows: with `text`, and `document` if the text is a piece (see `tokenize_pieces`).
         processes: that tokenise, in one thread each; by default one for each core. Little text is tokenised by this
             process alone, in several threads unless `processes` is 1.
-
-    Raises:
-        ValueError: WHATWHERE_CACHE cannot be used.
-        DamagedShard: a file of earlier work was cut or changed.
-        OSError: a file cannot be written.
     """
     folder = prepared_folder(rows, tokenizer)
     try:
@@ -153,150 +123,123 @@ def prepare(
     # Other processes, and other runs with the same text, wait for the one that tokenises.
     with FileLock(f"{folder}.lock"):
         if not (folder / "prepared.json").exists():
-            dtype = "uint16" if len(tokenizer) <= 1 << 16 else "int32"
-            shards = _shards(rows, folder, dtype)
-            _write_all(rows, tokenizer, shards, name, processes)
-            about = {"format": FORMAT, "shards": len(shards), "dtype": dtype, "name": name}
+            dtype, bounds = "uint16" if len(tokenizer) <= 1 << 16 else "int32", _shard_bounds(rows)
+            _work.update(rows=pickle.dumps(rows), tokenizer=tokenizer, folder=folder, dtype=dtype, bounds=bounds)
+            try:
+                _write_all(folder, len(bounds) - 1, name, processes)
+            except ValueError as error:
+                raise ValueError(f"{name} cannot be tokenised: {error}") from error
+            finally:
+                _work.clear()
+            about = {"format": FORMAT, "shards": len(bounds) - 1, "dtype": dtype, "name": name}
             _write_json(folder / "prepared.json", about)
     return PreparedText(folder)
 
 
-def _write_all(
-    rows: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    shards: Sequence[_Shard],
-    name: str,
-    processes: int | None,
-) -> None:
-    missing = [shard for shard in shards if not shard.record.exists()]
+def _write_all(folder: Path, count: int, name: str, processes: int | None) -> None:
+    missing = [shard for shard in range(count) if not _file(folder, "shard", shard).exists()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     single = single_threaded() if processes == 1 else contextlib.nullcontext()
     processes = min(processes or cores, len(missing))
-    _work.update(rows=pickle.dumps(rows), tokenizer=tokenizer)
     begun = time.monotonic()
     tokens = documents = 0
-    try:
-        with (
-            tqdm(total=len(shards), initial=len(shards) - len(missing), desc=name, unit="shard", disable=None) as bar,
-            single,
-            _done_in(missing, processes) as results,
-        ):
-            for some_tokens, some_documents in results:
-                tokens, documents = tokens + some_tokens, documents + some_documents
-                speed = tokens / max(1e-9, time.monotonic() - begun)
-                bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
-                bar.update()
-    finally:
-        _work.clear()
+    with single, tqdm(total=count, initial=count - len(missing), desc=name, unit="shard", disable=None) as bar:
+        for some_tokens, some_documents in _done_in(missing, processes):
+            tokens, documents = tokens + some_tokens, documents + some_documents
+            speed = tokens / max(1e-9, time.monotonic() - begun)
+            bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
+            bar.update()
     if tokens:
-        seconds = time.monotonic() - begun
         print(
-            f"tokenised {name}: {tokens:,} tokens of {documents:,} documents in {seconds:.0f} s "
-            f"({tokens / max(1e-9, seconds):,.0f} tokens/s, {processes} processes)",
+            f"tokenised {name}: {tokens:,} tokens of {documents:,} documents in {time.monotonic() - begun:.0f} s "
+            f"({speed:,.0f} tokens/s, {processes} processes)",
             file=sys.stderr,
         )
 
 
-@contextlib.contextmanager
-def _done_in(shards: Sequence[_Shard], processes: int) -> Iterator[Iterator[tuple[int, int]]]:
+def _done_in(shards: Sequence[int], processes: int) -> Iterator[tuple[int, int]]:
     """Yields the results of `_write_shard` as they are done."""
     if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        yield map(_write_shard, shards)
+        yield from map(_write_shard, shards)
         return
     with single_threaded(), ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
-            yield (done.result() for done in as_completed([pool.submit(_write_shard, shard) for shard in shards]))
+            for done in as_completed([pool.submit(_write_shard, shard) for shard in shards]):
+                yield done.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None) -> PreTrainedTokenizerBase:
     """Returns the tokenizer `bpe` trained on the rows of these texts; it is trained once, and then read from a file."""
-    fingerprints = [rows._fingerprint for rows in texts]
-    # As before there were mixtures, so that no tokenizer is trained again.
-    known: Any = fingerprints if len(texts) > 1 else fingerprints[0]
-    what = json.dumps([FORMAT, known, vocab_size, tokenizers.__version__])
+    what = json.dumps([FORMAT, [rows._fingerprint for rows in texts], vocab_size, tokenizers.__version__])
     file = cache_folder() / f"bpe-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
-        if file.exists():
-            return build_tokenizer("bpe", vocab_size=vocab_size, trained=file)
-        documents = itertools.chain.from_iterable(map(texts_of, texts))
-        tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=documents)
-        draft = file.with_suffix(f".{os.getpid()}.draft")
-        tokenizer.backend_tokenizer.save(str(draft))
-        draft.replace(file)
-        return tokenizer
+        if not file.exists():
+            documents = itertools.chain.from_iterable(map(texts_of, texts))
+            tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=documents)
+            with _draft_of(file) as draft:
+                tokenizer.backend_tokenizer.save(str(draft))
+        return byte_level(Tokenizer.from_file(str(file)))
 
 
 class PreparedText:
-    """The tokens of a split, in files that are read as far as they are used."""
+    """The tokens of a split, in a folder of `prepare`, read as far as they are used.
+
+    The sizes of the files are checked, and the SHA-256 of those with another time of writing, or with `verify` of all.
+    """
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
-        """Opens a folder of `prepare`; sizes are checked, and the SHA-256 of files with another time of writing.
-
-        Args:
-            verify: check the SHA-256 of all files.
-
-        Raises:
-            DamagedShard: a file is missing, cut or changed.
-        """
         about = _read_json(folder / "prepared.json")
         self.folder, self._dtype = folder, np.dtype(about["dtype"])
-        shards = [_Shard(folder, number, 0, 0, about["dtype"]) for number in range(about["shards"])]
-        records = []
-        for shard in shards:
-            records.append(_read_json(shard.record))
-            for kind in ("tokens", "ends"):
-                _check(shard.file(kind), records[-1]["files"][kind], verify)
-        self._files = [shard.file("tokens") for shard in shards]
+        records = [_read_json(_file(folder, "shard", shard)) for shard in range(about["shards"])]
+        for shard, record in enumerate(records):
+            for kind, stamp in record["files"].items():
+                _check(_file(folder, kind, shard), stamp, verify)
+        self._files = [_file(folder, "tokens", shard) for shard in range(len(records))]
         # First token of each shard.
-        self._starts = np.concatenate([[0], np.cumsum([record["tokens"] for record in records])]).astype(np.int64)
+        self._starts = np.cumsum([0, *(record["tokens"] for record in records)], dtype=np.int64)
         self._ends = [
-            np.memmap(shard.file("ends"), dtype=np.int64, mode="r") if record["documents"] else np.empty(0, np.int64)
-            for shard, record in zip(shards, records)
+            _memory(_file(folder, "ends", shard), np.dtype(np.int64)) if record["documents"] else np.empty(0, np.int64)
+            for shard, record in enumerate(records)
         ]
         self.tokens, self.documents = int(self._starts[-1]), sum(record["documents"] for record in records)
         digests = "".join(record["files"]["tokens"]["sha256"] for record in records)
         self.sha256 = hashlib.sha256(digests.encode()).hexdigest()
 
-    def __getstate__(self) -> Path:
-        return self.folder
+    def __reduce__(self) -> Any:
+        return PreparedText, (self.folder,)
 
-    def __setstate__(self, folder: Path) -> None:
-        self.__init__(folder)  # type: ignore[misc]
+    def _shards(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yields the shards that have tokens of start..stop, and their first tokens."""
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while shard < len(self._files) and (first := int(self._starts[shard])) < stop:
+            if first < self._starts[shard + 1]:
+                yield shard, first
+            shard += 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns tokens start..stop, int32."""
-        result = np.empty(stop - start, dtype=np.int32)
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        done = start
-        while done < stop:
-            first, last = int(self._starts[shard]), int(self._starts[shard + 1])
-            until = min(stop, last)
-            if until > done:
-                tokens = _memory(self._files[shard], self._dtype)[done - first : until - first]
-                result[done - start : until - start] = tokens
-            done, shard = until, shard + 1
-        return result
+        parts = [
+            _memory(self._files[shard], self._dtype)[max(0, start - first) : stop - first]
+            for shard, first in self._shards(start, stop)
+        ]
+        return np.concatenate(parts, dtype=np.int32)
 
     def ends(self, start: int, stop: int) -> np.ndarray:
         """Returns the ends of documents in start < end < stop, int64, ascending: there the next document begins."""
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         found = []
-        while shard < len(self._ends) and self._starts[shard] < stop:
-            ends, first = self._ends[shard], self._starts[shard]
-            low, high = np.searchsorted(ends, [start - first, stop - first], side="right")
-            some = ends[low:high] + first
-            found.append(some[(some > start) & (some < stop)])
-            shard += 1
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        for shard, first in self._shards(start, stop):
+            low, high = np.searchsorted(self._ends[shard], [start - first, stop - 1 - first], side="right")
+            found.append(self._ends[shard][low:high] + first)
+        return np.concatenate(found)
 
 
 class TextBlocks:
-    """Blocks of `sequence_length` tokens of prepared text; `pack` as in `Packer`.
+    """Blocks of `sequence_length` tokens of prepared text, read when they are asked for; `pack` as in `Packer`.
 
-    Rows are read when they are asked for. Has what `torch.utils.data.DataLoader` needs.
+    There are at most `limit`; `pad_token_id` is needed for pack="separate", and `name` is for messages.
     """
 
     def __init__(
@@ -309,92 +252,67 @@ class TextBlocks:
         limit: int | None = None,
         name: str = "the text",
     ) -> None:
-        """Finds the blocks, at most `limit`; `pad_token_id` is needed for pack="separate", `name` is for messages.
-
-        Raises:
-            ValueError: the text is shorter than one block.
-        """
         self.text, self.sequence_length, self.pack, self.pad_token_id = text, sequence_length, pack, pad_token_id
+        # A fingerprint of the tokens.
+        self.sha256 = text.sha256
         if pack == "separate":
             ends = np.concatenate([ends + first for ends, first in zip(text._ends, text._starts)])
             lengths = np.diff(ends, prepend=0)
             counts = lengths // sequence_length + (lengths % sequence_length > 1)
             self._document_starts, self._last_blocks = ends - lengths, np.cumsum(counts)
             self._document_ends = ends
-            self.count = int(self._last_blocks[-1]) if len(ends) else 0
+            self.count = int(self._last_blocks[-1])
         else:
             self.count = text.tokens // sequence_length
         self.count = min(self.count, self.count if limit is None else limit)
         if not self.count:
-            has = f"{text.tokens} tokens" if text.tokens else "no documents"
-            raise ValueError(f"sequence_length={sequence_length!r} is not valid: {name} has {has}.")
+            raise ValueError(
+                f"sequence_length={sequence_length!r} is not valid: {name} has {text.tokens} tokens. Give more text, "
+                "or a smaller sequence_length."
+            )
 
     def __len__(self) -> int:
         return self.count
 
-    @property
-    def sha256(self) -> str:
-        """A fingerprint of the tokens."""
-        return self.text.sha256
-
-    def block(self, index: int) -> np.ndarray:
-        """Returns the tokens of one block, int32 (T)."""
-        if self.pack != "separate":
-            return self.text.read(index * self.sequence_length, (index + 1) * self.sequence_length)
-        document = int(np.searchsorted(self._last_blocks, index, side="right"))
-        before = int(self._last_blocks[document - 1]) if document else 0
-        start = int(self._document_starts[document]) + (index - before) * self.sequence_length
-        return self.text.read(start, min(start + self.sequence_length, int(self._document_ends[document])))
-
-    def _positions(self, index: int) -> np.ndarray:
+    def block(self, index: int) -> dict[str, np.ndarray]:
+        """Returns a block as `Packer` yields it."""
         start, stop = index * self.sequence_length, (index + 1) * self.sequence_length
-        begins = np.concatenate([[start], self.text.ends(start, stop)])
-        slots = np.arange(start, stop)
-        return slots - begins[np.searchsorted(begins, slots, side="right") - 1]
+        if self.pack == "separate":
+            document = int(np.searchsorted(self._last_blocks, index, side="right"))
+            before = int(self._last_blocks[document - 1]) if document else 0
+            start = int(self._document_starts[document]) + (index - before) * self.sequence_length
+            stop = min(start + self.sequence_length, int(self._document_ends[document]))
+        result = {"input_ids": self.text.read(start, stop)}
+        if self.pack == "documents":
+            begins = np.concatenate([[start], self.text.ends(start, stop)])
+            slots = np.arange(start, stop)
+            result["position_ids"] = slots - begins[np.searchsorted(begins, slots, side="right") - 1]
+        return result
 
     def __getitem__(self, index: int | Sequence[int]) -> dict[str, torch.Tensor]:
         """Returns `input_ids`, int64 (T), or of several blocks (B, T), with `position_ids` or `labels` (see `pack`)."""
         if not isinstance(index, Sequence):
             return {name: rows[0] for name, rows in self[[int(index)]].items()}
-        blocks = [self.block(one) for one in index]
-        if self.pack == "separate":
-            return pad_blocks(blocks, self.pad_token_id or 0, self.sequence_length)
-        result = {"input_ids": torch.from_numpy(np.stack(blocks)).long()}
-        if self.pack == "documents":
-            result["position_ids"] = torch.from_numpy(np.stack([self._positions(one) for one in index]))
-        return result
+        blocks = [part.block(within) for part, within in map(self._find, index)]
+        return batch_of(blocks, self.pack, self.pad_token_id, self.sequence_length)
+
+    def _find(self, index: int) -> tuple["TextBlocks", int]:
+        return self, index
 
 
 class MixedBlocks(TextBlocks):
     """The blocks of several texts, one text after the other."""
 
     def __init__(self, parts: Sequence[TextBlocks]) -> None:
-        self.parts = parts
-        self.sequence_length, self.pack, self.pad_token_id = (
-            parts[0].sequence_length,
-            parts[0].pack,
-            parts[0].pad_token_id,
-        )
+        self.parts, self.sequence_length, self.pack = parts, parts[0].sequence_length, parts[0].pack
+        self.pad_token_id = parts[0].pad_token_id
         *starts, self.count = itertools.accumulate(map(len, parts), initial=0)
         self.starts = np.array(starts)
-
-    @property
-    def sha256(self) -> str:
-        """A fingerprint of the tokens."""
-        return hashlib.sha256("".join(part.sha256 for part in self.parts).encode()).hexdigest()
+        self.sha256 = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
 
     def _find(self, index: int) -> tuple[TextBlocks, int]:
         part = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.parts[part], index - int(self.starts[part])
-
-    def block(self, index: int) -> np.ndarray:
-        """Returns the tokens of one block, int32 (T)."""
-        part, within = self._find(index)
-        return part.block(within)
-
-    def _positions(self, index: int) -> np.ndarray:
-        part, within = self._find(index)
-        return part._positions(within)
 
 
 @functools.lru_cache(maxsize=64)
@@ -407,27 +325,27 @@ def _stamp(file: Path) -> dict[str, int]:
     return {"bytes": stat.st_size, "written_ns": stat.st_mtime_ns}
 
 
+def _damaged(file: Path, reason: object) -> DamagedShard:
+    advice = f"Remove its folder {str(file.parent)!r}: the text is then tokenised again."
+    return DamagedShard(f"{str(file)!r} is damaged: {reason}. {advice}")
+
+
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DamagedShard(
-            f"{str(file)!r} is damaged ({error}). Remove its folder {str(file.parent)!r}: the text is then tokenised "
-            "again."
-        ) from error
+        raise _damaged(file, error) from error
 
 
 def _check(file: Path, record: Mapping[str, Any], verify: bool) -> None:
-    advice = f"Remove its folder {str(file.parent)!r}: the text is then tokenised again."
     try:
         stamp = _stamp(file)
     except OSError as error:
-        raise DamagedShard(f"{str(file)!r} cannot be read: {error.strerror}. {advice}") from error
-    damaged = stamp["bytes"] != record["bytes"]
-    if not damaged and (verify or stamp["written_ns"] != record["written_ns"]):
-        damaged = file_sha256(file) != record["sha256"]
-    if damaged:
-        raise DamagedShard(f"{str(file)!r} is damaged: its size or SHA-256 differs from that in its record. {advice}")
+        raise _damaged(file, error.strerror) from error
+    if stamp["bytes"] != record["bytes"] or (
+        (verify or stamp["written_ns"] != record["written_ns"]) and file_sha256(file) != record["sha256"]
+    ):
+        raise _damaged(file, "its size or SHA-256 differs from that in its record")
 
 
 def file_sha256(path: Path) -> str:
@@ -439,7 +357,17 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def _draft_of(file: Path) -> Iterator[Path]:
+    """A draft, which becomes the file at the end, or is removed after an error."""
     draft = file.with_suffix(f".{os.getpid()}.draft")
-    draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    draft.replace(file)
+    try:
+        yield draft
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    with _draft_of(file) as draft:
+        draft.write_text(json.dumps(content) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,16 @@ import datasets
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 
+from ..checks import Refused
 from .tokenize import text_of
 
 SPLITS = ("train", "validation", "test")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
-SLICE = re.compile(r"^(?P<split>[^\[\]]+?)(\[(?P<start>\d*):(?P<stop>\d*)\])?$")
+NO_TEXT = "it has no text, and so no tokens. Choose another text."
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
-    """Returns the folder of local data, by default WHATWHERE_DATA_DIR; None if neither is set.
-
-    Raises:
-        ValueError: it is not a folder.
-    """
+    """Returns the folder of local data, by default WHATWHERE_DATA_DIR; None if neither is set."""
     data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
     root = Path(data_dir).expanduser() if data_dir else None
     if root is not None and not root.is_dir():
@@ -37,39 +34,30 @@ def read_hub(
     dataset: str,
     config: str | None,
     split: str,
+    chosen: str = "",
     *,
     text_field: str,
     streaming: bool,
     data_files: str | None = None,
 ) -> Any:
-    """Returns the rows of a split of a Hub dataset (`train[1000:2000]`), with documents in `text`.
+    """Returns the documents of a split of a Hub dataset (`train[1000:2000]`), and of a slice of them.
 
-    A split with an end is always read lazily, so that only the requested documents are downloaded. `data_files` are the
-    files if `dataset` is a file format, such as `parquet`.
+    `data_files` are the files if `dataset` is a file format, such as `parquet`.
     """
-    match = SLICE.match(split)
-    assert match is not None, "the caller has checked it"
-    lazily = not streaming and bool(match["stop"])
+    name, _, own = split.partition("[")
+    # Of a slice with an end, only the documents are downloaded.
+    lazily = not streaming and re.search(r":\d", own + chosen) is not None
     files = {"data_files": data_files} if data_files else {}
-    rows = datasets.load_dataset(dataset, config, split=match["split"], streaming=streaming or lazily, **files)
-    rows = choose(rows, split.removeprefix(match["split"]))
-    rows = with_text(rows, text_field, f"dataset {dataset!r}")
-    return collect(rows) if lazily else rows
+    rows = datasets.load_dataset(dataset, config, split=name, streaming=streaming or lazily, **files)
+    rows = with_text(choose(choose(rows, own), chosen), text_field, f"dataset {dataset!r}")
+    return on_disk(map(text_of, rows)) if lazily else rows
 
 
 def choose(rows: Any, chosen: str) -> Any:
-    """Returns the documents of a slice such as `[10:20]`, `[:20]` or `[10:]`; all for an empty text.
-
-    `skip` and `take` work on streams and on tables.
-    """
+    """Returns the documents of a slice such as `[10:20]`, `[:20]` or `[10:]`; all for an empty text."""
     start, _, stop = chosen.strip("[]").partition(":")
     rows = rows.skip(int(start)) if start else rows
     return rows.take(int(stop) - int(start or 0)) if stop else rows
-
-
-def collect(rows: Any) -> datasets.Dataset:
-    """Returns the texts of a stream as a table."""
-    return on_disk(text_of(row) for row in rows)
 
 
 def on_disk(texts: Iterable[str]) -> datasets.Dataset:
@@ -105,21 +93,24 @@ def texts_of(rows: datasets.Dataset) -> Iterator[str]:
         yield from pickle.loads(mapped).select(range(start, min(start + size, len(rows))))["text"]
 
 
-def check_split_names(splits: Mapping[str, Any]) -> None:
-    unknown = sorted(set(splits) - set(SPLITS))
-    missing = sorted({"train", "validation"} - set(splits))
-    if unknown or missing:
-        raise ValueError(
-            f"splits={dict(splits)!r} is not valid: "
-            + (f"{unknown[0]!r} is not a split; " if unknown else f"{missing[0]!r} is missing; ")
-            + "it must have 'train' and 'validation', and may have 'test'."
-        )
-
-
 def with_text(rows: Any, text_field: str, what: str) -> Any:
-    columns = rows.column_names or list(next(iter(rows)))
+    """Renames the column of the documents to `text`; raises Refused if there is none."""
+    columns = rows.column_names or list(next(iter(rows), {"text": ""}))
     if text_field not in columns:
-        raise ValueError(
+        raise Refused(
             f"text_field={text_field!r} is not valid: {what} has the columns {', '.join(map(repr, columns))}."
         )
     return rows if text_field == "text" else rows.rename_column(text_field, "text")
+
+
+def check_text(rows: Any, what: str) -> Any:
+    """Raises Refused if all documents are empty, or one is not a string (in a stream, one before the first text)."""
+    if isinstance(rows, datasets.Dataset) and (nulls := rows.data["text"].null_count):
+        raise Refused(f"{what} is not valid: {nulls} documents have no text (null); it must be a string.")
+    try:
+        has_text = any(text_of(row) for row in rows)
+    except ValueError as error:
+        raise Refused(f"{what} is not valid: {error}") from error
+    if not has_text:
+        raise Refused(f"{what} is not valid: {NO_TEXT}")
+    return rows

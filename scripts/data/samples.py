@@ -11,18 +11,13 @@ from .pack import IGNORED, pad_blocks
 
 
 class TaskSamples:
-    """Samples of one split of a task, as model inputs.
-
-    Samples are padded on the right to the longest one in a batch. There is no attention mask, since padding on the
-    right does not affect the scored logits of a causal model.
+    """Samples of one split of a task, as model inputs; see `pad_blocks`.
 
     Args:
         count: the number of samples; None for an endless stream.
         block: the maximum number of tokens; longer samples are truncated on the left. None for no limit.
         loss: `answer` sets labels for answers only, `all` for every token.
-
-    Raises:
-        ValueError: the tokenizer does not know a symbol of the task.
+        keep: samples are generated once.
     """
 
     def __init__(
@@ -64,6 +59,5 @@ class TaskSamples:
 
     def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """Returns `input_ids` and `labels`, int64 (B, T), of the samples with these indices."""
-        rows = [self.row(index) for index in indices]
-        ids, labels = zip(*rows)
+        ids, labels = zip(*map(self.row, indices))
         return pad_blocks(ids, self.pad, self.block, labels)

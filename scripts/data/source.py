@@ -10,7 +10,7 @@ import pydantic
 from ..checks import Checked, Positive
 from .corpora import parse_choice
 from .files import OWN_TEXT, find_all, kind_of_all
-from .rows import DATA_DIR_VARIABLE, check_split_names, data_folder
+from .rows import DATA_DIR_VARIABLE, SPLITS, data_folder
 
 SOURCES = ("stdlib", "hub", "local", "corpus")
 # The sources for which an option has an effect.
@@ -30,8 +30,7 @@ class TextSource(Checked):
 
     Attributes:
         source: `stdlib` (see `corpus.py`), `hub`, `local` or `corpus` (see `corpora.yaml`).
-        dataset: the id of a Hub dataset (`hub` only).
-        dataset_config: the configuration of that dataset (`hub` only).
+        dataset, dataset_config: the id of a Hub dataset, and its configuration (`hub` only).
         splits: for each of our splits, with `hub` the dataset's split with an optional slice of documents:
             `{"train": "train[1000:]", "validation": "train[:1000]"}`; by default the split of the same name. With
             `local` one or more glob patterns relative to the data folder: `{"train": "wikipedia_en/train-*.jsonl.gz",
@@ -76,6 +75,8 @@ class TextSource(Checked):
             yield "validation_file", "it needs train_file"
         if self.train_file and self.streaming and not self.validation_file:
             yield "streaming", "it needs validation_file: no part of a stream can be held out"
+        if self.splits and not {"train", "validation"} <= set(self.splits) <= set(SPLITS):
+            yield "splits", "it must have 'train' and 'validation', and may have 'test'"
         if self.source == "corpus" and not self.splits:
             yield "splits", "source='corpus' needs a split of a corpus for each split, such as 'pg19:train'"
         for name, choice in (self.splits or {}).items() if self.source == "corpus" else ():
@@ -98,17 +99,11 @@ class MixedText(TextSource):
 
 
 def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, tuple[str, list[str]]]:
-    """Finds the files of `source="local"` without reading them.
-
-    Args:
-        data_dir: the folder of `splits`; by default the environment variable WHATWHERE_DATA_DIR.
+    """Finds the files of `source="local"` without reading them; `splits` are in `data_dir` or WHATWHERE_DATA_DIR.
 
     Returns:
         for each split its option and value, for messages, and its files. There is no `validation` if a part of the
         training text is to be held out.
-
-    Raises:
-        ValueError: a file is missing or has an unknown ending, or all are text files and `text_field` has no effect.
     """
     root = None
     if text.train_file:
@@ -119,7 +114,6 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
             raise ValueError(
                 f"splits={splits!r} are patterns inside a data folder: give --data-dir, or set {DATA_DIR_VARIABLE}."
             )
-        check_split_names(splits)
         given = {name: (f"splits[{name!r}]", patterns) for name, patterns in splits.items()}
     result = {}
     for name, (option, value) in given.items():

@@ -21,7 +21,7 @@ from datasets.iterable_dataset import SkipExamplesIterable, TakeExamplesIterable
 from torch.utils.data import DataLoader, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from .pack import Packer, add_labels, pad_blocks
+from .pack import Packer, add_labels, batch_of
 from .rows import on_disk
 from .tokenize import single_threaded, text_of
 
@@ -44,69 +44,59 @@ def first_rows(
 
 
 class StreamedBlocks:
-    """The blocks of a part of a stream, again from its start after the last one."""
+    """The blocks of a part of a stream, again from its start after the last one; `form` is that of `Packer`.
+
+    Attributes:
+        state: where `__iter__` begins, and then is: the beginning of the window, as JSON because it is sent with every
+            batch and changes with the window only, and the number of blocks since.
+    """
 
     def __init__(
         self,
         rows: datasets.IterableDataset,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        sequence_length: int,
-        pack: str,
+        form: tuple[PreTrainedTokenizerBase, int, str],
         seed: int,
         shuffle_buffer: int,
     ) -> None:
-        """Takes the documents of the part; `sequence_length` and `pack` as in `Packer`."""
-        self.rows, self.seed, self.shuffle_buffer = rows, seed, shuffle_buffer
-        self.form = (tokenizer, sequence_length, pack)
-        self._begun: dict[str, Any] = {"epoch": 0, "window": 0, "documents": None, "rest": {}}
-        # As text: it is sent with every batch, and changes with the window only.
-        self._begun_text, self._blocks = json.dumps(self._begun), 0
-
-    def state(self) -> tuple[str, int]:
-        """Returns the state at the beginning of the window, as JSON, and the number of blocks since."""
-        return self._begun_text, self._blocks
-
-    def load(self, begun: str, blocks: int) -> None:
-        """Sets a result of `state`, from which `__iter__` continues."""
-        self._begun, self._begun_text, self._blocks = json.loads(begun), begun, blocks
+        self.rows, self.form, self.seed, self.shuffle_buffer = rows, form, seed, shuffle_buffer
+        self.state: tuple[str, int] = json.dumps({"epoch": 0, "window": 0, "documents": None, "rest": {}}), 0
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        if self._begun["documents"] is not None:
-            self.rows.load_state_dict(self._begun["documents"])
+        begun = json.loads(self.state[0])
+        if begun["documents"] is not None:
+            self.rows.load_state_dict(begun["documents"])
         while True:
-            epoch, some = self._begun["epoch"], self._begun["window"] + self._blocks > 0
+            epoch, some = begun["epoch"], begun["window"] + self.state[1] > 0
             if self.shuffle_buffer > 1:
                 # This decides the order of files; 0 is their order by name.
                 self.rows.set_epoch(int(np.random.default_rng([self.seed, epoch]).integers(1, 1 << 31)))
-            packer = Packer(*self.form, self._begun["rest"])
+            packer = Packer(*self.form, begun["rest"])
             # Unlike `iter(rows)`, `iter` does not divide the rows among workers once more.
             documents = (row["text"][0] for row in self.rows.iter(batch_size=1))
             while window := list(itertools.islice(documents, self.shuffle_buffer)):
-                after = self.rows.state_dict()
-                number = self._begun["window"]
+                after, number = self.rows.state_dict(), begun["window"]
                 order = np.random.default_rng([self.seed, epoch, number]).permutation(len(window))
                 blocks = packer({"text": window[place]} for place in order)
-                for block in itertools.islice(blocks, self._blocks, None):
+                for block in itertools.islice(blocks, self.state[1], None):
                     some = True
-                    self._blocks += 1
+                    self.state = self.state[0], self.state[1] + 1
                     yield block
-                self._begin({"epoch": epoch, "window": number + 1, "documents": after, "rest": packer.rest()})
+                begun = {"epoch": epoch, "window": number + 1, "documents": after, "rest": packer.rest()}
+                self.state = json.dumps(begun), 0
             if not some:
                 raise ValueError(
-                    f"sequence_length={self.form[1]!r} is not valid: a process's part of the stream has fewer tokens."
+                    f"sequence_length={self.form[1]!r} is not valid: a part of the stream, one for each worker of each "
+                    "process, has fewer tokens. Give more text, fewer workers or streaming=False."
                 )
-            self._begin({"epoch": epoch + 1, "window": 0, "documents": None, "rest": {}})
-
-    def _begin(self, state: dict[str, Any]) -> None:
-        self._begun, self._begun_text, self._blocks = state, json.dumps(state), 0
+            begun = {"epoch": epoch + 1, "window": 0, "documents": None, "rest": {}}
+            self.state = json.dumps(begun), 0
 
 
 class StreamedBatches(torch.utils.data.IterableDataset):
-    """The share of a process of the batches of a stream, or of a mixture of streams.
+    """The share of a process of the batches of a stream, or of a mixture of streams with `weights`.
 
-    The order depends on the number of processes and of workers. `loader` returns the batches from the beginning, or
-    from the state of `load_state_dict`.
+    The order depends on the number of processes and of workers. `batch_size` is the global one. `loader` returns the
+    batches from the beginning, or from the state of `load_state_dict`.
     """
 
     def __init__(
@@ -121,10 +111,9 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         shuffle_buffer: int,
         weights: Sequence[float] = (1.0,),
     ) -> None:
-        """Takes the texts, and the share of blocks that is read from each; `batch_size` is the global one."""
         self.texts, self.tokenizer, self.batch_size, self.seed = texts, tokenizer, batch_size, seed
         self.weights = np.array(weights) / np.sum(weights)
-        self.form: dict[str, Any] = {"sequence_length": sequence_length, "pack": pack, "shuffle_buffer": shuffle_buffer}
+        self.form, self.shuffle_buffer = (tokenizer, sequence_length, pack), shuffle_buffer
         self._share: tuple[int, int] = (0, 1)
         # Of each part of this process, and the part whose batch is next.
         self._states: list[Any] = []
@@ -135,11 +124,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         return {"parts": list(self._states), "next": self._next}
 
     def load_state_dict(self, states: Sequence[dict[str, Any]], share: tuple[int, int]) -> None:
-        """Sets the place of a process; `states` are those of all processes, in order, and `share` is as in `loader`.
-
-        Raises:
-            ValueError: the states are of another number of processes.
-        """
+        """Sets the place of a process; `states` are those of all processes, in order, and `share` is as in `loader`."""
         if len(states) != share[1]:
             raise ValueError(
                 f"streaming=True is not valid: the run's stream was read by {len(states)} processes, and cannot be "
@@ -153,12 +138,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over the batches, with labels.
 
-        Args:
-            share: (i, n) for the i-th of n processes that read different data.
-            workers: processes that read ahead; with 0, this one reads.
-
-        Raises:
-            ValueError: the state is of another number of workers; from the iterator: the stream cannot be read.
+        `share` is (i, n) for the i-th of n processes that read different data. `workers` processes read ahead; with 0,
+        this one reads.
         """
         self._share, parts = share, max(1, workers)
         self._states = self._states or [None] * parts
@@ -167,7 +148,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 f"workers={workers!r} is not valid: the run's stream was read by {len(self._states)} in each process, "
                 "and cannot be continued by another number."
             )
-        # Otherwise, `DataLoader` draws a random number of the training's.
+        # With a generator: otherwise, `DataLoader` draws a random number of the training's.
         options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
         with single_threaded():
             return self._received(iter(DataLoader(self, batch_size=None, num_workers=workers, **options)))
@@ -190,33 +171,26 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         part = (self._next + (0 if worker is None else worker.id)) % workers
         place, places = self._share[0] * workers + part, self._share[1] * workers
         sources = [
-            StreamedBlocks(_part(rows, place, places), self.tokenizer, seed=self.seed, **self.form)
-            for rows in self.texts
+            StreamedBlocks(_part(rows, place, places), self.form, self.seed, self.shuffle_buffer) for rows in self.texts
         ]
         batches = 0
         if self._states[part] is not None:
             batches, states = self._states[part]
             for source, state in zip(sources, states):
-                source.load(*state)
+                source.state = tuple(state)
         iterators = [iter(source) for source in sources]
         first, stop = (self.batch_size * process // self._share[1] for process in (self._share[0], self._share[0] + 1))
+        number = 0
         try:
             while True:
                 random = np.random.default_rng([self.seed, place, batches])
                 chosen = random.choice(len(sources), size=stop - first, p=self.weights)
-                blocks = [next(iterators[source]) for source in chosen]
+                blocks = [next(iterators[number := int(one)]) for one in chosen]
                 batches += 1
-                yield self._batch(blocks), part, [batches, [source.state() for source in sources]]
+                batch = batch_of(blocks, self.form[2], self.tokenizer.pad_token_id, self.form[1])
+                yield add_labels(batch), part, [batches, [one.state for one in sources]]
         except ValueError as error:
-            yield error
-
-    def _batch(self, blocks: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-        if self.form["pack"] == "separate":
-            ids = [block["input_ids"] for block in blocks]
-            return pad_blocks(ids, self.tokenizer.pad_token_id, self.form["sequence_length"])
-        return add_labels(
-            {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
-        )
+            yield ValueError(f"mixture[{number}]: {error}") if len(sources) > 1 else error
 
 
 def _part(rows: datasets.IterableDataset, part: int, parts: int) -> datasets.IterableDataset:

@@ -1,10 +1,7 @@
-"""Tokenizers (bytes, a byte-level BPE trained here, words, or any existing one), token streams, and bytes per token.
-
-Bits per byte need the number of bytes of the predicted text. `bytes_per_token` returns it for every entry of the
-vocabulary, so that it can be summed over any part of a stream.
-"""
+"""Tokenizers (bytes, a byte-level BPE trained here, words, or any existing one), and the tokens of documents."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -34,8 +31,6 @@ _PIECE = 1 << 16
 _BATCH = 2 * _PIECE
 # Characters on each side of a cut that are tokenised to check it.
 _CONTEXT = 200
-# Cuts are between a word or number and the following white space.
-_WORD_END = re.compile(r"(?<=[^\W_])(?=\s)")
 
 _BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 
@@ -44,69 +39,52 @@ def build_tokenizer(
     kind: str = "bytes",
     *,
     vocab_size: int | None = None,
-    texts: Iterable[str] | None = None,
-    trained: Path | None = None,
+    texts: Iterable[str] = (),
 ) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
     Args:
         kind: `bytes` (token b is byte b, plus two special tokens), `bpe` (a byte-level BPE trained on `texts`), `jsb`
-            (the 90 words of chorales) and `remi` (the 328 words of piano performances; both: see `music.py`), `6mer`
-            (the 4,107 words of genomes, see `genome.py`), or the folder or Hub id of an existing tokenizer.
+            and `remi` (words of chorales and piano performances, see `music.py`), `6mer` (words of genomes, see
+            `genome.py`), or the folder or Hub id of an existing tokenizer.
         vocab_size: the size of the `bpe` vocabulary with special tokens, at least 258; only for `bpe`.
         texts: the documents on which `bpe` is trained (the training split).
-        trained: the file of a trained `bpe`, instead of `texts`.
     """
     if vocab_size is not None and kind != "bpe":
         raise ValueError(f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' takes a vocabulary size.")
     if kind in ("bytes", "bpe"):
-        if trained is not None:
-            backend = Tokenizer.from_file(str(trained))
-        else:
-            backend = _byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts)
-        tokenizer: PreTrainedTokenizerBase = wrapped(
-            backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING
-        )
-    elif kind == "jsb":
-        tokenizer = _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
-    elif kind == "remi":
+        return byte_level(_byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts))
+    if kind == "jsb":
+        return _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
+    if kind == "remi":
         names = {f"{name}_token": f"{name.upper()}_None" for name in ("pad", "bos", "eos", "mask")}
-        tokenizer = _word_tokenizer(remi_words(), **names)
-    elif kind == "6mer":
-        tokenizer = _genome_tokenizer()
-    else:
-        try:
-            tokenizer = load_tokenizer(kind)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"tokenizer={kind!r} is not valid: it must be 'bytes', 'bpe', or a folder or Hub id from which a "
-                f"tokenizer loads. ({error})"
-            ) from error
-        if tokenizer.eos_token is None:
-            raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        return _word_tokenizer(remi_words(), **names)
+    if kind == "6mer":
+        return _genome_tokenizer()
+    try:
+        tokenizer = load_tokenizer(kind)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer={kind!r} is not valid: it must be 'bytes', 'bpe', or a folder or Hub id from which a "
+            f"tokenizer loads. ({error})"
+        ) from error
+    if tokenizer.eos_token is None:
+        raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def text_of(row: Mapping[str, Any]) -> str:
-    """Returns the text of a document; raises ValueError if it has none."""
+    """Returns the text of a document; raises ValueError if it is not a string."""
     text = row.get("text")
     if not isinstance(text, str):
-        raise ValueError(f"A document has text={text!r}; it must be a string. Its other fields: {sorted(row)}.")
+        raise ValueError(f"a document has text={text!r}; it must be a string.")
     return text
 
 
 def tokenize_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
-    """Yields the token ids of each document, followed by the end-of-text token if the tokenizer has one.
-
-    Documents for word tokenizers also begin with the beginning-of-text token, if there is one.
-
-    The text of a special token in a document is encoded as text, not as the token.
-
-    Raises:
-        ValueError: a document contains a word that is not in the vocabulary of a word tokenizer.
-    """
+    """Yields the token ids of each document; see `tokenize_pieces`."""
     ids: list[int] = []
     for piece, last in tokenize_pieces(tokenizer, ({"text": text} for text in texts)):
         ids += piece.tolist()
@@ -120,40 +98,39 @@ def tokenize_pieces(
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yields the token ids of documents in pieces, int32 (tokens), and whether a piece is the last of its document.
 
-    The concatenated pieces equal the tokens of the document. Documents are cut between a word and the following white
-    space, where the cut does not change the tokens. Without such a place (no white space, a tokenizer without
-    pre-tokenisation), pieces are longer, up to the whole document.
+    A document is followed by the end-of-text token if the tokenizer has one; for word tokenizers it also begins with
+    the beginning-of-text token, if there is one. The text of a special token is encoded as text, not as the token.
+
+    The concatenated pieces equal the tokens of the document: it is cut only where that does not change them. Without
+    such a place (no white space, a tokenizer without pre-tokenisation), pieces are longer, up to the whole document.
 
     Args:
         rows: with `text`, a document; or with `text` and `document`, the next piece of the document with that number.
-
-    Raises:
-        ValueError: a document contains a word that is not in the vocabulary of a word tokenizer, or has no text.
     """
-    of_words = _is_of_words(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    of_words = backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
     begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     first = True
-
-    def encode(pieces: list[tuple[str, bool]]) -> Iterator[tuple[np.ndarray, bool]]:
-        nonlocal first
-        texts = [text for text, _ in pieces]
+    for batch in _batches(_pieces(tokenizer, rows)):
+        texts = [text for text, _ in batch]
         if of_words:
             _check_words(tokenizer, texts)
-        for ids, (_, last) in zip(_encode(tokenizer, texts), pieces):
+        for ids, (_, last) in zip(_encode(tokenizer, texts), batch):
             yield np.array([*(begin if first else []), *ids, *(end if last else [])], dtype=np.int32), last
             first = last
 
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for text, last in _pieces(tokenizer, rows):
-        batch.append((text, last))
-        size += len(text)
+
+def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
         if size >= _BATCH or len(batch) == 64:
-            yield from encode(batch)
+            yield batch
             batch, size = [], 0
     if batch:
-        yield from encode(batch)
+        yield batch
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -170,29 +147,25 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 def _pieces(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
     """Yields the text of rows in pieces (see `tokenize_pieces`), and whether a piece ends a document."""
     cuttable = _may_be_cut(tokenizer)
-    # The rest of the current document, and the number of its characters already searched for a cut.
-    rest, searched, document = "", 0, None
-    started = False
+    # The rest of the current document.
+    rest, document, started = "", None, False
     for row in rows:
         text, number = text_of(row), row.get("document")
         if started and (number is None or number != document):
             yield rest, True
-            rest, searched = "", 0
+            rest = ""
         started, document = True, number
         for start in range(0, len(text), _PIECE):
             rest += text[start : start + _PIECE]
-            if cuttable and len(rest) >= _PIECE + _CONTEXT:
-                cut = _place_to_cut(tokenizer, rest, searched)
-                if cut:
-                    yield rest[:cut], False
-                    rest = rest[cut:]
-                searched = 0 if cut else len(rest) - _CONTEXT
+            if cuttable and len(rest) >= _PIECE + _CONTEXT and (cut := _place_to_cut(tokenizer, rest)):
+                yield rest[:cut], False
+                rest = rest[cut:]
     if started:
         yield rest, True
 
 
 def _may_be_cut(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns True if the tokenizer splits text into words before merging, or does not merge."""
+    """Whether the tokenizer splits text into words before merging, or does not merge."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.pre_tokenizer is None:
         return False
@@ -200,37 +173,38 @@ def _may_be_cut(tokenizer: PreTrainedTokenizerBase) -> bool:
     return len(words) > 1 or not json.loads(backend.to_str())["model"].get("merges", True)
 
 
-def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> int | None:
-    """Returns the last index, from `start` on, at which a text may be cut, or None."""
+def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
+    """Returns the last place between a word or number and white space where the text may be cut, or None."""
     stop = len(text) - _CONTEXT
-    # The last 4,096 characters usually hold such a place.
-    for first in (max(start, stop - 4096), start):
-        places = [match.start() for match in _WORD_END.finditer(text, max(first, 1), stop)]
-        for place in places[-8:][::-1]:
-            left, right = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
-            together, one, other = _encode(tokenizer, [left + right, left, right])
-            # Needs more than white space on the right: a tokenizer that strips it would otherwise pass the check.
-            if together == one + other and not right.isspace():
-                return place
+    places = (
+        place
+        for place in range(stop - 1, max(0, stop - _PIECE), -1)
+        if text[place].isspace() and text[place - 1].isalnum()
+    )
+    for place in itertools.islice(places, 8):
+        left, right = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
+        together, one, other = _encode(tokenizer, [left + right, left, right])
+        # Needs more than white space on the right: a tokenizer that strips it would otherwise pass the check.
+        if together == one + other and not right.isspace():
+            return place
     return None
 
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
     """This process, and those that are forked inside, tokenise in one thread each; `tokenizers` warns otherwise."""
-    parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         yield
     finally:
-        if parallelism is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Returns the number of bytes of text of each token, int64 (vocabulary); 0 for special tokens.
+    """Returns the number of bytes of text of each token, int64 (vocabulary), for bits per byte; 0 for special tokens.
 
     Exact for byte-level tokenizers (ours, GPT-2's, Llama 3's). SentencePiece-style tokenizers (Llama 2's) add a space
     before each document, which counts as one byte. Other tokenizers raise ValueError.
@@ -266,17 +240,16 @@ def wrapped(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerFas
     )
 
 
+def byte_level(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer `bytes` or `bpe` with a backend."""
+    return wrapped(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING)
+
+
 def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer that splits at white space; `words` is the vocabulary with the special tokens."""
     backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Without a decoder, words are joined by spaces again.
     return wrapped(backend, **special_tokens)
-
-
-def _is_of_words(tokenizer: PreTrainedTokenizerBase) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
 
 
 def _check_words(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> None:
@@ -321,14 +294,12 @@ def _byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _train_bpe(vocab_size: int | None, texts: Iterable[str] | None) -> Tokenizer:
+def _train_bpe(vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
     if vocab_size is None or vocab_size < 258:
         raise ValueError(
             f"vocab_size={vocab_size!r} is not valid: tokenizer='bpe' needs an integer of at least 258 (256 bytes and "
             "two special tokens)."
         )
-    if texts is None:
-        raise ValueError("texts=None is not valid: tokenizer='bpe' is trained on texts.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
