@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_card import encoding_text
-from ..cards.command import own_entries, results_of
 from ..cards.curves import curves_figure, read_curves
+from ..cards.folder import own_entries, results_of
 from ..checks import differences
 from ..evaluation.checkpoints import names_of
 from ..evaluation.figures import save_figure
@@ -57,6 +57,8 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
     Raises:
         ValueError: there are no results of a model, or a file is not valid.
     """
+    if not folder.is_dir():
+        raise ValueError(f"folder={str(folder)!r} is not a folder.")
     results, weights = results_of(folder)
     for file in result_files(folder):
         if file.stem not in results:

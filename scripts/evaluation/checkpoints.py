@@ -95,10 +95,10 @@ class Loading:
 def check_vocabulary(checkpoint: str, tokenizer: Any, config: Any) -> None:
     """Raises ValueError if a checkpoint's tokenizer has tokens of text that the model has not.
 
-    Added tokens, such as one for padding, are not tokens of text, except for the end-of-text token.
+    Added special tokens, such as one for padding, are not tokens of text, except for the end-of-text token.
     """
-    added = tokenizer.get_added_vocab()
-    ids = [index for token, index in tokenizer.get_vocab().items() if token not in added]
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = set(tokenizer.get_vocab().values()) - special
     needed = 1 + max([*ids, tokenizer.eos_token_id or 0])
     size = config.get_text_config().vocab_size
     if needed > size:
