@@ -403,13 +403,13 @@ def test_the_same_command_goes_on(run, monkeypatch):
         return measure(model, parts, byte_counts, length, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(windows, "measure_windows", counted)
+        patch.setattr(script, "measure_windows", counted)
         with pytest.raises(SystemExit) as stop:
             run(["rope", "pope"], "--windows", "16,32")
         assert stop.value.code == 130
     assert lengths == [16, 32]
     monkeypatch.setattr(
-        windows, "measure_windows", lambda *args, **options: lengths.append(args[3]) or measure(*args, **options)
+        script, "measure_windows", lambda *args, **options: lengths.append(args[3]) or measure(*args, **options)
     )
     del lengths[:]
     first = run(["rope", "pope"], "--windows", "16,32")

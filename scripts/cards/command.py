@@ -54,12 +54,7 @@ def without_folders(content: Any) -> Any:
 
 
 def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None) -> pathlib.Path:
-    """Returns the folder of a finished run's card; its default name is recipe and encoding.
-
-    Raises:
-        OSError: the run is not finished.
-        ValueError: it is an adapter, its results are of other weights, or the card's folder has other content.
-    """
+    """Returns the folder of a finished run's card; its default name is recipe and encoding."""
     if not (run / "config.json").is_file() and (run / "adapter_config.json").is_file():
         raise ValueError(
             f"run={str(run)!r} is an adapter, whose card lies beside its weights: leave out --output. `whatwhere "
@@ -79,11 +74,7 @@ def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None
 
 
 def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copies the files for a card from a run's folder, without results of other weights.
-
-    Args:
-        shared: measurements of several checkpoints, by file name; entries with the run's weights are used.
-    """
+    """Copies the files for a card from a run's folder, and the entries with its weights from `shared`, by file name."""
     weights = read_json(run / "results.json")["weights_sha256"]
     found = own_lengths({**read_results(run, weights=weights), **shared}, weights)
     if (run / "metrics.jsonl").is_file():
@@ -171,12 +162,7 @@ def make(
 ) -> list[pathlib.Path]:
     """Writes the cards of runs into separate folders, or without runs rewrites all cards there; returns the paths.
 
-    Args:
-        name: see `card_folder`; for a single run.
-        files: length results of several checkpoints, measured together.
-
-    Raises:
-        ValueError: a run or a file is not valid, or there is nothing to do.
+    `name` is as in `card_folder`, for a single run; `files` are length results of several runs, measured together.
     """
     if not runs:
         if not (paths := regenerate(output)):

@@ -21,11 +21,7 @@ from .curves import draw_curves
 def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
     """Writes README.md into a folder, from the other files in it, and returns its path.
 
-    Args:
-        name: of the model; by default the folder's name.
-
-    Raises:
-        ValueError: the folder has no model of this package, or a file is broken.
+    The model's name is by default the folder's.
     """
     folder = pathlib.Path(folder)
     adapter = folder / "adapter_config.json"
@@ -74,9 +70,6 @@ def results_of(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
     """Returns the results of the weights in a folder, or of those that a card in it describes, and their fingerprint.
 
     Results are by file name without its ending. A card's training results have the recipe in `recipe.yaml`.
-
-    Raises:
-        ValueError: a file is not valid.
     """
     is_card = (folder / "card.json").is_file()
     weights = read_json(folder / "results.json")["weights_sha256"] if is_card else weights_fingerprint(folder)

@@ -21,11 +21,7 @@ MAX_LENGTH = 1 << 17
 
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
-    """Returns the names of checkpoints in results: the last part of each path, or the whole paths if two are equal.
-
-    Raises:
-        ValueError: one is given twice.
-    """
+    """Returns the names of checkpoints in results: the last part of each path, or the whole paths if two are equal."""
     for checkpoint in checkpoints:
         if checkpoints.count(checkpoint) > 1:
             raise ValueError(f"checkpoint={checkpoint!r} is given twice.")
@@ -109,11 +105,7 @@ def check_vocabulary(checkpoint: str, tokenizer: Any, config: Any) -> None:
 
 
 def trained_length_of(checkpoint: str, config: Any) -> int:
-    """Returns the length a model was trained at, from its `results.json`, else from its configuration.
-
-    Raises:
-        ValueError: neither states it.
-    """
+    """Returns the length a model was trained at, from its `results.json`, else from its configuration."""
     results = pathlib.Path(checkpoint) / "results.json"
     length = read_json(results).get("length") if results.is_file() else None
     length = length or getattr(config, "max_position_embeddings", None)
@@ -123,15 +115,13 @@ def trained_length_of(checkpoint: str, config: Any) -> int:
 
 
 def longest_length(model: nn.Module) -> int | None:
-    """Returns the longest sequence that a model supports, or None if its position encoding sets no limit.
-
-    Our models declare their limit. A stock model is limited by its table of position embeddings, if it has one.
-    """
+    """Returns the longest sequence that a model supports, or None if its position encoding sets no limit."""
     config: Any = model.config
     if hasattr(config, "position_encoding"):
         # The registry in the same package as the model's class: ours, or the checkpoint's remote code.
         siblings = type(model).__module__.rpartition(".")[0]
         return importlib.import_module(f"{siblings}.position_registry").max_length(config)
+    # A stock model is limited by its table of position embeddings, if it has one.
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):

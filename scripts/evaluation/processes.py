@@ -68,11 +68,7 @@ ALONE = Processes()
 def join(device: str | None) -> Processes:
     """Returns the processes that torchrun or accelerate started; each computes on the CPU or on its own GPU.
 
-    Args:
-        device: the option `--device`. `cuda`, the default if there is a GPU, is then this process's own GPU.
-
-    Raises:
-        ValueError: the processes were started in another way, or the device cannot be used by several processes.
+    `device` is the option `--device`: `cuda`, the default if there is a GPU, is this process's own GPU.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:

@@ -15,7 +15,6 @@ import io
 import math
 import pathlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from ...model_card import weights_fingerprint
 from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of
 from .processes import join
 from .results import check_writable, lm_eval_tasks, markdown_table, write_json
+from .windows import parse_windows
 from .zero_shot import load_scorer, log_filter, task_manager
 
 # Tokens of an answer, by task.
@@ -50,12 +50,7 @@ def _generators() -> Any:
 def generate(task: str, tokenizer: Any, length: int, samples: int, seed: int = 0) -> list[dict[str, Any]] | None:
     """Returns the samples of a task: `input`, `gen_prefix`, `outputs`, and others; None if the length is too short.
 
-    Args:
-        task: a key of TASKS.
-        tokenizer: counts tokens.
-        length: at most so many tokens of prompt and answer.
-        samples: their number.
-        seed: of the texts.
+    `length` is the maximum number of tokens of prompt and answer.
     """
     # The generators print.
     with contextlib.redirect_stdout(io.StringIO()):
@@ -132,18 +127,8 @@ def _recall(expected: list[str], answer: str) -> float:
     return string_match_all(postprocess_pred([answer]), [expected])
 
 
-def run(options: argparse.Namespace, origin: dict[str, Any], parse: Callable[[str, int], list[int]]) -> dict[str, Any]:
-    """Measures the checkpoints, writes the results and prints the table; returns the results.
-
-    Args:
-        options: of `whatwhere length`.
-        origin: from `provenance`.
-        parse: `length.parse_windows`.
-
-    Raises:
-        ValueError: a checkpoint cannot be loaded, or no task fits into the lengths.
-        OSError: the results cannot be written.
-    """
+def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
+    """Measures the checkpoints with the options of `whatwhere length`, and writes, prints and returns the results."""
     import lm_eval
 
     check_writable(options.output)
@@ -152,7 +137,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any], parse: Callable[[st
     lengths = {}
     for checkpoint in options.checkpoints:
         trained = options.trained_length or trained_length_of(checkpoint, loading.config(checkpoint))
-        lengths[checkpoint] = parse(options.windows or DEFAULT_WINDOWS, trained)
+        lengths[checkpoint] = parse_windows(options.windows or DEFAULT_WINDOWS, trained)
     entries: list[dict[str, Any]] = []
     found = {"samples": samples, "checkpoints": entries, **origin}
     manager = task_manager()

@@ -42,17 +42,10 @@ BOOTSTRAP_DRAWS = 1000
 
 
 class ZeroShotTask(NamedTuple):
-    """A task of the table.
-
-    Attributes:
-        title: as in the paper.
-        hub: lm-eval's task or group with the Hub's data.
-        metric: compared with the paper.
-        chance: expected value of the metric for random answers.
-        is_group: whether the task is a group, whose local version reports scores under our group's name.
-    """
+    """A task of the table; the scores of a group with local files have the name of our group."""
 
     title: str
+    # lm-eval's task or group with the Hub's data.
     hub: str
     metric: str
     chance: float
@@ -92,8 +85,7 @@ TABLE_5 = {
 def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> tuple[list[str], dict[str, list[str]]]:
     """Returns the tasks to run, and the tasks to leave out with their missing local files.
 
-    Raises:
-        ValueError: a name is not a task, or files are missing for a task in `names`, or for all tasks.
+    Files may not be missing for a task in `names`, or for all tasks.
     """
     chosen = list(TASKS) if names is None else [name.strip() for name in names.split(",")]
     for name in chosen:
@@ -177,23 +169,11 @@ def run(
     batch_size: int | str = 8,
     processes: Processes = ALONE,
 ) -> dict[str, Any] | None:
-    """Evaluates one checkpoint and returns lm-eval's report, with `truncated_requests` added.
-
-    The processes divide the requests; all but the first return None.
+    """Evaluates one checkpoint and returns lm-eval's report with `truncated_requests`, in the first process.
 
     Questions longer than the model's configured length are truncated at the beginning; `truncated_requests` counts the
     truncated requests (one for each possible answer). Questions are never truncated for our models whose position
     encoding has no limit.
-
-    Args:
-        checkpoint: a folder or Hub id with a tokenizer.
-        tasks: keys of TASKS.
-        local: read local files instead of the Hub.
-        limit: maximum number of questions of each task, or of each part of BLiMP and CBT; None for all.
-        batch_size: requests in a batch, or "auto" for the largest that fits.
-
-    Raises:
-        ValueError: the checkpoint cannot be loaded.
     """
     import lm_eval
 
@@ -243,9 +223,7 @@ def table(
 ) -> str:
     """Returns the scores of checkpoints with chance level and the paper's Table 5, in Markdown.
 
-    Args:
-        contents: from `content`, by checkpoint; all with the same tasks and limit.
-        left_out: tasks that were not run, with their missing files.
+    `contents`, by checkpoint, all have the same tasks and limit; `left_out` are the missing files of other tasks.
     """
     # The mean is over the same tasks in every row.
     mean = "mean" if len(tasks) == len(TASKS) else f"mean of these {len(tasks)}"

@@ -31,11 +31,6 @@ def curves(report: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[float, f
     return {name: lines for name, lines in panels.items() if lines}
 
 
-def has_figure(report: Mapping[str, Any]) -> bool:
-    """Whether a table has points of a figure."""
-    return bool(curves(report))
-
-
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Draws the figure of a table as a PNG file, if it has one; the same report gives the same bytes."""
     panels = curves(report)

@@ -16,7 +16,7 @@ import jinja2
 
 from ..evaluation.data_description import describe_data
 from ..evaluation.results import read_json, write_json
-from .drawing import draw, has_figure
+from .drawing import curves, draw
 from .measures import lift_off
 from .runs import ReproduceError, Run, unique
 from .tables import Table
@@ -24,15 +24,7 @@ from .verdict import DIFFERS, ORDER, Cell, judge
 
 
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
-    """Reads the figures of all finished runs, and compares them with the paper's, or those of our tables by row.
-
-    Returns:
-        the content of `<table>.json`, without the command.
-
-    Raises:
-        ReproduceError: a folder contains a run of another recipe.
-        ValueError: a run has no such figure.
-    """
+    """Returns the content of `<table>.json` without the command: the figures of all finished runs, compared."""
     columns = {column.key: column for column in table.columns}
     rows = {row.key: row for row in table.rows}
     results = {run.folder: run.results() for run in unique(planned)}
@@ -292,7 +284,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "own": own,
         "lifted": report.get("lifted"),
         "tables": _own_rows(report) if own else [_rows(report)],
-        "figure": f"{name_of(report)}.png" if has_figure(report) else None,
+        "figure": f"{name_of(report)}.png" if curves(report) else None,
         "labels": labels,
         "first": " or ".join(distinct(labels[one["row"]] for one in differences if one)),
         "minutes": [value / 60 for value in seconds.values()],

@@ -24,20 +24,13 @@ _FIGURE = re.compile(r"(?P<mean>\d+(\.(?P<decimals>\d+))?)( \((?P<spread>[\d.]+)
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A figure as printed in a paper: `22.55`, `6.8 (6.9)` or `94.82 ± 2.91`.
-
-    Attributes:
-        mean: the figure without its standard deviation.
-        spread: the standard deviation over seeds, if printed.
-        rounding: half a unit of the last printed digit.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """A figure as printed in a paper: `22.55`, `6.8 (6.9)` or `94.82 ± 2.91`."""
 
     text: str
     mean: float = dataclasses.field(init=False)
+    # The standard deviation over seeds, if printed.
     spread: float | None = dataclasses.field(init=False)
+    # Half a unit of the last printed digit.
     rounding: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,11 +56,7 @@ class Column(Checked):
     departs: str = ""
 
     def figure(self, results: Mapping[str, Any], folder: Path) -> float | None:
-        """Reads the figure, in the table's unit, from the results of a finished run and its folder.
-
-        Returns:
-            None if it is not measured yet; NaN if the system does not support it.
-        """
+        """Reads the figure of a finished run; None if not measured yet; NaN if the system does not support it."""
         name, *arguments = self.measure.split()
         return measures.MEASURES[name](results, folder, *arguments)
 
@@ -85,13 +74,7 @@ class Row(Checked):
 
 
 class Table(Checked):
-    """A table of a paper, or one of our own.
-
-    Attributes:
-        choices: notes on how unclear points of the paper are interpreted.
-        solved: the lowest figure of a run that solves the task; None if not applicable.
-        lifted: the lowest figure, on the validation split, of a run that has lifted off; for tables with `solved`.
-    """
+    """A table of a paper, or one of our own; see `tables.yaml` for the fields. `choices` are its notes."""
 
     name: str
     title: str

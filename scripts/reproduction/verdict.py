@@ -36,11 +36,7 @@ NOT_RUN, UNPRINTED, WITHIN, ALONE, ORDER, DIFFERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table: the paper's figure and our values.
-
-    Attributes:
-        exact: whether all values are from runs of the exact recipe.
-    """
+    """A cell of a table: the paper's figure, our values, and whether they are all from runs of the exact recipe."""
 
     row: str
     column: str
@@ -61,14 +57,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The verdict of a cell.
-
-    Attributes:
-        text: one of the six in the module's docstring.
-        compared: number of compared rows.
-        agreed: number of compared rows with the paper's order.
-        clear: number of agreed rows that differ by more than our combined spread.
-    """
+    """The verdict of a cell, and the numbers of rows that were compared, agree in order, and are clear."""
 
     text: str
     compared: int = 0
