@@ -14,6 +14,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from ...model_card import weights_fingerprint
 from .results import read_json
 
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.
@@ -27,6 +28,18 @@ def names_of(checkpoints: Sequence[str]) -> list[str]:
             raise ValueError(f"checkpoint={checkpoint!r} is given twice.")
     short = [pathlib.PurePath(checkpoint).name for checkpoint in checkpoints]
     return short if len(set(short)) == len(short) else list(checkpoints)
+
+
+def output_of(checkpoints: Sequence[str], name: str) -> pathlib.Path:
+    """Returns the default of `--output`: the folder of a single checkpoint, else `name`."""
+    alone = len(checkpoints) == 1 and os.path.isdir(checkpoints[0])
+    return pathlib.Path(checkpoints[0] if alone else name)
+
+
+def weights_of(checkpoint: str) -> str | None:
+    """Returns the fingerprint of a checkpoint's weights, or None if they are not in a folder here."""
+    folder = pathlib.Path(checkpoint)
+    return weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
 
 
 def choose_device(name: str | None = None) -> str:

@@ -1,13 +1,9 @@
 """Length extrapolation: loss of checkpoints in windows of several lengths, on the same held-out text.
 
-`windows.py` describes how windows are cut and scored. PoPE's ICML version also fine-tunes for 500 steps on 64
-sequences of 4,096 tokens: use `whatwhere finetune`.
-
-`--output` defaults to the checkpoint's own folder if there is one checkpoint, else to `length/`. It gets `length.json`
-(`length_CORPUS.json` for a named corpus, `length_CORPUS_SPLIT.json` for another split than test) with every number, its
-standard error, date, versions and command, and the figure as PNG and SVG. Each number is written when it is measured.
-Running the command again continues an interrupted measurement, adds new windows, checkpoints and variants, and repeats
-what was measured with other weights or settings.
+`windows.py` describes how windows are cut and scored. `--output` gets `length.json` (`length_CORPUS.json` for a named
+corpus, `length_CORPUS_SPLIT.json` for another split than test), and the figure as PNG and SVG. Each number is written
+when it is measured. Running the command again continues an interrupted measurement, adds new windows, checkpoints and
+variants, and repeats what was measured with other weights or settings.
 """
 
 import argparse
@@ -25,7 +21,17 @@ from ...model_card import weights_fingerprint
 from ..checks import differences
 from ..commands.common import command_parser
 from . import variants
-from .checkpoints import Loading, add_loading, at_least_one, loading_of, longest_length, names_of, trained_length_of
+from .checkpoints import (
+    Loading,
+    add_loading,
+    at_least_one,
+    loading_of,
+    longest_length,
+    names_of,
+    output_of,
+    trained_length_of,
+    weights_of,
+)
 from .length_report import METRICS, comparable, draw, label, table
 from .processes import ALONE, Processes, join
 from .results import check_writable, provenance, read_json, write_json
@@ -273,13 +279,11 @@ def compare(
                 f"{len(parts)} texts has {max(map(len, parts)) - 1} tokens to score."
             )
         config = loading.config(curve.checkpoint)
-        folder = pathlib.Path(curve.checkpoint)
-        local = weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
         entry = results.entry(
             {
                 "name": curve.name,
                 "variant": curve.variant,
-                "weights": local or getattr(config, "_commit_hash", None),
+                "weights": weights_of(curve.checkpoint) or getattr(config, "_commit_hash", None),
                 "trained_length": curve.trained_length,
                 "dtype": loading.dtype,
                 "attn_implementation": loading.attn_implementation,
@@ -368,9 +372,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options, origin = parser().parse_args(arguments), provenance("length", arguments)
-    if options.output is None:
-        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
-        options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
+    options.output = options.output or output_of(options.checkpoints, "length")
     if options.tasks is None:
         run(options, origin)
     else:

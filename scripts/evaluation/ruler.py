@@ -4,24 +4,20 @@
 
 The six of RULER's 13 tasks whose texts are generated without downloads, with lm-eval's generators, prompts and scores.
 Answers are generated greedily. The score of an answer is the share of the expected strings that it contains. A length
-includes the tokens of the answer. Short lengths leave no room for some tasks.
-
-Results: `ruler.json` in `--output`, rewritten after every length, and the table.
+includes the tokens of the answer. `ruler.json` in `--output` is rewritten after every length.
 """
 
 import argparse
 import contextlib
 import io
 import math
-import pathlib
 import random
 from typing import Any
 
 import numpy as np
 from transformers import GenerationConfig
 
-from ...model_card import weights_fingerprint
-from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of
+from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of, weights_of
 from .processes import join
 from .results import check_writable, lm_eval_tasks, markdown_table, write_json
 from .windows import parse_windows
@@ -143,9 +139,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
     manager = task_manager()
     for checkpoint, name in zip(options.checkpoints, names_of(options.checkpoints)):
         tokenizer = loading.tokenizer(checkpoint)
-        folder = pathlib.Path(checkpoint)
-        weights = weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
-        entry: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "weights": weights, "cells": []}
+        entry: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "weights": weights_of(checkpoint), "cells": []}
         entries.append(entry)
         model = load_scorer(checkpoint, loading, processes, batch_size=1)
         limit = longest_length(model.model)

@@ -29,7 +29,16 @@ from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ...position_registry import max_length
 from ..commands.common import command_parser
-from .checkpoints import MAX_LENGTH, Loading, add_loading, at_least_one, checked_loading, loading_of, names_of
+from .checkpoints import (
+    MAX_LENGTH,
+    Loading,
+    add_loading,
+    at_least_one,
+    checked_loading,
+    loading_of,
+    names_of,
+    output_of,
+)
 from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_files
 from .processes import ALONE, Processes, join, scorer
 from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
@@ -316,11 +325,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.print_task_folder:
         print(TASK_FOLDER)
         return
-    if options.output is None:
-        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
-        options.output = pathlib.Path(options.checkpoints[0] if alone else "zero_shot")
     if not options.checkpoints:
         raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
+    options.output = options.output or output_of(options.checkpoints, "zero_shot")
     names_of(options.checkpoints)
     processes = join(options.device)
     text = evaluate(options, provenance("zero-shot", arguments), processes)

@@ -1,9 +1,6 @@
 """Reports: our results and the paper's, a verdict for each cell (see `verdict.py`), and the details of the runs.
 
 Tables of our own have no verdicts. Their rows are compared with the first row of their group, paired by seed.
-
-A run is exact if its recipe equals the table's recipe, with any command line; the report lists the `differences` of the
-others. A column with `departs` has no exact runs.
 """
 
 import dataclasses
@@ -18,7 +15,7 @@ from ..evaluation.data_description import describe_data
 from ..evaluation.results import read_json, write_json
 from .drawing import curves, draw
 from .measures import lift_off
-from .runs import ReproduceError, Run, unique
+from .runs import Run, unique
 from .tables import Table
 from .verdict import DIFFERS, ORDER, Cell, judge
 
@@ -163,12 +160,12 @@ def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[
     return result
 
 
-def _ours(ours: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
-    """Returns mean ± standard deviation; `sign` as in a format."""
-    if ours is None or ours["mean"] is None:
+def _mean(one: Mapping[str, Any] | None, digits: int, *, count: int = 0, most: int = 0, sign: str = "") -> str:
+    """Returns mean ± standard deviation, and their `count` if it is below `most`; `sign` as in a format."""
+    if one is None or one["mean"] is None:
         return "-"
-    spread = "" if ours["spread"] is None else f" ± {ours['spread']:.{digits}f}"
-    return f"{ours['mean']:{sign}.{digits}f}{spread}"
+    spread = "" if one["spread"] is None else f" ± {one['spread']:.{digits}f}"
+    return f"{one['mean']:{sign}.{digits}f}{spread}" + (f" (n = {count})" if count < most else "")
 
 
 def _lifted(cell: Mapping[str, Any]) -> str:
@@ -202,7 +199,7 @@ def _rows(report: Mapping[str, Any]) -> list[list[str]]:
         for cell in (cell for cell in report["cells"] if cell["column"] == column):
             seeds = f"{len(cell['ours']['seeds'])} of {cell['ours']['wanted']}"
             rate, printed = cell.get("solve_rate"), cell["paper"]["parameters"]
-            row = [cell["label"], cell["column_label"], _ours(cell["ours"], digits), seeds]
+            row = [cell["label"], cell["column_label"], _mean(cell["ours"], digits), seeds]
             row += ["-" if rate is None else f"{rate:.0%}"] if solved else []
             row += [*([_lifted(cell)] if lifted else []), cell["paper"]["text"] or "-", _verdict(cell)]
             rows.append([*row, *([_millions(cell), "-" if printed is None else f"{printed:g}"] if sizes else [])])
@@ -230,15 +227,17 @@ def _own_rows(report: Mapping[str, Any]) -> list[list[list[str]]]:
         return [_solved_rows(report)]
     columns = {cell["column"]: cell["column_label"] for cell in report["cells"]}
     found = {(cell["row"], cell["column"]): cell for cell in report["cells"]}
+    digits = report["digits"]
     means, differences = [["", "seeds", *columns.values()]], [["", "seeds", *columns.values()]]
     for row in distinct(row for row, _ in found):
         cells = [found.get((row, column)) for column in columns]
         mine = [cell for cell in cells if cell is not None]
         done = max(len(cell["ours"]["seeds"]) + cell["not_supported"] for cell in mine)
-        texts = [_own_text(cell, done, report["digits"]) for cell in cells]
+        texts = [_own_text(cell, done, digits) for cell in cells]
         means.append([mine[0]["label"], f"{done} of {mine[0]['ours']['wanted']}", *texts])
         if pairs := [cell["difference"]["seeds"] for cell in mine if cell["difference"]]:
-            texts = [_difference_text(cell and cell["difference"], max(pairs), report["digits"]) for cell in cells]
+            of = [cell and cell["difference"] for cell in cells]
+            texts = [_mean(one, digits, count=one["seeds"] if one else 0, most=max(pairs), sign="+") for one in of]
             differences.append([mine[0]["label"], str(max(pairs)), *texts])
     return [means, differences] if len(differences) > 1 else [means]
 
@@ -247,14 +246,7 @@ def _own_text(cell: Mapping[str, Any] | None, done: int, digits: int) -> str:
     """Returns the text of a cell in a row with `done` finished runs."""
     if cell is None or cell["not_supported"]:
         return "" if cell is None else "not supported"
-    count = len(cell["ours"]["seeds"])
-    return _ours(cell["ours"], digits) + (f" (n = {count})" if 0 < count < done else "")
-
-
-def _difference_text(difference: Mapping[str, Any] | None, pairs: int, digits: int) -> str:
-    """Returns the text of a difference in a row with at most `pairs` pairs."""
-    fewer = f" (n = {difference['seeds']})" if difference and difference["seeds"] < pairs else ""
-    return _ours(difference, digits, "+") + fewer
+    return _mean(cell["ours"], digits, count=len(cell["ours"]["seeds"]), most=done)
 
 
 def _describe(value: Any) -> str:
@@ -298,12 +290,12 @@ def name_of(report: Mapping[str, Any]) -> str:
 
 
 def check_replaces(results: Path, wanted: Iterable[Run]) -> None:
-    """Raises ReproduceError if a report has results of other runs than `wanted`, which a new one would lose."""
+    """Raises ValueError if a report has results of other runs than `wanted`, which a new one would lose."""
     if not results.exists():
         return
     seeds = [seed for cell in read_json(results)["cells"] for seed in cell["ours"]["seeds"]]
     if lost := sorted({seed["folder"] for seed in seeds} - {folder_name(run.folder) for run in wanted}):
-        raise ReproduceError(
+        raise ValueError(
             f"--cards is not valid: {str(results)!r} has results of other runs ({len(lost)}), such as {lost[0]!r}, "
             "that the new report would not have. Choose another folder, or move that file away."
         )

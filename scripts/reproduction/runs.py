@@ -19,10 +19,6 @@ from ..training.run_folder import RunFolder
 from .tables import Column, Row, Table, resolve
 
 
-class ReproduceError(ValueError):
-    """A table cannot be reproduced; the message gives the reason."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One training run."""
@@ -72,7 +68,7 @@ def resolve_overrides(
     for key in (override.partition("=")[0] for override in sets):
         for other in fixed:
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                raise ReproduceError(
+                raise ValueError(
                     f"--set {key} is not valid: row {row.key!r}, its column or --seeds sets {other}. --rows chooses "
                     "other rows."
                 )
@@ -121,11 +117,11 @@ def plan(
         sets: `key.sub=value` for every run.
     """
     if seeds is not None and seeds < 1:
-        raise ReproduceError(f"--seeds {seeds!r} is not valid: it must be at least 1.")
+        raise ValueError(f"--seeds {seeds!r} is not valid: it must be at least 1.")
     known = {row.key: row for row in table.rows}
     for key in rows or ():
         if key not in known:
-            raise ReproduceError(f"--rows {key!r} is not valid. {suggest(key, known)}")
+            raise ValueError(f"--rows {key!r} is not valid. {suggest(key, known)}")
     made: dict[tuple[str, str, str, int], Run] = {}
     result: dict[tuple[str, str], list[Run]] = {}
     for row in table.rows:
@@ -140,7 +136,7 @@ def plan(
                 result.setdefault((row.key, column.key), []).append(made[run])
     if not result:
         asked = f"rows {', '.join(rows)} of {table.name}" if rows else table.name
-        raise ReproduceError(f"--small is not valid for {asked}: none of its columns has a small version.")
+        raise ValueError(f"--small is not valid for {asked}: none of its columns has a small version.")
     return result
 
 
