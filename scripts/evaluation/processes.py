@@ -102,9 +102,13 @@ def scorer(processes: Processes, *arguments: Any, **options: Any) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     class Scorer(HFLM):
+        # Requests (of all processes) that were too long.
+        truncated = 0
+
         def _loglikelihood_tokens(
             self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
+            self.truncated += sum(len(start) + len(end) > self.max_length + 1 for _, start, end in requests)
             found = torch.zeros(len(requests), 2, dtype=torch.float64)
             if mine := processes.share(requests):
                 answers = super()._loglikelihood_tokens(mine, disable_tqdm or not processes.is_first, override_bs)

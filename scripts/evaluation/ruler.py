@@ -21,7 +21,7 @@ from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, train
 from .processes import join
 from .results import check_writable, lm_eval_tasks, markdown_table, write_json
 from .windows import parse_windows
-from .zero_shot import load_scorer, log_filter, task_manager
+from .zero_shot import load_scorer, task_manager
 
 # Tokens of an answer, by task.
 TASKS = {"niah_single_1": 128, "niah_multikey_2": 128, "niah_multikey_3": 128, "vt": 30, "cwe": 120, "fwe": 50}
@@ -156,8 +156,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
                 reason, scores = f"the position encoding supports at most {limit} tokens", {}
             elif given:
                 model.batch_size_per_gpu = max(1, options.batch_tokens // length)
-                with log_filter():
-                    report = lm_eval.simple_evaluate(model, tasks=given, task_manager=manager, log_samples=False)
+                report = lm_eval.simple_evaluate(model, tasks=given, task_manager=manager, log_samples=False)
                 # The other processes get no report.
                 reason, scores = None, lm_eval_tasks(report) if report else {}
             else:

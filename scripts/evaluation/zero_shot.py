@@ -15,15 +15,12 @@ the rest of its sentence), so CBT scores are comparable between models here, but
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
@@ -108,52 +105,27 @@ def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> 
     return [name for name in chosen if name not in missing], missing
 
 
-class _LogFilter(logging.Filter):
-    """Drops messages that lm-eval logs for every request, and counts truncated requests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.truncated = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if "Truncating" in message and "from the left" in message:
-            self.truncated += 1
-            return False
-        return "Custom kwargs can be passed to" not in message
-
-
-@contextlib.contextmanager
-def log_filter() -> Iterator[_LogFilter]:
-    """Filters lm-eval's messages."""
-    found = _LogFilter()
-    # Filters of a parent logger do not apply to messages of its children.
-    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "models.huggingface")]
-    for logger in loggers:
-        logger.addFilter(found)
-    try:
-        yield found
-    finally:
-        for logger in loggers:
-            logger.removeFilter(found)
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Filters the messages that lm-eval logs for every request."""
+    message = record.getMessage()
+    return not any(text in message for text in ("Truncating", "Custom kwargs can be passed to"))
 
 
 def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
     """Returns lm-eval's `TaskManager` with its tasks and ours; this takes some seconds."""
     from lm_eval.tasks import TaskManager
 
+    # Filters of a parent logger do not apply to messages of its children.
+    for name in ("api.task", "models.huggingface"):
+        logging.getLogger(f"lm_eval.{name}").addFilter(_is_wanted)
     metadata = None if data_dir is None else {"data_dir": str(data_dir)}
     return TaskManager(include_path=str(TASK_FOLDER), metadata=metadata)
 
 
 def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_size: int | str) -> Any:
     """Returns lm-eval's model of a checkpoint; raises ValueError if it cannot be loaded."""
-    options: dict[str, Any] = (
-        {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
-    )
     config = loading.config(checkpoint)
-    if hasattr(config, "position_encoding") and max_length(config) is None:
-        options["max_length"] = MAX_LENGTH
+    is_unlimited = hasattr(config, "position_encoding") and max_length(config) is None
     with checked_loading(checkpoint):
         return scorer(
             processes,
@@ -163,7 +135,8 @@ def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_s
             dtype=loading.dtype,
             batch_size=batch_size,
             trust_remote_code=loading.trust_remote_code,
-            **options,
+            attn_implementation=loading.attn_implementation,
+            max_length=MAX_LENGTH if is_unlimited else None,
         )
 
 
@@ -189,17 +162,15 @@ def run(
     model = load_scorer(checkpoint, loading, processes, batch_size)
     # BOOTSTRAP_DRAWS fit into one chunk, so more processes do not help.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with log_filter() as messages:
-        report = lm_eval.simple_evaluate(
-            model,
-            tasks=[TASKS[name].local if local else TASKS[name].hub for name in tasks],
-            task_manager=manager,
-            limit=limit,
-            bootstrap_iters=BOOTSTRAP_DRAWS,
-            log_samples=False,
-        )
-    truncated = int(processes.summed(torch.tensor(messages.truncated)))
-    return {**report, "truncated_requests": truncated} if processes.is_first else None
+    report = lm_eval.simple_evaluate(
+        model,
+        tasks=[TASKS[name].local if local else TASKS[name].hub for name in tasks],
+        task_manager=manager,
+        limit=limit,
+        bootstrap_iters=BOOTSTRAP_DRAWS,
+        log_samples=False,
+    )
+    return {**report, "truncated_requests": model.truncated} if processes.is_first else None
 
 
 def content(report: Mapping[str, Any], origin: Mapping[str, Any], loading: Loading, *, local: bool) -> dict[str, Any]:

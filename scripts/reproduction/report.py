@@ -54,9 +54,6 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
                 "seeds": seeds[cell.row, cell.column],
             },
         }
-        if table.solved is not None:
-            solved = [value >= table.solved for value in cell.values]
-            entry["solve_rate"] = sum(solved) / len(solved) if solved else None
         if table.is_own:
             first = firsts.setdefault((rows[cell.row].group, cell.column), cell.row)
             entry |= {
@@ -188,43 +185,36 @@ def _verdict(cell: Mapping[str, Any]) -> str:
 
 
 def _rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the rows of the table, grouped by column, since rows are compared within a column."""
-    solved, digits = report["solved"] is not None, report["digits"]
-    sizes = any(cell["paper"]["parameters"] is not None for cell in report["cells"])
+    """Returns the rows of a table with a row for each cell, by column, since rows are compared within a column."""
+    own, solved, digits = report.get("own", False), report["solved"], report["digits"]
+    sizes = not own and any(cell["paper"]["parameters"] is not None for cell in report["cells"])
     # Older results have no steps.
     lifted = any("lift_off" in seed for cell in report["cells"] for seed in cell["ours"]["seeds"])
-    names = ["", "column", "ours", "seeds", *["solved"] * solved, *["lifted off at step"] * lifted, "paper", "verdict"]
-    rows = [[*names, *(["parameters, M: ours", "paper"] if sizes else [])]]
-    for column in distinct(cell["column"] for cell in report["cells"]):
-        for cell in (cell for cell in report["cells"] if cell["column"] == column):
-            seeds = f"{len(cell['ours']['seeds'])} of {cell['ours']['wanted']}"
-            rate, printed = cell.get("solve_rate"), cell["paper"]["parameters"]
-            row = [cell["label"], cell["column_label"], _mean(cell["ours"], digits), seeds]
-            row += ["-" if rate is None else f"{rate:.0%}"] if solved else []
-            row += [*([_lifted(cell)] if lifted else []), cell["paper"]["text"] or "-", _verdict(cell)]
-            rows.append([*row, *([_millions(cell), "-" if printed is None else f"{printed:g}"] if sizes else [])])
-    return rows
-
-
-def _solved_rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the rows of a table of our own with `solved`: a row for each cell, with all of its seeds."""
-    rows = [["", "column", "seeds", "solved", "each seed", "lifted off at step"]]
-    for cell in report["cells"]:
+    columns = distinct(cell["column"] for cell in report["cells"])
+    rows = []
+    for cell in sorted(report["cells"], key=lambda cell: columns.index(cell["column"])):
         values = [seed["value"] for seed in cell["ours"]["seeds"]]
-        solved = f"{sum(value >= report['solved'] for value in values)} of {len(values)}"
-        each = ", ".join(f"{value:.{report['digits']}f}" for value in values) or "-"
-        seeds = f"{len(values)} of {cell['ours']['wanted']}"
-        rows.append([cell["label"], cell["column_label"], seeds, solved, each, _lifted(cell)])
-    return rows
+        row = {"": cell["label"], "column": cell["column_label"]}
+        if not own:
+            row["ours"] = _mean(cell["ours"], digits)
+        row["seeds"] = f"{len(values)} of {cell['ours']['wanted']}"
+        if solved is not None:
+            row["solved"] = f"{sum(value >= solved for value in values)} of {len(values)}"
+            row["each seed"] = ", ".join(f"{value:.{digits}f}" for value in values) or "-"
+        if lifted:
+            row["lifted off at step"] = _lifted(cell)
+        if not own:
+            row |= {"paper": cell["paper"]["text"] or "-", "verdict": _verdict(cell)}
+        if sizes:
+            printed = cell["paper"]["parameters"]
+            row["parameters, M: ours"] = _millions(cell)
+            row["parameters, M: paper"] = "-" if printed is None else f"{printed:g}"
+        rows.append(row)
+    return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
 def _own_rows(report: Mapping[str, Any]) -> list[list[list[str]]]:
-    """Returns the rows of a table of our own, by system, and those of the differences, if there are any.
-
-    If it has `solved`, it has all seeds instead: their mean says little.
-    """
-    if report["solved"] is not None:
-        return [_solved_rows(report)]
+    """Returns the rows of a table of our own, by system, and those of the differences, if there are any."""
     columns = {cell["column"]: cell["column_label"] for cell in report["cells"]}
     found = {(cell["row"], cell["column"]): cell for cell in report["cells"]}
     digits = report["digits"]
@@ -275,7 +265,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     made = {
         "own": own,
         "lifted": report.get("lifted"),
-        "tables": _own_rows(report) if own else [_rows(report)],
+        # If a run solves the task or not, means and differences say little.
+        "tables": _own_rows(report) if own and report["solved"] is None else [_rows(report)],
         "figure": f"{name_of(report)}.png" if curves(report) else None,
         "labels": labels,
         "first": " or ".join(distinct(labels[one["row"]] for one in differences if one)),
