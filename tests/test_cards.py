@@ -518,7 +518,7 @@ def test_snippets_run_without_the_package(place):
 
 def test_shipped_cards_are_what_their_files_give(tmp_path, monkeypatch):
     # Other versions of matplotlib draw other bytes.
-    monkeypatch.setattr(command, "_draw", lambda *_: None)
+    monkeypatch.setattr("whatwhere.scripts.cards.folder._draw", lambda *_: None)
     folder = pathlib.Path(shutil.copytree(SHIPPED, tmp_path / "model_cards"))
     written = command.make([], folder)
     assert len(written) == 1 + sum(1 for _ in SHIPPED.glob("*/results.json"))

@@ -227,7 +227,8 @@ def test_errors(runs, tmp_path, capsys):
         write_json(other / name, {**content, "weights_sha256": "0" * 64})
     for folder, message in (
         (tmp_path / "empty", "empty' is not valid: it has no results of"),
-        (tmp_path / "missing", "missing' is not valid: it has no results of"),
+        (tmp_path / "missing", "missing' is not a folder"),
+        (runs[0] / "results.json", "results.json' is not a folder"),
         (SHIPPED / "cope_3_small", "a table of the papers"),
         (other, "other' is not valid: it has no results of"),
         (runs[0], "is given twice"),

@@ -17,7 +17,7 @@ from processes import python
 from tiny import tiny_model
 from whatwhere import WhatWhereLlamaForCausalLM
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.scripts.cards.command import write_card
+from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.results import write_json
 

@@ -13,7 +13,7 @@ from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import length_report, variants, windows
-from whatwhere.scripts.evaluation.checkpoints import Loading, longest_length, trained_length_of
+from whatwhere.scripts.evaluation.checkpoints import Loading, check_vocabulary, longest_length, trained_length_of
 from whatwhere.scripts.evaluation.processes import Processes
 from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.evaluation.schema import Cell
@@ -403,13 +403,13 @@ def test_the_same_command_goes_on(run, monkeypatch):
         return measure(model, parts, byte_counts, length, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(windows, "measure_windows", counted)
+        patch.setattr(script, "measure_windows", counted)
         with pytest.raises(SystemExit) as stop:
             run(["rope", "pope"], "--windows", "16,32")
         assert stop.value.code == 130
     assert lengths == [16, 32]
     monkeypatch.setattr(
-        windows, "measure_windows", lambda *args, **options: lengths.append(args[3]) or measure(*args, **options)
+        script, "measure_windows", lambda *args, **options: lengths.append(args[3]) or measure(*args, **options)
     )
     del lengths[:]
     first = run(["rope", "pope"], "--windows", "16,32")
@@ -527,6 +527,15 @@ def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, a
         run(names, *(argument.format(root=root) for argument in arguments))
     assert message in f"{stop.value.code} {capsys.readouterr().err}"
     assert not list(tmp_path.iterdir())
+
+
+def test_added_tokens():
+    """A model need not have the token for padding, which no text has, but it needs one for an added word."""
+    tokenizer, config = build_tokenizer("bytes"), small("rope", vocab_size=257).config
+    check_vocabulary("x", tokenizer, config)
+    tokenizer.add_tokens(["import"])
+    with pytest.raises(ValueError, match=r"checkpoint='x' .* its tokenizer has 259 tokens, the model has 257 "):
+        check_vocabulary("x", tokenizer, config)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import graphlib
 import importlib.util
 import json
 import os
@@ -198,6 +199,30 @@ def test_evaluation_does_not_import_what_trains(path: pathlib.Path) -> None:
     for node, _ in imports(path):
         found = above & {part for module in modules(node) for part in module.split(".")}
         assert not found, f"{relative(path)}:{node.lineno} imports {found}"
+
+
+def test_no_circles_of_imports() -> None:
+    """Imports inside functions count, too."""
+    folders = {"modeling": (), "configuration": ("configuration",), "scripts": ("scripts",)}
+    paths = {}
+    for path in (*MODELING, *CONFIGURATION, *SCRIPTS):
+        folder, *parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = ["whatwhere", *folders[folder], *parts]
+        paths[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for own, path in paths.items():
+        package = own if path.name == "__init__.py" else own[:-1]
+        graph[own] = set()
+        for node, _ in imports(path):
+            level = node.level if isinstance(node, ast.ImportFrom) else 0
+            start = package[: len(package) + 1 - level] if level else ()
+            for module in modules(node):
+                target = (*start, *filter(None, module.split(".")))
+                names = [(*target, alias.name) for alias in node.names]
+                files = [name for name in names if name in paths]
+                # `from package import file` does not need the package's own names.
+                graph[own] |= {*files, *([target] if len(files) < len(names) and target in paths else [])} - {own}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 # Runs in a process of its own: finders that do not find the optional packages.

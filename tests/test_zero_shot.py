@@ -18,7 +18,7 @@ from engine_matrix import for_engine
 from processes import python
 from tiny import log_likelihood, slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.scripts.cards.command import write_card
+from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot
 from whatwhere.scripts.evaluation.checkpoints import Loading

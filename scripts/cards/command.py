@@ -11,18 +11,14 @@ import collections
 import pathlib
 import re
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import transformers
 import yaml
 
 from ...model_card import encoding_text, weights_fingerprint
 from ..commands.common import command_parser
-from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import describe_data
-from ..evaluation.length_report import draw as draw_length
 from ..evaluation.results import (
     check_writable,
     markdown_table,
@@ -32,8 +28,10 @@ from ..evaluation.results import (
     write_json,
     write_text,
 )
-from .content import headline, model_card
-from .curves import draw_curves, read_curves
+from ..reproduction import report
+from .content import headline
+from .curves import read_curves
+from .folder import own_lengths, write_card
 
 DESCRIPTION = """Write model cards from results files: next to the weights, or in separate folders.
 
@@ -46,105 +44,6 @@ INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->"
 _ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^/\s'\"]+/)+(?=[^/\s'\"])")
 
 
-def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
-    """Writes README.md into a folder, from the other files in it, and returns its path.
-
-    Args:
-        name: of the model; by default the folder's name.
-
-    Raises:
-        ValueError: the folder has no model of this package, or a file is broken.
-    """
-    folder = pathlib.Path(folder)
-    adapter = folder / "adapter_config.json"
-    is_adapter = adapter.is_file() and not (folder / "config.json").is_file()
-    if not is_adapter and not (folder / "config.json").is_file():
-        raise ValueError(f"folder={str(folder)!r} is not a model folder: it has no config.json.")
-    base, field = str(folder), "folder"
-    if is_adapter:
-        base = read_json(adapter)["base_model_name_or_path"]
-        field = f"folder={str(folder)!r}: base_model_name_or_path"
-    with checked_loading(base, field):
-        config = transformers.AutoConfig.from_pretrained(base)
-    if not hasattr(config, "position_encoding"):
-        raise ValueError(
-            f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
-        )
-    about = read_json(folder / "card.json") if (folder / "card.json").is_file() else None
-    results, weights = results_of(folder)
-    first = next((key for key in results if key.startswith("length")), None)
-    compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
-    figure = first or ("curves" if about and "curves" in results else None)
-    if about and figure:
-        _draw(folder, figure, results[figure], compared)
-    path = folder / "README.md"
-    has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
-    card = model_card(
-        config,
-        results,
-        name=name or folder.resolve().name,
-        weights=weights,
-        has_tokenizer=has_tokenizer,
-        figure=f"{figure}.png" if figure and (folder / f"{figure}.png").is_file() else None,
-        compared=compared,
-        recipe_file="recipe.yaml" if (folder / "recipe.yaml").is_file() else None,
-        place=about["weights"] if about else None,
-        is_adapter=is_adapter,
-    )
-    write_text(path, str(card))
-    return path
-
-
-def results_of(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
-    """Returns the results of the weights in a folder, or of those that a card in it describes, and their fingerprint.
-
-    Results are by file name without its ending. A card's training results have the recipe in `recipe.yaml`.
-
-    Raises:
-        ValueError: a file is not valid.
-    """
-    is_card = (folder / "card.json").is_file()
-    weights = read_json(folder / "results.json")["weights_sha256"] if is_card else weights_fingerprint(folder)
-    results = _own_lengths(read_results(folder, weights=weights if is_card else None), weights)
-    if is_card and "results" in results and (folder / "recipe.yaml").is_file():
-        results["results"]["recipe"] = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    return results, weights
-
-
-def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the entries of other cards that were measured on the same tokens, named by their folders."""
-    texts = {entry["tokens_sha256"] for entry in own["checkpoints"]}
-    found = []
-    for path in sorted(folder.parent.glob(f"*/{name}")):
-        if path.parent != folder and (path.parent / "card.json").is_file():
-            entries = [entry for entry in read_json(path)["checkpoints"] if entry["variant"] is None]
-            found += [{**entry, "name": path.parent.name} for entry in entries if entry["tokens_sha256"] in texts]
-    return found
-
-
-def _draw(
-    folder: pathlib.Path, name: str, content: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]
-) -> pathlib.Path:
-    """Draws the figure of a card into its folder, replacing all PNG files there, and returns its path."""
-    from PIL import Image
-
-    for path in folder.glob("*.png"):
-        path.unlink()
-    path = folder / f"{name}.png"
-    with tempfile.TemporaryDirectory() as drafts:
-        draft = pathlib.Path(drafts) / path.name
-        if name == "curves":
-            draw_curves(content, draft)
-        else:
-            own = [{**entry, "name": folder.name} for entry in content["checkpoints"]]
-            title = "{corpus}, {split}".format_map(content["data"])
-            draw_length([*own, *map(dict, compared)], draft.with_suffix(""), title=title)
-        # A palette suffices for lines, and makes the file a third as large.
-        with Image.open(draft) as image:
-            image.convert("RGB").quantize(colors=64).save(path, optimize=True)
-    return path
-
-
 def without_folders(content: Any) -> Any:
     """Returns JSON content with absolute paths replaced by their last part."""
     if isinstance(content, dict):
@@ -154,35 +53,8 @@ def without_folders(content: Any) -> Any:
     return _ABSOLUTE.sub("", content) if isinstance(content, str) else content
 
 
-def own_entries(content: Mapping[str, Any], weights: str) -> dict[str, Any] | None:
-    """Returns the entries of length results with the given weights; None if there are none.
-
-    Commands that name none of these checkpoints are removed, unless no command names one.
-    """
-    entries = [entry for entry in content.get("checkpoints", []) if entry.get("weights") == weights]
-    if not entries:
-        return None
-    keys = ("command", "date", "versions")
-    runs = [*content.get("earlier", []), {key: content[key] for key in keys}]
-    names = {entry.get("checkpoint", entry["name"]) for entry in entries}
-    runs = [run for run in runs if any(name in run["command"] for name in names)] or runs
-    data = describe_data(content["data"])
-    return {"weights_sha256": weights, "data": data, "checkpoints": entries, "earlier": runs[:-1], **runs[-1]}
-
-
-def _own_lengths(results: Mapping[str, Any], weights: str) -> dict[str, Any]:
-    """Returns results whose length results are filtered with `own_entries`; empty ones are left out."""
-    found = {name: own_entries(one, weights) if name.startswith("length") else one for name, one in results.items()}
-    return {name: one for name, one in found.items() if one is not None}
-
-
 def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None) -> pathlib.Path:
-    """Returns the folder of a finished run's card; its default name is recipe and encoding.
-
-    Raises:
-        OSError: the run is not finished.
-        ValueError: it is an adapter, its results are of other weights, or the card's folder has other content.
-    """
+    """Returns the folder of a finished run's card; its default name is recipe and encoding."""
     if not (run / "config.json").is_file() and (run / "adapter_config.json").is_file():
         raise ValueError(
             f"run={str(run)!r} is an adapter, whose card lies beside its weights: leave out --output. `whatwhere "
@@ -202,13 +74,9 @@ def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None
 
 
 def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copies the files for a card from a run's folder, without results of other weights.
-
-    Args:
-        shared: measurements of several checkpoints, by file name; entries with the run's weights are used.
-    """
+    """Copies the files for a card from a run's folder, and the entries with its weights from `shared`, by file name."""
     weights = read_json(run / "results.json")["weights_sha256"]
-    found = _own_lengths({**read_results(run, weights=weights), **shared}, weights)
+    found = own_lengths({**read_results(run, weights=weights), **shared}, weights)
     if (run / "metrics.jsonl").is_file():
         found["curves"] = {**read_curves(run / "metrics.jsonl"), "weights_sha256": weights}
     training = dict(found["results"])
@@ -231,8 +99,6 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
 
 def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Rewrites all cards in a folder, of models and of tables, and their list; returns the paths."""
-    from ..reproduction import report
-
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):
         if (folder / "card.json").is_file():
@@ -296,12 +162,7 @@ def make(
 ) -> list[pathlib.Path]:
     """Writes the cards of runs into separate folders, or without runs rewrites all cards there; returns the paths.
 
-    Args:
-        name: see `card_folder`; for a single run.
-        files: length results of several checkpoints, measured together.
-
-    Raises:
-        ValueError: a run or a file is not valid, or there is nothing to do.
+    `name` is as in `card_folder`, for a single run; `files` are length results of several runs, measured together.
     """
     if not runs:
         if not (paths := regenerate(output)):

@@ -14,9 +14,7 @@ POINTS = 100
 def thin_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the contents of `curves.json`, without the fingerprint of the weights.
 
-    Returns:
-        `training`: for each group of consecutive lines the last `step` and the mean `loss` (nats per token);
-        `validation`: `step` and `loss` of every evaluation.
+    A point of `training` is the last step and the mean loss (nats per token) of consecutive lines.
     """
     training = [line for line in lines if "loss" in line]
     size = -(-len(training) // POINTS) or 1

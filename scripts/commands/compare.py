@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_card import encoding_text
-from ..cards.command import own_entries, results_of
 from ..cards.curves import curves_figure, read_curves
+from ..cards.folder import own_entries, results_of
 from ..checks import differences
 from ..evaluation.checkpoints import names_of
 from ..evaluation.figures import save_figure
@@ -49,14 +49,12 @@ class Run(NamedTuple):
 
 
 def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, Any]]) -> Run:
-    """Reads a folder, and prints which files are left out because they are of other weights.
+    """Reads a folder and, from the length results `shared`, the entries with its weights.
 
-    Args:
-        shared: length results of several checkpoints, by file name; entries with the folder's weights are used.
-
-    Raises:
-        ValueError: there are no results of a model, or a file is not valid.
+    Prints which files are left out because they are of other weights.
     """
+    if not folder.is_dir():
+        raise ValueError(f"folder={str(folder)!r} is not a folder.")
     results, weights = results_of(folder)
     for file in result_files(folder):
         if file.stem not in results:
@@ -91,11 +89,7 @@ def _short(sha256: str | None) -> str | None:
 
 
 def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields rows of the table: title, text, and how it was measured, if that matters; all but the lengths.
-
-    Args:
-        tokenizer: equal for equal tokenizers.
-    """
+    """Yields rows of the table: title, text, and how it was measured, if that matters; all but the lengths."""
     training, recipe, data = run.training, run.recipe, run.training.get("data", {})
     yield "encoding", run.encoding, {}
     for key in FACTS:

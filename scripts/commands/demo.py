@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     begin = time.perf_counter()
     check_writable(options.output)
     # Raises ImportError now if an extra is not installed.
-    from ..cards.command import write_card
+    from ..cards.folder import write_card
     from ..training import loop  # noqa: F401
 
     options.output.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     # An empty report must not replace an earlier one.
     if options.report_only and not any(run.state() == "done" for run in runs.unique(planned)):
-        raise runs.ReproduceError(
+        raise ValueError(
             f"--report-only is not valid: no run of {table.name} is finished in {str(options.output)!r}. "
             "--dry-run lists the folders."
         )

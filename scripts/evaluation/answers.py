@@ -29,11 +29,7 @@ def count_errors(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def summarise(counts: Sequence[float]) -> dict[str, Any]:
-    """Returns `token_error` and `sequence_error` (between 0 and 1), and the scored `tokens` and `sequences`.
-
-    Args:
-        counts: summed results of `count_errors`.
-    """
+    """Returns the errors (between 0 and 1) and the scored tokens and sequences of summed `count_errors`."""
     tokens, wrong_tokens, sequences, wrong_sequences = counts
     return {
         "token_error": wrong_tokens / tokens,
@@ -47,12 +43,9 @@ def summarise(counts: Sequence[float]) -> dict[str, Any]:
 def score_samples(
     model: Any, samples: TaskSamples, *, batch_size: int = 64, processes: Processes = ALONE
 ) -> dict[str, Any]:
-    """Returns the errors (see `summarise`) of a model on all of the samples.
+    """Returns the errors (see `summarise`) of a causal language model, in evaluation mode, on all of the samples.
 
-    Args:
-        model: a causal language model, in evaluation mode.
-        samples: with labels for answers only.
-        processes: they divide the batches, and all return the same.
+    The processes divide the batches, and all return the same.
     """
     total = torch.zeros(4, dtype=torch.float64)
     for start in processes.share(range(0, len(samples), batch_size)):

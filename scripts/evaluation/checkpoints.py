@@ -14,6 +14,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from ...model_card import weights_fingerprint
 from .results import read_json
 
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.
@@ -21,16 +22,24 @@ MAX_LENGTH = 1 << 17
 
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
-    """Returns the names of checkpoints in results: the last part of each path, or the whole paths if two are equal.
-
-    Raises:
-        ValueError: one is given twice.
-    """
+    """Returns the names of checkpoints in results: the last part of each path, or the whole paths if two are equal."""
     for checkpoint in checkpoints:
         if checkpoints.count(checkpoint) > 1:
             raise ValueError(f"checkpoint={checkpoint!r} is given twice.")
     short = [pathlib.PurePath(checkpoint).name for checkpoint in checkpoints]
     return short if len(set(short)) == len(short) else list(checkpoints)
+
+
+def output_of(checkpoints: Sequence[str], name: str) -> pathlib.Path:
+    """Returns the default of `--output`: the folder of a single checkpoint, else `name`."""
+    alone = len(checkpoints) == 1 and os.path.isdir(checkpoints[0])
+    return pathlib.Path(checkpoints[0] if alone else name)
+
+
+def weights_of(checkpoint: str) -> str | None:
+    """Returns the fingerprint of a checkpoint's weights, or None if they are not in a folder here."""
+    folder = pathlib.Path(checkpoint)
+    return weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
 
 
 def choose_device(name: str | None = None) -> str:
@@ -95,10 +104,10 @@ class Loading:
 def check_vocabulary(checkpoint: str, tokenizer: Any, config: Any) -> None:
     """Raises ValueError if a checkpoint's tokenizer has tokens of text that the model has not.
 
-    Added tokens, such as one for padding, are not tokens of text, except for the end-of-text token.
+    Added special tokens, such as one for padding, are not tokens of text, except for the end-of-text token.
     """
-    added = tokenizer.get_added_vocab()
-    ids = [index for token, index in tokenizer.get_vocab().items() if token not in added]
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = set(tokenizer.get_vocab().values()) - special
     needed = 1 + max([*ids, tokenizer.eos_token_id or 0])
     size = config.get_text_config().vocab_size
     if needed > size:
@@ -109,11 +118,7 @@ def check_vocabulary(checkpoint: str, tokenizer: Any, config: Any) -> None:
 
 
 def trained_length_of(checkpoint: str, config: Any) -> int:
-    """Returns the length a model was trained at, from its `results.json`, else from its configuration.
-
-    Raises:
-        ValueError: neither states it.
-    """
+    """Returns the length a model was trained at, from its `results.json`, else from its configuration."""
     results = pathlib.Path(checkpoint) / "results.json"
     length = read_json(results).get("length") if results.is_file() else None
     length = length or getattr(config, "max_position_embeddings", None)
@@ -123,15 +128,13 @@ def trained_length_of(checkpoint: str, config: Any) -> int:
 
 
 def longest_length(model: nn.Module) -> int | None:
-    """Returns the longest sequence that a model supports, or None if its position encoding sets no limit.
-
-    Our models declare their limit. A stock model is limited by its table of position embeddings, if it has one.
-    """
+    """Returns the longest sequence that a model supports, or None if its position encoding sets no limit."""
     config: Any = model.config
     if hasattr(config, "position_encoding"):
         # The registry in the same package as the model's class: ours, or the checkpoint's remote code.
         siblings = type(model).__module__.rpartition(".")[0]
         return importlib.import_module(f"{siblings}.position_registry").max_length(config)
+    # A stock model is limited by its table of position embeddings, if it has one.
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):

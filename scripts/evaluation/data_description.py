@@ -28,14 +28,8 @@ CODE_PROMPT = "def main("
 def describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the `data` of a results file with the description for a card; described data are returned unchanged.
 
-    Args:
-        data: `source` and `split`, and `splits`, `dataset` or `task` where the source has them; or the `corpus` and
-            `split` of length results.
-
-    Returns:
-        the same with `kind` ("text", "symbols" or "task"), `prompt`, and `described`: for each used split its `choice`
-        (which documents), `corpus` (None for unnamed corpora), `title`, `licence` (None if unknown) and `dataset` (its
-        Hub id, or None).
+    It adds `kind` ("text", "symbols" or "task"), `prompt`, and `described`: for each used split its `choice` (which
+    documents), `corpus` (None for unnamed corpora), `title`, `licence` (None if unknown) and `dataset` (its Hub id).
     """
     if "described" in data:
         return dict(data)

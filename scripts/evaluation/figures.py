@@ -15,6 +15,15 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
+def log_perplexity(axes: Any) -> None:
+    """Makes the vertical axis logarithmic, with plain numbers as labels."""
+    from matplotlib import ticker
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.7)))
+
+
 def wrapped(text: str, width: float) -> str:
     """Wraps a title of medium font size into lines of at most `width` inches (about 11 characters an inch)."""
     return "\n".join(textwrap.wrap(text, max(1, int(11 * width))))

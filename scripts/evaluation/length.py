@@ -1,36 +1,42 @@
 """Length extrapolation: loss of checkpoints in windows of several lengths, on the same held-out text.
 
-`windows.py` describes how windows are cut and scored. PoPE's ICML version also fine-tunes for 500 steps on 64
-sequences of 4,096 tokens: use `whatwhere finetune`.
-
-`--output` defaults to the checkpoint's own folder if there is one checkpoint, else to `length/`. It gets `length.json`
-(`length_CORPUS.json` for a named corpus, `length_CORPUS_SPLIT.json` for another split than test) with every number, its
-standard error, date, versions and command, and the figure as PNG and SVG. Each number is written when it is measured.
-Running the command again continues an interrupted measurement, adds new windows, checkpoints and variants, and repeats
-what was measured with other weights or settings.
+`windows.py` describes how windows are cut and scored. `--output` gets `length.json` (`length_CORPUS.json` for a named
+corpus, `length_CORPUS_SPLIT.json` for another split than test), and the figure as PNG and SVG. Each number is written
+when it is measured. Running the command again continues an interrupted measurement, adds new windows, checkpoints and
+variants, and repeats what was measured with other weights or settings.
 """
 
 import argparse
-import dataclasses
 import hashlib
 import itertools
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...model_card import weights_fingerprint
 from ..checks import differences
 from ..commands.common import command_parser
-from . import variants, windows
-from .checkpoints import Loading, add_loading, at_least_one, loading_of, longest_length, names_of, trained_length_of
+from . import variants
+from .checkpoints import (
+    Loading,
+    add_loading,
+    at_least_one,
+    loading_of,
+    longest_length,
+    names_of,
+    output_of,
+    trained_length_of,
+    weights_of,
+)
 from .length_report import METRICS, comparable, draw, label, table
 from .processes import ALONE, Processes, join
 from .results import check_writable, provenance, read_json, write_json
 from .schema import Cell
+from .windows import common_tokens, fillable, measure_windows, parse_windows
 
 DESCRIPTION = """Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same text.
 
@@ -44,30 +50,8 @@ BOOK_WINDOWS = ",".join(map(str, (*range(1024, 10241, 1024), 65536)))
 SEPARATE_DOCUMENTS = ("pg19",)
 
 
-def parse_windows(text: str, trained_length: int) -> list[int]:
-    """Returns the lengths in a list such as `512,4x`, ascending; raises ValueError if one is not a positive integer."""
-    lengths = set()
-    for part in text.split(","):
-        try:
-            length = float(part.strip().removesuffix("x")) * (trained_length if part.strip().endswith("x") else 1)
-            whole = int(length)
-        except (ValueError, OverflowError):
-            length, whole = 0.0, 0
-        if whole < 1 or whole != length:
-            raise ValueError(
-                f"windows={text!r} is not valid: {part!r} is not a positive whole number of tokens (trained length "
-                f"{trained_length}). Give a list such as 1024,2048,65536, or multiples such as 1x,2x,4x."
-            )
-        lengths.add(whole)
-    return sorted(lengths)
-
-
 def parse_data(text: str) -> tuple[str, str]:
-    """Returns the source and the split of `--data`, such as `("local", "test")` or `("pg19", "validation")`.
-
-    Raises:
-        ValueError: there is no such source, corpus or split.
-    """
+    """Returns the source and the split of `--data`, such as `("local", "test")` or `("pg19", "validation")`."""
     if text in SOURCES:
         return text, "test"
     from ..data.corpora import parse_choice
@@ -90,9 +74,6 @@ def iterate_texts(
     """Yields the documents of a source and split from `parse_data`; the other arguments are those of the parser.
 
     `files` are relative to the current folder, or with `data_dir` to that.
-
-    Raises:
-        ValueError: there is no such text.
     """
     from ..data.corpora import load_corpus
     from ..data.corpus import SPLITS, load_text, text_of
@@ -136,11 +117,7 @@ class LengthResults:
         origin: dict[str, Any],
         processes: Processes = ALONE,
     ) -> None:
-        """Reads the file in `folder` if it exists.
-
-        Raises:
-            ValueError: the file belongs to other data, or is broken.
-        """
+        """Reads the file in `folder` if it exists; raises ValueError if it is of other data, or broken."""
         corpus, split = data["corpus"], data["split"].partition("[")[0]
         parts = ["length"] if corpus in SOURCES else ["length", corpus, *([split] if split != "test" else [])]
         self.processes = processes
@@ -163,11 +140,7 @@ class LengthResults:
             )
 
     def entry(self, identity: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
-        """Returns the entry of a checkpoint and variant, or a new entry if any field of `identity` changed.
-
-        Raises:
-            ValueError: the file contains results of another checkpoint with the same name.
-        """
+        """Returns the entry of a checkpoint and variant, or a new entry if any field of `identity` changed."""
         entry = {**identity, **details, "cells": [], "by_position": []}
         for index, old in enumerate(self.checkpoints):
             if (old["name"], old["variant"]) == (identity["name"], identity["variant"]):
@@ -204,41 +177,29 @@ class LengthResults:
         write_json(folder / self.path.name, {**mine, **content})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """A curve of the figure: a checkpoint, unchanged or with a configuration changed at test time."""
 
     checkpoint: str
     name: str
-    variant: str | None
     trained_length: int
-
-    def changes(self, config: Any, length: int) -> dict[str, Any] | None:
-        """Returns the changed fields of the configuration for windows of `length` tokens; None as in `variants`."""
-        if self.variant is None:
-            return {}
-        return variants.changes(self.variant, config, trained_length=self.trained_length, length=length)
+    variant: str | None = None
 
 
 def curves_of(
     checkpoints: Sequence[str], names: Sequence[str], loading: Loading, *, trained_length: int | None = None
 ) -> list[Curve]:
-    """Returns the curves: each checkpoint unchanged, then with those variants in `names` that apply to it.
-
-    Raises:
-        ValueError: a checkpoint cannot be read, or a variant does not exist or applies to no checkpoint.
-    """
+    """Returns the curves: each checkpoint unchanged, then with those variants in `names` that apply to it."""
     curves = []
     for checkpoint, title in zip(checkpoints, names_of(checkpoints)):
         config = loading.config(checkpoint)
         trained = trained_length or trained_length_of(checkpoint, config)
-        curves.append(Curve(checkpoint=checkpoint, name=title, variant=None, trained_length=trained))
+        curves.append(Curve(checkpoint, title, trained))
         for variant in names:
-            curve = dataclasses.replace(curves[-1], variant=variant)
-            if curve.changes(config, 2 * trained) is None:
+            if variants.changes(variant, config, trained_length=trained, length=2 * trained) is None:
                 _report(f"{title}: {variant} does not apply.")
             else:
-                curves.append(curve)
+                curves.append(Curve(checkpoint, title, trained, variant))
     for variant in set(names) - {curve.variant for curve in curves}:
         raise ValueError(f"variants={variant!r} is not valid: it applies to none of the checkpoints.")
     return curves
@@ -252,12 +213,8 @@ def tokenise(
     Args:
         tokenizer: its end-of-text token is appended to each document.
         texts: the documents; only as many as needed are read.
-        data: `document_limit` (number of documents), `text_tokens` (tokens of each text) and `joined` (whether all
-            documents are joined into one text).
+        data: `document_limit`, `text_tokens` (of each text) and `joined` (whether the documents are one text).
         lengths: all window lengths; a joined text that is cut is cut to a multiple of all of them, if long enough.
-
-    Raises:
-        ValueError: there is no document, or no end-of-text token.
     """
     from ..data.tokenize import tokenize_documents
 
@@ -276,7 +233,7 @@ def tokenise(
     if limit is None and data["corpus"] in SOURCES:
         limit = 16 * max(lengths)
     if limit is not None:
-        text = text[: windows.common_tokens(limit, len(text) - 1, lengths) + 1]
+        text = text[: common_tokens(limit, len(text) - 1, lengths) + 1]
     return [text], len(documents)
 
 
@@ -287,19 +244,13 @@ def compare(
     lengths: str,
     loading: Loading,
     *,
-    batch_tokens: int = 4096,
+    batch_tokens: int,
 ) -> None:
     """Measures all cells that are not in `results` yet, and adds them.
 
     Args:
         texts: returns a new iterator over the documents.
-        results: the results file; its `data` describes the text, and its `processes` share the work.
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
-        loading: how checkpoints are loaded. The loss is computed in float32 for every dtype.
-        batch_tokens: windows are batched up to this many tokens.
-
-    Raises:
-        ValueError: a checkpoint cannot be loaded, or no text is long enough for any window.
     """
     from ..data.tokenize import bytes_per_token
 
@@ -321,20 +272,18 @@ def compare(
             parts, results.data["documents"] = tokenise(tokenizer, texts(), results.data, every)
             tokenised = {key: parts}
         parts = tokenised[key]
-        filled, skipped = windows.fillable(parts, wanted[curve])
+        filled, skipped = fillable(parts, wanted[curve])
         if skipped:
             _report(
                 f"{curve.name}: windows of {', '.join(map(str, skipped))} tokens are skipped, because the longest of "
                 f"{len(parts)} texts has {max(map(len, parts)) - 1} tokens to score."
             )
         config = loading.config(curve.checkpoint)
-        folder = pathlib.Path(curve.checkpoint)
-        local = weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
         entry = results.entry(
             {
                 "name": curve.name,
                 "variant": curve.variant,
-                "weights": local or getattr(config, "_commit_hash", None),
+                "weights": weights_of(curve.checkpoint) or getattr(config, "_commit_hash", None),
                 "trained_length": curve.trained_length,
                 "dtype": loading.dtype,
                 "attn_implementation": loading.attn_implementation,
@@ -351,7 +300,8 @@ def compare(
         measured = {cell["length"] for cell in entry["cells"]}
         model, loaded = None, None
         for length in (length for length in filled if length not in measured):
-            changed = curve.changes(config, length) or {}
+            options = {"trained_length": curve.trained_length, "length": length}
+            changed = (curve.variant and variants.changes(curve.variant, config, **options)) or {}
             if model is None or changed != loaded:
                 model = loading.model(curve.checkpoint, loading.config(curve.checkpoint, **changed))
                 loaded, entry["parameters"] = changed, model.num_parameters()
@@ -361,7 +311,7 @@ def compare(
                 reason = f"the position encoding supports at most {limit} tokens"
                 results.add(entry, Cell(length=length, multiple=multiple, reached=False, reason=reason), None)
                 continue
-            cell, by_position = windows.measure_windows(
+            cell, by_position = measure_windows(
                 model,
                 parts,
                 byte_counts,
@@ -422,9 +372,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options, origin = parser().parse_args(arguments), provenance("length", arguments)
-    if options.output is None:
-        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
-        options.output = pathlib.Path(options.checkpoints[0] if alone else "length")
+    options.output = options.output or output_of(options.checkpoints, "length")
     if options.tasks is None:
         run(options, origin)
     else:
@@ -434,7 +382,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in unused:
             if getattr(options, name) != parser().get_default(name):
                 raise ValueError(f"--{name.replace('_', '-')} has no effect with --tasks {options.tasks}.")
-        ruler.run(options, origin, parse_windows)
+        ruler.run(options, origin)
 
 
 def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...model_card import encoding_text
-from .figures import new_figure, save_figure
+from .figures import log_perplexity, new_figure, save_figure
 from .results import markdown_table
 
 METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
@@ -72,7 +72,6 @@ def draw(
     # A colour for each checkpoint, a line style for each variant.
     names = list(dict.fromkeys(entry["name"] for entry in entries))
     variants = list(dict.fromkeys(entry["variant"] for entry in entries if entry["variant"]))
-    lengths = sorted({cell["length"] for entry in entries for cell in entry["cells"]})
     for entry in entries:
         variant, index = entry["variant"], names.index(entry["name"])
         line: dict[str, Any] = {
@@ -92,29 +91,17 @@ def draw(
             # Each bucket is drawn at its middle on the logarithmic axis.
             middles = [math.sqrt(max(1, start) * stop) for start, stop in itertools.pairwise(longest["edges"])]
             right.plot(middles, longest["loss"], **{**line, "marker": None})
-    for trained in sorted({entry["trained_length"] for entry in entries}):
-        left.axvline(trained, color="0.6", linestyle=":", linewidth=1)
-        right.axvline(trained, color="0.6", linestyle=":", linewidth=1)
-    left.set_xscale("log", base=2)
-    labelled: list[int] = []
-    for length in reversed(lengths):
-        # Labels of closer lengths would overlap.
-        if not labelled or labelled[-1] >= 1.25 * length:
-            labelled.append(length)
-    texts = [f"{length:,}" if length in labelled else "" for length in lengths]
-    left.set_xticks(lengths, texts, rotation=60 if len(labelled) > 5 else 0)
-    left.xaxis.set_minor_locator(ticker.NullLocator())
+    for axes in (left, right):
+        for trained in sorted({entry["trained_length"] for entry in entries}):
+            axes.axvline(trained, color="0.6", linestyle=":", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
+        axes.grid(alpha=0.3)
     if metric == "perplexity":
-        left.set_yscale("log")
-        left.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        left.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.7)))
+        log_perplexity(left)
     left.set_xlabel("window (tokens); dotted: trained length")
     left.set_ylabel(f"{METRICS[metric]} (bars: one standard error)")
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
     right.set_xlabel("position in the longest measured window (tokens)")
     right.set_ylabel("loss (nats per token)")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize="small")
     return save_figure(figure, stem)

@@ -68,11 +68,7 @@ ALONE = Processes()
 def join(device: str | None) -> Processes:
     """Returns the processes that torchrun or accelerate started; each computes on the CPU or on its own GPU.
 
-    Args:
-        device: the option `--device`. `cuda`, the default if there is a GPU, is then this process's own GPU.
-
-    Raises:
-        ValueError: the processes were started in another way, or the device cannot be used by several processes.
+    `device` is the option `--device`: `cuda`, the default if there is a GPU, is this process's own GPU.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
@@ -106,9 +102,13 @@ def scorer(processes: Processes, *arguments: Any, **options: Any) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     class Scorer(HFLM):
+        # Requests (of all processes) that were too long.
+        truncated = 0
+
         def _loglikelihood_tokens(
             self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
+            self.truncated += sum(len(start) + len(end) > self.max_length + 1 for _, start, end in requests)
             found = torch.zeros(len(requests), 2, dtype=torch.float64)
             if mine := processes.share(requests):
                 answers = super()._loglikelihood_tokens(mine, disable_tqdm or not processes.is_first, override_bs)

@@ -45,11 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def provenance(command: str, arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns the origin that every results file records: the command, the date (UTC), the versions.
-
-    Args:
-        arguments: its command line arguments; by default those of this process.
-    """
+    """Returns the origin that every results file records; the arguments are by default those of this process."""
     return {
         "command": shlex.join(["whatwhere", command, *(sys.argv[1:] if arguments is None else arguments)]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -70,12 +66,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> dict[str, Any]:
     """Returns the contents of a folder's results files on given weights, by file name without its ending.
 
-    Args:
-        weights: the fingerprint of the weights; None for the weights in the folder, which also accepts files without a
-            fingerprint.
-
-    Raises:
-        ValueError: a file is not valid.
+    `weights` is their fingerprint; None for the weights in the folder, which also accepts files without a fingerprint.
     """
     folder = pathlib.Path(folder)
     own = weights or weights_fingerprint(folder)

@@ -4,28 +4,24 @@
 
 The six of RULER's 13 tasks whose texts are generated without downloads, with lm-eval's generators, prompts and scores.
 Answers are generated greedily. The score of an answer is the share of the expected strings that it contains. A length
-includes the tokens of the answer. Short lengths leave no room for some tasks.
-
-Results: `ruler.json` in `--output`, rewritten after every length, and the table.
+includes the tokens of the answer. `ruler.json` in `--output` is rewritten after every length.
 """
 
 import argparse
 import contextlib
 import io
 import math
-import pathlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from transformers import GenerationConfig
 
-from ...model_card import weights_fingerprint
-from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of
+from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of, weights_of
 from .processes import join
 from .results import check_writable, lm_eval_tasks, markdown_table, write_json
-from .zero_shot import load_scorer, log_filter, task_manager
+from .windows import parse_windows
+from .zero_shot import load_scorer, task_manager
 
 # Tokens of an answer, by task.
 TASKS = {"niah_single_1": 128, "niah_multikey_2": 128, "niah_multikey_3": 128, "vt": 30, "cwe": 120, "fwe": 50}
@@ -50,12 +46,7 @@ def _generators() -> Any:
 def generate(task: str, tokenizer: Any, length: int, samples: int, seed: int = 0) -> list[dict[str, Any]] | None:
     """Returns the samples of a task: `input`, `gen_prefix`, `outputs`, and others; None if the length is too short.
 
-    Args:
-        task: a key of TASKS.
-        tokenizer: counts tokens.
-        length: at most so many tokens of prompt and answer.
-        samples: their number.
-        seed: of the texts.
+    `length` is the maximum number of tokens of prompt and answer.
     """
     # The generators print.
     with contextlib.redirect_stdout(io.StringIO()):
@@ -132,18 +123,8 @@ def _recall(expected: list[str], answer: str) -> float:
     return string_match_all(postprocess_pred([answer]), [expected])
 
 
-def run(options: argparse.Namespace, origin: dict[str, Any], parse: Callable[[str, int], list[int]]) -> dict[str, Any]:
-    """Measures the checkpoints, writes the results and prints the table; returns the results.
-
-    Args:
-        options: of `whatwhere length`.
-        origin: from `provenance`.
-        parse: `length.parse_windows`.
-
-    Raises:
-        ValueError: a checkpoint cannot be loaded, or no task fits into the lengths.
-        OSError: the results cannot be written.
-    """
+def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
+    """Measures the checkpoints with the options of `whatwhere length`, and writes, prints and returns the results."""
     import lm_eval
 
     check_writable(options.output)
@@ -152,15 +133,13 @@ def run(options: argparse.Namespace, origin: dict[str, Any], parse: Callable[[st
     lengths = {}
     for checkpoint in options.checkpoints:
         trained = options.trained_length or trained_length_of(checkpoint, loading.config(checkpoint))
-        lengths[checkpoint] = parse(options.windows or DEFAULT_WINDOWS, trained)
+        lengths[checkpoint] = parse_windows(options.windows or DEFAULT_WINDOWS, trained)
     entries: list[dict[str, Any]] = []
     found = {"samples": samples, "checkpoints": entries, **origin}
     manager = task_manager()
     for checkpoint, name in zip(options.checkpoints, names_of(options.checkpoints)):
         tokenizer = loading.tokenizer(checkpoint)
-        folder = pathlib.Path(checkpoint)
-        weights = weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
-        entry: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "weights": weights, "cells": []}
+        entry: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "weights": weights_of(checkpoint), "cells": []}
         entries.append(entry)
         model = load_scorer(checkpoint, loading, processes, batch_size=1)
         limit = longest_length(model.model)
@@ -177,8 +156,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any], parse: Callable[[st
                 reason, scores = f"the position encoding supports at most {limit} tokens", {}
             elif given:
                 model.batch_size_per_gpu = max(1, options.batch_tokens // length)
-                with log_filter():
-                    report = lm_eval.simple_evaluate(model, tasks=given, task_manager=manager, log_samples=False)
+                report = lm_eval.simple_evaluate(model, tasks=given, task_manager=manager, log_samples=False)
                 # The other processes get no report.
                 reason, scores = None, lm_eval_tasks(report) if report else {}
             else:

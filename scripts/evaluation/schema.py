@@ -43,22 +43,14 @@ class Cell(Stored):
     """Results of one model in windows of one length. Measured fields are None if the model does not support the length.
 
     Attributes:
-        length: tokens in a window.
         multiple: length divided by the trained length.
-        reached: whether the model supports sequences of this length.
-        reason: why the length is not supported; None if it is.
+        reached: whether the model supports sequences of this length; if not, `reason` says why.
         loss: mean negative log-likelihood per token, in nats.
-        standard_error: of `loss`, a ratio estimate over `clusters`; None for fewer than two clusters.
-            `length_report.error` derives the standard errors of perplexity and bits per byte.
-        perplexity: exp(loss), per token.
+        standard_error: of `loss`, a ratio estimate over `clusters` ("documents", or "windows" of a single text); None
+            for fewer than two. `length_report.error` derives those of perplexity and bits per byte.
         bits_per_byte: negative log2-likelihood of the scored tokens over their bytes; None if the number of bytes per
             token is unknown.
-        tokens: scored tokens.
-        bytes: bytes of the scored tokens' text.
-        windows: number of windows.
-        clusters: "documents", or "windows" if there is only one text.
-        documents: texts with at least one window.
-        short_documents: texts shorter than a window.
+        documents: texts with at least one window; `short_documents` are shorter than a window.
         dropped_tokens: tokens outside all windows, including those of short texts.
     """
 

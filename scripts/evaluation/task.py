@@ -43,11 +43,7 @@ _TITLES = {
 
 
 def read_recipe(checkpoint: str) -> dict[str, Any] | None:
-    """Returns the recipe in a folder's `results.json`, with all defaults, or None if there is none.
-
-    Raises:
-        ValueError: the run in the folder is not finished, or its file is broken.
-    """
+    """Returns the recipe in a folder's `results.json`, with all defaults, or None if there is none."""
     folder = pathlib.Path(checkpoint)
     if (folder / "results.json").is_file():
         recipe = read_json(folder / "results.json").get("recipe")
@@ -73,10 +69,8 @@ def test_sets(
     """Returns the task of a checkpoint, the configuration of each of its test sets, and the length of a training block.
 
     Args:
-        task: replaces the recipe's task.
-        sets: replaces the recipe's test sets: for each name, the parameters that differ from training.
+        task, sets: replace the recipe's. `sets` has for each name the parameters that differ from training.
         samples: of each set; by default as in the set, else the recipe, else the task.
-        seed: of the samples.
     """
     data = recipe["data"] if recipe is not None and recipe["data"]["source"] == "task" else None
     block, sizes = None, {}
@@ -115,18 +109,10 @@ def evaluate(
     batch_size: int = 64,
     processes: Processes = ALONE,
 ) -> list[dict[str, Any]]:
-    """Evaluates every checkpoint on its test sets.
+    """Returns for each checkpoint `name`, `task`, and the results of `score_samples` or `ask` on its `test_sets`.
 
-    Args:
-        seed: of the samples; 0 gives the samples of the final evaluation in training.
-        processes: they divide the samples, and all return the same.
-
-    Returns:
-        for each checkpoint its `name`, `task`, and `test_sets` with the result of `score_samples` or `ask` for each
-        test set.
-
-    Raises:
-        ValueError: a checkpoint cannot be loaded, its task is unknown, or a parameter is not valid.
+    Seed 0 gives the samples of the final evaluation in training. The processes divide the samples, and all return the
+    same.
     """
     loading = loading or Loading()
     if task is not None and task not in (*TASKS, *PROBES):
@@ -159,11 +145,9 @@ def evaluate(
 
 
 def ask(model: Any, tokenizer: Any, config: AliceConfig, processes: Processes = ALONE) -> dict[str, Any]:
-    """Asks a model the questions of the Alice probe, which the processes divide.
+    """Asks a model the questions of the Alice probe; the results are described above.
 
-    Returns:
-        `accuracy`; `probability`; `questions` (their number); `accuracy_by_place` (for words only in the last sentence,
-        only before it, in both, or in neither); `most_common` (the accuracy of always giving the most common answer).
+    `accuracy_by_place` is of words only in the last sentence, only before it, in both, or in neither.
     """
     from lm_eval.api.instance import Instance
 

@@ -27,9 +27,6 @@ def changes(variant: str, config: Any, *, trained_length: int, length: int) -> d
     """Returns the fields of a configuration that a variant changes for windows of `length` tokens.
 
     None if the variant does not apply to this configuration, or changes nothing.
-
-    Raises:
-        ValueError: there is no such variant.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variants={variant!r} is not valid. {suggest(variant, VARIANTS)}")

@@ -26,6 +26,24 @@ from .processes import ALONE, Processes
 from .schema import Cell
 
 
+def parse_windows(text: str, trained_length: int) -> list[int]:
+    """Returns the lengths in a list such as `512,4x`, ascending; raises ValueError if one is not a positive integer."""
+    lengths = set()
+    for part in text.split(","):
+        try:
+            length = float(part.strip().removesuffix("x")) * (trained_length if part.strip().endswith("x") else 1)
+            whole = int(length)
+        except (ValueError, OverflowError):
+            length, whole = 0.0, 0
+        if whole < 1 or whole != length:
+            raise ValueError(
+                f"windows={text!r} is not valid: {part!r} is not a positive whole number of tokens (trained length "
+                f"{trained_length}). Give a list such as 1024,2048,65536, or multiples such as 1x,2x,4x."
+            )
+        lengths.add(whole)
+    return sorted(lengths)
+
+
 def position_edges(length: int) -> list[int]:
     """Returns the edges of position buckets: 0, 16, 23, 32, 45, 64, ..., `length`, two buckets per doubling.
 
@@ -38,10 +56,8 @@ def position_edges(length: int) -> list[int]:
 def common_tokens(wanted: int, available: int, lengths: Sequence[int]) -> int:
     """Returns the number of tokens to score such that windows of all lengths score the same tokens.
 
-    Args:
-        wanted: the minimum, if the text is long enough.
-        available: tokens of the text that can be scored.
-        lengths: all window lengths; a text shorter than their common multiple is scored completely.
+    At least `wanted` of the `available` tokens, if the text is long enough. A text shorter than the common multiple of
+    the lengths is scored completely.
     """
     step = math.lcm(*lengths)
     return min(-(-wanted // step), available // step) * step or available
@@ -107,7 +123,6 @@ def measure_windows(
         texts: token ids of each text, integers (tokens), on any device; at least one has a window (see `fillable`).
         byte_counts: int64 (vocabulary), bytes of text per token; None if unknown.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
-        processes: the batches are divided among them, and all return the same.
 
     Returns:
         the cell; and the losses by position: `length`, `edges` (buckets + 1), `loss` (mean nats per token) and

@@ -15,21 +15,27 @@ the rest of its sentence), so CBT scores are comparable between models here, but
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import torch
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ...position_registry import max_length
 from ..commands.common import command_parser
-from .checkpoints import MAX_LENGTH, Loading, add_loading, at_least_one, checked_loading, loading_of, names_of
+from .checkpoints import (
+    MAX_LENGTH,
+    Loading,
+    add_loading,
+    at_least_one,
+    checked_loading,
+    loading_of,
+    names_of,
+    output_of,
+)
 from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_files
 from .processes import ALONE, Processes, join, scorer
 from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
@@ -42,17 +48,10 @@ BOOTSTRAP_DRAWS = 1000
 
 
 class ZeroShotTask(NamedTuple):
-    """A task of the table.
-
-    Attributes:
-        title: as in the paper.
-        hub: lm-eval's task or group with the Hub's data.
-        metric: compared with the paper.
-        chance: expected value of the metric for random answers.
-        is_group: whether the task is a group, whose local version reports scores under our group's name.
-    """
+    """A task of the table; the scores of a group with local files have the name of our group."""
 
     title: str
+    # lm-eval's task or group with the Hub's data.
     hub: str
     metric: str
     chance: float
@@ -92,8 +91,7 @@ TABLE_5 = {
 def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> tuple[list[str], dict[str, list[str]]]:
     """Returns the tasks to run, and the tasks to leave out with their missing local files.
 
-    Raises:
-        ValueError: a name is not a task, or files are missing for a task in `names`, or for all tasks.
+    Files may not be missing for a task in `names`, or for all tasks.
     """
     chosen = list(TASKS) if names is None else [name.strip() for name in names.split(",")]
     for name in chosen:
@@ -107,52 +105,27 @@ def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> 
     return [name for name in chosen if name not in missing], missing
 
 
-class _LogFilter(logging.Filter):
-    """Drops messages that lm-eval logs for every request, and counts truncated requests."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.truncated = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if "Truncating" in message and "from the left" in message:
-            self.truncated += 1
-            return False
-        return "Custom kwargs can be passed to" not in message
-
-
-@contextlib.contextmanager
-def log_filter() -> Iterator[_LogFilter]:
-    """Filters lm-eval's messages."""
-    found = _LogFilter()
-    # Filters of a parent logger do not apply to messages of its children.
-    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "models.huggingface")]
-    for logger in loggers:
-        logger.addFilter(found)
-    try:
-        yield found
-    finally:
-        for logger in loggers:
-            logger.removeFilter(found)
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Filters the messages that lm-eval logs for every request."""
+    message = record.getMessage()
+    return not any(text in message for text in ("Truncating", "Custom kwargs can be passed to"))
 
 
 def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
     """Returns lm-eval's `TaskManager` with its tasks and ours; this takes some seconds."""
     from lm_eval.tasks import TaskManager
 
+    # Filters of a parent logger do not apply to messages of its children.
+    for name in ("api.task", "models.huggingface"):
+        logging.getLogger(f"lm_eval.{name}").addFilter(_is_wanted)
     metadata = None if data_dir is None else {"data_dir": str(data_dir)}
     return TaskManager(include_path=str(TASK_FOLDER), metadata=metadata)
 
 
 def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_size: int | str) -> Any:
     """Returns lm-eval's model of a checkpoint; raises ValueError if it cannot be loaded."""
-    options: dict[str, Any] = (
-        {} if loading.attn_implementation is None else {"attn_implementation": loading.attn_implementation}
-    )
     config = loading.config(checkpoint)
-    if hasattr(config, "position_encoding") and max_length(config) is None:
-        options["max_length"] = MAX_LENGTH
+    is_unlimited = hasattr(config, "position_encoding") and max_length(config) is None
     with checked_loading(checkpoint):
         return scorer(
             processes,
@@ -162,7 +135,8 @@ def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_s
             dtype=loading.dtype,
             batch_size=batch_size,
             trust_remote_code=loading.trust_remote_code,
-            **options,
+            attn_implementation=loading.attn_implementation,
+            max_length=MAX_LENGTH if is_unlimited else None,
         )
 
 
@@ -177,40 +151,26 @@ def run(
     batch_size: int | str = 8,
     processes: Processes = ALONE,
 ) -> dict[str, Any] | None:
-    """Evaluates one checkpoint and returns lm-eval's report, with `truncated_requests` added.
-
-    The processes divide the requests; all but the first return None.
+    """Evaluates one checkpoint and returns lm-eval's report with `truncated_requests`, in the first process.
 
     Questions longer than the model's configured length are truncated at the beginning; `truncated_requests` counts the
     truncated requests (one for each possible answer). Questions are never truncated for our models whose position
     encoding has no limit.
-
-    Args:
-        checkpoint: a folder or Hub id with a tokenizer.
-        tasks: keys of TASKS.
-        local: read local files instead of the Hub.
-        limit: maximum number of questions of each task, or of each part of BLiMP and CBT; None for all.
-        batch_size: requests in a batch, or "auto" for the largest that fits.
-
-    Raises:
-        ValueError: the checkpoint cannot be loaded.
     """
     import lm_eval
 
     model = load_scorer(checkpoint, loading, processes, batch_size)
     # BOOTSTRAP_DRAWS fit into one chunk, so more processes do not help.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with log_filter() as messages:
-        report = lm_eval.simple_evaluate(
-            model,
-            tasks=[TASKS[name].local if local else TASKS[name].hub for name in tasks],
-            task_manager=manager,
-            limit=limit,
-            bootstrap_iters=BOOTSTRAP_DRAWS,
-            log_samples=False,
-        )
-    truncated = int(processes.summed(torch.tensor(messages.truncated)))
-    return {**report, "truncated_requests": truncated} if processes.is_first else None
+    report = lm_eval.simple_evaluate(
+        model,
+        tasks=[TASKS[name].local if local else TASKS[name].hub for name in tasks],
+        task_manager=manager,
+        limit=limit,
+        bootstrap_iters=BOOTSTRAP_DRAWS,
+        log_samples=False,
+    )
+    return {**report, "truncated_requests": model.truncated} if processes.is_first else None
 
 
 def content(report: Mapping[str, Any], origin: Mapping[str, Any], loading: Loading, *, local: bool) -> dict[str, Any]:
@@ -243,9 +203,7 @@ def table(
 ) -> str:
     """Returns the scores of checkpoints with chance level and the paper's Table 5, in Markdown.
 
-    Args:
-        contents: from `content`, by checkpoint; all with the same tasks and limit.
-        left_out: tasks that were not run, with their missing files.
+    `contents`, by checkpoint, all have the same tasks and limit; `left_out` are the missing files of other tasks.
     """
     # The mean is over the same tasks in every row.
     mean = "mean" if len(tasks) == len(TASKS) else f"mean of these {len(tasks)}"
@@ -338,11 +296,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.print_task_folder:
         print(TASK_FOLDER)
         return
-    if options.output is None:
-        alone = len(options.checkpoints) == 1 and pathlib.Path(options.checkpoints[0]).is_dir()
-        options.output = pathlib.Path(options.checkpoints[0] if alone else "zero_shot")
     if not options.checkpoints:
         raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
+    options.output = options.output or output_of(options.checkpoints, "zero_shot")
     names_of(options.checkpoints)
     processes = join(options.device)
     text = evaluate(options, provenance("zero-shot", arguments), processes)

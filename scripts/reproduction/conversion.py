@@ -19,7 +19,7 @@ from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ..commands import convert as convert_command
 from ..conversion import RECORD
-from ..evaluation.figures import new_figure, save_figure
+from ..evaluation.figures import log_perplexity, new_figure, save_figure
 from ..evaluation.results import markdown_table, provenance, read_json, write_json, write_text
 from ..training import loop
 from ..training.finetune import Settings, finetune
@@ -188,8 +188,6 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draws the perplexity on PG-19 at the trained length, and at 16 times it, against the tokens of training."""
-    from matplotlib.ticker import FormatStrFormatter
-
     figure = new_figure(11.0, 5.0)
     panels = figure.subplots(1, 2)
     places = [0, *PERCENT]
@@ -202,9 +200,7 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
             panel.plot(ticks, values, marker=marker, markersize=4, color=f"C{number % 10}", label=rows[0]["label"])
         panel.axhline(report["rows"][0]["perplexity"]["pg19"][multiple], color="0.5", linestyle=":", label="the source")
         panel.set_xticks(range(len(places)), [f"{percent} %" for percent in places])
-        panel.set_yscale("log")
-        panel.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        panel.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
+        log_perplexity(panel)
         panel.set_xlabel("tokens after conversion, of the source's")
         panel.set_ylabel(f"perplexity, PG-19, {int(multiple) * report['source']['length']:,} tokens")
         panel.grid(alpha=0.3)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.figures import new_figure
+from ..evaluation.figures import log_perplexity, new_figure
 
 
 def curves(report: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
@@ -31,11 +31,6 @@ def curves(report: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[float, f
     return {name: lines for name, lines in panels.items() if lines}
 
 
-def has_figure(report: Mapping[str, Any]) -> bool:
-    """Whether a table has points of a figure."""
-    return bool(curves(report))
-
-
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Draws the figure of a table as a PNG file, if it has one; the same report gives the same bytes."""
     panels = curves(report)
@@ -56,9 +51,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         if not survival:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-            axes.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.7)))
+            log_perplexity(axes)
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel("optimiser steps" if survival else "length / trained length")
         axes.grid(alpha=0.3)

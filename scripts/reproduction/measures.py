@@ -45,22 +45,14 @@ def _validation_perplexity(results: Mapping[str, Any], folder: Path) -> float:
 
 
 def lift_off(folder: Path, lifted: float) -> int | None:
-    """Returns the first step at which the accuracy on the validation split was `lifted` percent; None if it never was.
-
-    Raises:
-        ValueError: the run was not evaluated during training.
-    """
+    """Returns the first step with `lifted` percent accuracy on the validation split; None if it never was."""
     if not (errors := _validations(folder, "token_error")):
         raise ValueError(f"{str(folder)!r} was not evaluated during training: its recipe needs evaluation.every.")
     return next((step for step, error in errors.items() if 100 - 100 * error >= lifted), None)
 
 
 def measured(folder: Path, weights: str, text: Mapping[str, Any] = BOOKS) -> dict[float, dict[str, Any]]:
-    """Returns the cells of a checkpoint's length measurement on a text, by multiples of the trained length.
-
-    Raises:
-        ValueError: the file is of another text.
-    """
+    """Returns the cells of a checkpoint's length measurement on a text, by multiples of the trained length."""
     path = folder / f"length_{text['corpus']}.json"
     if not path.is_file():
         return {}
@@ -83,11 +75,7 @@ def measure_lengths(
     data_dir: str | os.PathLike[str] | None = None,
     text: Mapping[str, Any] = BOOKS,
 ) -> None:
-    """Measures a checkpoint as `whatwhere length` does, in all windows that it has no results of.
-
-    Raises:
-        ValueError: the text cannot be read, or the checkpoint has results on another text.
-    """
+    """Measures a checkpoint as `whatwhere length` does, in all windows that it has no results of."""
     known = measured(folder, weights_fingerprint(folder), text)
     if missing := [f"{multiple}x" for multiple in multiples if multiple not in known]:
         options = {"--documents": text["document_limit"], "--tokens": text["text_tokens"], "--data-dir": data_dir}

@@ -1,9 +1,6 @@
 """Reports: our results and the paper's, a verdict for each cell (see `verdict.py`), and the details of the runs.
 
 Tables of our own have no verdicts. Their rows are compared with the first row of their group, paired by seed.
-
-A run is exact if its recipe equals the table's recipe, with any command line; the report lists the `differences` of the
-others. A column with `departs` has no exact runs.
 """
 
 import dataclasses
@@ -16,23 +13,15 @@ import jinja2
 
 from ..evaluation.data_description import describe_data
 from ..evaluation.results import read_json, write_json
-from .drawing import draw, has_figure
+from .drawing import curves, draw
 from .measures import lift_off
-from .runs import ReproduceError, Run, unique
+from .runs import Run, unique
 from .tables import Table
 from .verdict import DIFFERS, ORDER, Cell, judge
 
 
 def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
-    """Reads the figures of all finished runs, and compares them with the paper's, or those of our tables by row.
-
-    Returns:
-        the content of `<table>.json`, without the command.
-
-    Raises:
-        ReproduceError: a folder contains a run of another recipe.
-        ValueError: a run has no such figure.
-    """
+    """Returns the content of `<table>.json` without the command: the figures of all finished runs, compared."""
     columns = {column.key: column for column in table.columns}
     rows = {row.key: row for row in table.rows}
     results = {run.folder: run.results() for run in unique(planned)}
@@ -65,9 +54,6 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
                 "seeds": seeds[cell.row, cell.column],
             },
         }
-        if table.solved is not None:
-            solved = [value >= table.solved for value in cell.values]
-            entry["solve_rate"] = sum(solved) / len(solved) if solved else None
         if table.is_own:
             first = firsts.setdefault((rows[cell.row].group, cell.column), cell.row)
             entry |= {
@@ -171,12 +157,12 @@ def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[
     return result
 
 
-def _ours(ours: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
-    """Returns mean ± standard deviation; `sign` as in a format."""
-    if ours is None or ours["mean"] is None:
+def _mean(one: Mapping[str, Any] | None, digits: int, *, count: int = 0, most: int = 0, sign: str = "") -> str:
+    """Returns mean ± standard deviation, and their `count` if it is below `most`; `sign` as in a format."""
+    if one is None or one["mean"] is None:
         return "-"
-    spread = "" if ours["spread"] is None else f" ± {ours['spread']:.{digits}f}"
-    return f"{ours['mean']:{sign}.{digits}f}{spread}"
+    spread = "" if one["spread"] is None else f" ± {one['spread']:.{digits}f}"
+    return f"{one['mean']:{sign}.{digits}f}{spread}" + (f" (n = {count})" if count < most else "")
 
 
 def _lifted(cell: Mapping[str, Any]) -> str:
@@ -199,54 +185,49 @@ def _verdict(cell: Mapping[str, Any]) -> str:
 
 
 def _rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the rows of the table, grouped by column, since rows are compared within a column."""
-    solved, digits = report["solved"] is not None, report["digits"]
-    sizes = any(cell["paper"]["parameters"] is not None for cell in report["cells"])
+    """Returns the rows of a table with a row for each cell, by column, since rows are compared within a column."""
+    own, solved, digits = report.get("own", False), report["solved"], report["digits"]
+    sizes = not own and any(cell["paper"]["parameters"] is not None for cell in report["cells"])
     # Older results have no steps.
     lifted = any("lift_off" in seed for cell in report["cells"] for seed in cell["ours"]["seeds"])
-    names = ["", "column", "ours", "seeds", *["solved"] * solved, *["lifted off at step"] * lifted, "paper", "verdict"]
-    rows = [[*names, *(["parameters, M: ours", "paper"] if sizes else [])]]
-    for column in distinct(cell["column"] for cell in report["cells"]):
-        for cell in (cell for cell in report["cells"] if cell["column"] == column):
-            seeds = f"{len(cell['ours']['seeds'])} of {cell['ours']['wanted']}"
-            rate, printed = cell.get("solve_rate"), cell["paper"]["parameters"]
-            row = [cell["label"], cell["column_label"], _ours(cell["ours"], digits), seeds]
-            row += ["-" if rate is None else f"{rate:.0%}"] if solved else []
-            row += [*([_lifted(cell)] if lifted else []), cell["paper"]["text"] or "-", _verdict(cell)]
-            rows.append([*row, *([_millions(cell), "-" if printed is None else f"{printed:g}"] if sizes else [])])
-    return rows
-
-
-def _solved_rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the rows of a table of our own with `solved`: a row for each cell, with all of its seeds."""
-    rows = [["", "column", "seeds", "solved", "each seed", "lifted off at step"]]
-    for cell in report["cells"]:
+    columns = distinct(cell["column"] for cell in report["cells"])
+    rows = []
+    for cell in sorted(report["cells"], key=lambda cell: columns.index(cell["column"])):
         values = [seed["value"] for seed in cell["ours"]["seeds"]]
-        solved = f"{sum(value >= report['solved'] for value in values)} of {len(values)}"
-        each = ", ".join(f"{value:.{report['digits']}f}" for value in values) or "-"
-        seeds = f"{len(values)} of {cell['ours']['wanted']}"
-        rows.append([cell["label"], cell["column_label"], seeds, solved, each, _lifted(cell)])
-    return rows
+        row = {"": cell["label"], "column": cell["column_label"]}
+        if not own:
+            row["ours"] = _mean(cell["ours"], digits)
+        row["seeds"] = f"{len(values)} of {cell['ours']['wanted']}"
+        if solved is not None:
+            row["solved"] = f"{sum(value >= solved for value in values)} of {len(values)}"
+            row["each seed"] = ", ".join(f"{value:.{digits}f}" for value in values) or "-"
+        if lifted:
+            row["lifted off at step"] = _lifted(cell)
+        if not own:
+            row |= {"paper": cell["paper"]["text"] or "-", "verdict": _verdict(cell)}
+        if sizes:
+            printed = cell["paper"]["parameters"]
+            row["parameters, M: ours"] = _millions(cell)
+            row["parameters, M: paper"] = "-" if printed is None else f"{printed:g}"
+        rows.append(row)
+    return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
 def _own_rows(report: Mapping[str, Any]) -> list[list[list[str]]]:
-    """Returns the rows of a table of our own, by system, and those of the differences, if there are any.
-
-    If it has `solved`, it has all seeds instead: their mean says little.
-    """
-    if report["solved"] is not None:
-        return [_solved_rows(report)]
+    """Returns the rows of a table of our own, by system, and those of the differences, if there are any."""
     columns = {cell["column"]: cell["column_label"] for cell in report["cells"]}
     found = {(cell["row"], cell["column"]): cell for cell in report["cells"]}
+    digits = report["digits"]
     means, differences = [["", "seeds", *columns.values()]], [["", "seeds", *columns.values()]]
     for row in distinct(row for row, _ in found):
         cells = [found.get((row, column)) for column in columns]
         mine = [cell for cell in cells if cell is not None]
         done = max(len(cell["ours"]["seeds"]) + cell["not_supported"] for cell in mine)
-        texts = [_own_text(cell, done, report["digits"]) for cell in cells]
+        texts = [_own_text(cell, done, digits) for cell in cells]
         means.append([mine[0]["label"], f"{done} of {mine[0]['ours']['wanted']}", *texts])
         if pairs := [cell["difference"]["seeds"] for cell in mine if cell["difference"]]:
-            texts = [_difference_text(cell and cell["difference"], max(pairs), report["digits"]) for cell in cells]
+            of = [cell and cell["difference"] for cell in cells]
+            texts = [_mean(one, digits, count=one["seeds"] if one else 0, most=max(pairs), sign="+") for one in of]
             differences.append([mine[0]["label"], str(max(pairs)), *texts])
     return [means, differences] if len(differences) > 1 else [means]
 
@@ -255,14 +236,7 @@ def _own_text(cell: Mapping[str, Any] | None, done: int, digits: int) -> str:
     """Returns the text of a cell in a row with `done` finished runs."""
     if cell is None or cell["not_supported"]:
         return "" if cell is None else "not supported"
-    count = len(cell["ours"]["seeds"])
-    return _ours(cell["ours"], digits) + (f" (n = {count})" if 0 < count < done else "")
-
-
-def _difference_text(difference: Mapping[str, Any] | None, pairs: int, digits: int) -> str:
-    """Returns the text of a difference in a row with at most `pairs` pairs."""
-    fewer = f" (n = {difference['seeds']})" if difference and difference["seeds"] < pairs else ""
-    return _ours(difference, digits, "+") + fewer
+    return _mean(cell["ours"], digits, count=len(cell["ours"]["seeds"]), most=done)
 
 
 def _describe(value: Any) -> str:
@@ -291,8 +265,9 @@ def markdown(report: Mapping[str, Any]) -> str:
     made = {
         "own": own,
         "lifted": report.get("lifted"),
-        "tables": _own_rows(report) if own else [_rows(report)],
-        "figure": f"{name_of(report)}.png" if has_figure(report) else None,
+        # If a run solves the task or not, means and differences say little.
+        "tables": _own_rows(report) if own and report["solved"] is None else [_rows(report)],
+        "figure": f"{name_of(report)}.png" if curves(report) else None,
         "labels": labels,
         "first": " or ".join(distinct(labels[one["row"]] for one in differences if one)),
         "minutes": [value / 60 for value in seconds.values()],
@@ -306,12 +281,12 @@ def name_of(report: Mapping[str, Any]) -> str:
 
 
 def check_replaces(results: Path, wanted: Iterable[Run]) -> None:
-    """Raises ReproduceError if a report has results of other runs than `wanted`, which a new one would lose."""
+    """Raises ValueError if a report has results of other runs than `wanted`, which a new one would lose."""
     if not results.exists():
         return
     seeds = [seed for cell in read_json(results)["cells"] for seed in cell["ours"]["seeds"]]
     if lost := sorted({seed["folder"] for seed in seeds} - {folder_name(run.folder) for run in wanted}):
-        raise ReproduceError(
+        raise ValueError(
             f"--cards is not valid: {str(results)!r} has results of other runs ({len(lost)}), such as {lost[0]!r}, "
             "that the new report would not have. Choose another folder, or move that file away."
         )

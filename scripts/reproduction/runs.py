@@ -19,26 +19,16 @@ from ..training.run_folder import RunFolder
 from .tables import Column, Row, Table, resolve
 
 
-class ReproduceError(ValueError):
-    """A table cannot be reproduced; the message gives the reason."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        row, column: the first cell that uses the run; others may share it.
-        changes: `differences` between the exact run and this one that change the result; empty for an exact run.
-        overrides: all overrides (user, row, column and seed), as for `train --set`.
-    """
-
-    row: Row
-    column: Column
     seed: int
     folder: Path
     recipe: Recipe
+    # Differences from the exact run that change the result.
     changes: tuple[str, ...]
+    # The overrides of the row, and all of them (user, row, column and seed), as for `train --set`.
     system: tuple[str, ...]
     overrides: tuple[str, ...]
 
@@ -65,10 +55,7 @@ def resolve_overrides(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the overrides of a row, and all overrides of the run.
 
-    `base` is the shipped recipe with `sets`, the user's overrides.
-
-    Raises:
-        ReproduceError: the user overrides a key that the row, its column or the seed sets.
+    `base` is the shipped recipe with `sets`, the user's overrides, which may not be of a key that the table sets.
     """
     system = tuple(text for one in row.system for text in resolve(one, base))
     own = tuple(text for one in column.overrides for text in resolve(one, base))
@@ -81,7 +68,7 @@ def resolve_overrides(
     for key in (override.partition("=")[0] for override in sets):
         for other in fixed:
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                raise ReproduceError(
+                raise ValueError(
                     f"--set {key} is not valid: row {row.key!r}, its column or --seeds sets {other}. --rows chooses "
                     "other rows."
                 )
@@ -91,12 +78,7 @@ def resolve_overrides(
 def build_run(
     row: Row, column: Column, seed: int, *, output: Path, small: bool = False, sets: Sequence[str] = ()
 ) -> Run:
-    """Builds a run; see `plan` for the arguments.
-
-    Raises:
-        ReproduceError: see `resolve_overrides`.
-        RecipeError: the recipe is not valid.
-    """
+    """Builds a run; see `plan` for the arguments."""
     name = f"{column.recipe}_small" if small else column.recipe
     system, overrides = resolve_overrides(load_recipe(name, sets), row, column, seed, sets)
     recipe = load_recipe(name, overrides)
@@ -110,8 +92,6 @@ def build_run(
         # Results of toy tasks do not depend on validation samples.
         immaterial.add("evaluation.blocks")
     return Run(
-        row=row,
-        column=column,
         seed=seed,
         folder=output / name / "-".join(part for part in (row.key, column.variant, f"seed{seed}") if part),
         recipe=recipe,
@@ -130,25 +110,18 @@ def plan(
     rows: Sequence[str] | None = None,
     sets: Sequence[str] = (),
 ) -> dict[tuple[str, str], list[Run]]:
-    """Lists the runs of a table.
+    """Returns for each (row key, column key), in the order of the table, a run for each seed.
 
     Args:
         seeds: number of runs of each system, with seeds 0 to `seeds` - 1; by default as in the table.
         sets: `key.sub=value` for every run.
-
-    Returns:
-        for each (row key, column key), in the order of the table, a run for each seed. A small version leaves out
-        columns that have none.
-
-    Raises:
-        ReproduceError: `seeds` or a row is not valid, there are no runs, or see `build_run`.
     """
     if seeds is not None and seeds < 1:
-        raise ReproduceError(f"--seeds {seeds!r} is not valid: it must be at least 1.")
+        raise ValueError(f"--seeds {seeds!r} is not valid: it must be at least 1.")
     known = {row.key: row for row in table.rows}
     for key in rows or ():
         if key not in known:
-            raise ReproduceError(f"--rows {key!r} is not valid. {suggest(key, known)}")
+            raise ValueError(f"--rows {key!r} is not valid. {suggest(key, known)}")
     made: dict[tuple[str, str, str, int], Run] = {}
     result: dict[tuple[str, str], list[Run]] = {}
     for row in table.rows:
@@ -163,7 +136,7 @@ def plan(
                 result.setdefault((row.key, column.key), []).append(made[run])
     if not result:
         asked = f"rows {', '.join(rows)} of {table.name}" if rows else table.name
-        raise ReproduceError(f"--small is not valid for {asked}: none of its columns has a small version.")
+        raise ValueError(f"--small is not valid for {asked}: none of its columns has a small version.")
     return result
 
 

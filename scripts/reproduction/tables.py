@@ -6,12 +6,11 @@ run. Tables can share runs, which are identified by recipe, row key, the column'
 Recipes use the paper's own encoding (`cope` or `pope`) unless the row changes it.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,32 +21,22 @@ from . import measures
 _FIGURE = re.compile(r"(?P<mean>\d+(\.(?P<decimals>\d+))?)( \((?P<spread>[\d.]+)\)| ± (?P<deviation>[\d.]+))?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """A figure as printed in a paper: `22.55`, `6.8 (6.9)` or `94.82 ± 2.91`.
-
-    Attributes:
-        mean: the figure without its standard deviation.
-        spread: the standard deviation over seeds, if printed.
-        rounding: half a unit of the last printed digit.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+class Figure(NamedTuple):
+    """A figure printed in a paper, with the standard deviation over seeds, if printed, and half its last digit."""
 
     text: str
-    mean: float = dataclasses.field(init=False)
-    spread: float | None = dataclasses.field(init=False)
-    rounding: float = dataclasses.field(init=False)
+    mean: float
+    spread: float | None
+    rounding: float
 
-    def __post_init__(self) -> None:
-        match = _FIGURE.fullmatch(self.text)
-        if match is None:
-            raise ValueError(f"text={self.text!r} is not valid: it must be like '22.55', '6.8 (6.9)' or '94.8 ± 2.9'.")
-        spread = match["spread"] or match["deviation"]
-        values = {"mean": float(match["mean"]), "spread": None if spread is None else float(spread)}
-        for name, value in {**values, "rounding": 0.5 * 10.0 ** -len(match["decimals"] or "")}.items():
-            object.__setattr__(self, name, value)
+
+def read_figure(text: str) -> Figure:
+    """Reads a figure such as `22.55`, `6.8 (6.9)` or `94.82 ± 2.91`."""
+    if (match := _FIGURE.fullmatch(text)) is None:
+        raise ValueError(f"text={text!r} is not valid: it must be like '22.55', '6.8 (6.9)' or '94.8 ± 2.9'.")
+    spread = match["spread"] or match["deviation"]
+    rounding = 0.5 * 10.0 ** -len(match["decimals"] or "")
+    return Figure(text, float(match["mean"]), None if spread is None else float(spread), rounding)
 
 
 class Column(Checked):
@@ -63,11 +52,7 @@ class Column(Checked):
     departs: str = ""
 
     def figure(self, results: Mapping[str, Any], folder: Path) -> float | None:
-        """Reads the figure, in the table's unit, from the results of a finished run and its folder.
-
-        Returns:
-            None if it is not measured yet; NaN if the system does not support it.
-        """
+        """Reads the figure of a finished run; None if not measured yet; NaN if the system does not support it."""
         name, *arguments = self.measure.split()
         return measures.MEASURES[name](results, folder, *arguments)
 
@@ -85,13 +70,7 @@ class Row(Checked):
 
 
 class Table(Checked):
-    """A table of a paper, or one of our own.
-
-    Attributes:
-        choices: notes on how unclear points of the paper are interpreted.
-        solved: the lowest figure of a run that solves the task; None if not applicable.
-        lifted: the lowest figure, on the validation split, of a run that has lifted off; for tables with `solved`.
-    """
+    """A table of a paper, or one of our own; see `tables.yaml` for the fields. `choices` are its notes."""
 
     name: str
     title: str
@@ -180,7 +159,7 @@ def _cells(text: str, columns: list[Column]) -> dict[str, str]:
 def _row(key: str, entry: dict[str, Any], columns: list[Column]) -> Row:
     none = "|" * (len(columns) - 1)
     printed = _cells(entry.get("figures", none.replace("|", "? |") + "?"), columns)
-    figures = {name: None if text == "?" else Figure(text) for name, text in printed.items()}
+    figures = {name: None if text == "?" else read_figure(text) for name, text in printed.items()}
     sizes = {name: float(text) for name, text in _cells(entry.get("parameters", none), columns).items()}
     return parse(Row, {**entry, "key": key, "figures": figures, "parameters": sizes})
 

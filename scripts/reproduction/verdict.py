@@ -1,20 +1,7 @@
-"""Verdicts: how our results compare with the paper's.
+"""Verdicts: how our results compare with the paper's. `report.md.jinja` defines them; the first that applies is given.
 
-Our value of a cell is the mean over finished seeds; its spread is their sample standard deviation. The verdict is the
-first of these that applies:
-
-* `not run`: no run is finished.
-* `not in the paper`: the paper has no such figure.
-* `agrees within spread`: at least two runs with the exact recipe, the paper gives a standard deviation, and
-  |ours - paper| <= 2 * sqrt(our spread^2 + paper's spread^2) + half a unit of the paper's last digit.
-* `nothing to compare`: no other row can be compared.
-* `agrees in order`: our means have the paper's order in every comparison.
-* `differs`: they do not in at least one comparison.
-
-Two rows of a column are compared if both have runs, and the paper's figures differ by more than their combined spread,
-sqrt(a^2 + b^2). If a figure has no spread, it counts as 0, and the figures must also differ by more than the table's
-margin. An agreeing comparison is `clear` if both cells have two runs or more, and our means differ by more than our
-combined spread.
+Our value of a cell is the mean over finished seeds; its spread is their sample standard deviation. The combined spread
+of two is sqrt(a^2 + b^2).
 """
 
 import dataclasses
@@ -36,11 +23,7 @@ NOT_RUN, UNPRINTED, WITHIN, ALONE, ORDER, DIFFERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table: the paper's figure and our values.
-
-    Attributes:
-        exact: whether all values are from runs of the exact recipe.
-    """
+    """A cell of a table: the paper's figure, our values, and whether they are all from runs of the exact recipe."""
 
     row: str
     column: str
@@ -61,14 +44,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The verdict of a cell.
-
-    Attributes:
-        text: one of the six in the module's docstring.
-        compared: number of compared rows.
-        agreed: number of compared rows with the paper's order.
-        clear: number of agreed rows that differ by more than our combined spread.
-    """
+    """The verdict of a cell, and the numbers of rows that were compared, agree in order, and are clear."""
 
     text: str
     compared: int = 0
@@ -77,7 +53,7 @@ class Verdict:
 
 
 def ordered(one: Figure, other: Figure, margin: float) -> bool:
-    """Returns whether two printed figures differ enough to be compared; see the module's docstring."""
+    """Returns whether two printed figures differ by more than their combined spread, or the margin if one has none."""
     needed = math.hypot(one.spread or 0.0, other.spread or 0.0)
     if one.spread is None or other.spread is None:
         needed = max(needed, margin)
@@ -86,7 +62,7 @@ def ordered(one: Figure, other: Figure, margin: float) -> bool:
 
 
 def judge(cell: Cell, column: Sequence[Cell], margin: float) -> Verdict:
-    """Returns the verdict of a cell; see the module's docstring."""
+    """Returns the verdict of a cell, given all cells of its column."""
     if not cell.values:
         return Verdict(text=NOT_RUN)
     if cell.paper is None:

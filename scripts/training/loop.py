@@ -27,7 +27,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..cards.command import write_card
+from ..cards.folder import write_card
 from ..conversion import FAMILIES
 from ..data.pack import IGNORED, Steps
 from ..data.rows import DATA_DIR_VARIABLE

@@ -102,12 +102,8 @@ def cbt_questions(dataset: datasets.Dataset) -> datasets.Dataset:
 def read_cbt(text: str) -> list[dict[str, Any]]:
     """Returns the rows of a file of the Children's Book Test with the columns of the Hub's data set.
 
-    Args:
-        text: 21 numbered lines per question: 20 sentences, and a line with the question, the answer, an empty field
-            and the candidates (`a|b|...`), separated by tabs. Questions are separated by empty lines.
-
-    Raises:
-        ValueError: a line has another form.
+    A question has 21 numbered lines: 20 sentences, and a line with the question, the answer, an empty field and the
+    candidates (`a|b|...`), separated by tabs. Questions are separated by empty lines.
     """
     lines = [line.strip().partition(" ")[2].strip() for line in text.split("\n") if line.strip()]
     rows = []
@@ -119,11 +115,7 @@ def read_cbt(text: str) -> list[dict[str, Any]]:
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Returns the folder of local data sets: `data_dir`, else WHATWHERE_DATA_DIR.
-
-    Raises:
-        ValueError: neither is given, or it is not a folder.
-    """
+    """Returns the folder of local data sets: `data_dir`, else WHATWHERE_DATA_DIR."""
     name = data_dir or os.environ.get(DATA_DIR_VARIABLE)
     if not name or not os.path.isdir(name):
         raise ValueError(

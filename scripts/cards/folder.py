@@ -1,0 +1,135 @@
+"""Writes the card of a model folder from the results files in it."""
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import transformers
+import yaml
+
+from ...model_card import weights_fingerprint
+from ..evaluation.checkpoints import checked_loading
+from ..evaluation.data_description import describe_data
+from ..evaluation.length_report import draw as draw_length
+from ..evaluation.results import read_json, read_results, write_text
+from .content import model_card
+from .curves import draw_curves
+
+
+def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
+    """Writes README.md into a folder, from the other files in it, and returns its path.
+
+    The model's name is by default the folder's.
+    """
+    folder = pathlib.Path(folder)
+    adapter = folder / "adapter_config.json"
+    is_adapter = adapter.is_file() and not (folder / "config.json").is_file()
+    if not is_adapter and not (folder / "config.json").is_file():
+        raise ValueError(f"folder={str(folder)!r} is not a model folder: it has no config.json.")
+    base = read_json(adapter)["base_model_name_or_path"] if is_adapter else str(folder)
+    if os.path.isabs(base) and not os.path.isdir(base):
+        raise ValueError(
+            f"folder={str(folder)!r} is an adapter of a model in {base!r}, and there is no such folder. Write its path "
+            "into adapter_config.json (base_model_name_or_path); `whatwhere finetune` saves a full model with --lora "
+            "--merge."
+        )
+    with checked_loading(base, "folder"):
+        config = transformers.AutoConfig.from_pretrained(base)
+    if not hasattr(config, "position_encoding"):
+        raise ValueError(
+            f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
+        )
+    about = read_json(folder / "card.json") if (folder / "card.json").is_file() else None
+    results, weights = results_of(folder)
+    first = next((key for key in results if key.startswith("length")), None)
+    compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
+    figure = first or ("curves" if about and "curves" in results else None)
+    if about and figure:
+        _draw(folder, figure, results[figure], compared)
+    path = folder / "README.md"
+    has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
+    card = model_card(
+        config,
+        results,
+        name=name or folder.resolve().name,
+        weights=weights,
+        has_tokenizer=has_tokenizer,
+        figure=f"{figure}.png" if figure and (folder / f"{figure}.png").is_file() else None,
+        compared=compared,
+        recipe_file="recipe.yaml" if (folder / "recipe.yaml").is_file() else None,
+        place=about["weights"] if about else None,
+        is_adapter=is_adapter,
+    )
+    write_text(path, str(card))
+    return path
+
+
+def results_of(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
+    """Returns the results of the weights in a folder, or of those that a card in it describes, and their fingerprint.
+
+    Results are by file name without its ending. A card's training results have the recipe in `recipe.yaml`.
+    """
+    is_card = (folder / "card.json").is_file()
+    weights = read_json(folder / "results.json")["weights_sha256"] if is_card else weights_fingerprint(folder)
+    results = own_lengths(read_results(folder, weights=weights if is_card else None), weights)
+    if is_card and "results" in results and (folder / "recipe.yaml").is_file():
+        results["results"]["recipe"] = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    return results, weights
+
+
+def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the entries of other cards that were measured on the same tokens, named by their folders."""
+    texts = {entry["tokens_sha256"] for entry in own["checkpoints"]}
+    found = []
+    for path in sorted(folder.parent.glob(f"*/{name}")):
+        if path.parent != folder and (path.parent / "card.json").is_file():
+            entries = [entry for entry in read_json(path)["checkpoints"] if entry["variant"] is None]
+            found += [{**entry, "name": path.parent.name} for entry in entries if entry["tokens_sha256"] in texts]
+    return found
+
+
+def _draw(
+    folder: pathlib.Path, name: str, content: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]
+) -> pathlib.Path:
+    """Draws the figure of a card into its folder, replacing all PNG files there, and returns its path."""
+    from PIL import Image
+
+    for path in folder.glob("*.png"):
+        path.unlink()
+    path = folder / f"{name}.png"
+    with tempfile.TemporaryDirectory() as drafts:
+        draft = pathlib.Path(drafts) / path.name
+        if name == "curves":
+            draw_curves(content, draft)
+        else:
+            own = [{**entry, "name": folder.name} for entry in content["checkpoints"]]
+            title = "{corpus}, {split}".format_map(content["data"])
+            draw_length([*own, *map(dict, compared)], draft.with_suffix(""), title=title)
+        # A palette suffices for lines, and makes the file a third as large.
+        with Image.open(draft) as image:
+            image.convert("RGB").quantize(colors=64).save(path, optimize=True)
+    return path
+
+
+def own_entries(content: Mapping[str, Any], weights: str) -> dict[str, Any] | None:
+    """Returns the entries of length results with the given weights; None if there are none.
+
+    Commands that name none of these checkpoints are removed, unless no command names one.
+    """
+    entries = [entry for entry in content.get("checkpoints", []) if entry.get("weights") == weights]
+    if not entries:
+        return None
+    keys = ("command", "date", "versions")
+    runs = [*content.get("earlier", []), {key: content[key] for key in keys}]
+    names = {entry.get("checkpoint", entry["name"]) for entry in entries}
+    runs = [run for run in runs if any(name in run["command"] for name in names)] or runs
+    data = describe_data(content["data"])
+    return {"weights_sha256": weights, "data": data, "checkpoints": entries, "earlier": runs[:-1], **runs[-1]}
+
+
+def own_lengths(results: Mapping[str, Any], weights: str) -> dict[str, Any]:
+    """Returns results whose length results are filtered with `own_entries`; empty ones are left out."""
+    found = {name: own_entries(one, weights) if name.startswith("length") else one for name, one in results.items()}
+    return {name: one for name, one in found.items() if one is not None}
