@@ -4,27 +4,19 @@
     whatwhere analysis deltas runs/pope
     whatwhere analysis maps runs/cope --text article.txt --tokens 256
 
-A checkpoint is a folder or a Hub id. Each command takes seconds on a laptop for a model of 100 million parameters; a
-GPU is used if there is one.
+A checkpoint is a folder or a Hub id; a GPU is used if there is one.
 
-| command | output | files |
-|---|---|---|
-| `frequencies` | mean norms of queries and keys per frequency and layer (PoPE, Figures 3 to 6) | `frequencies.*` |
-| `deltas` | the learned phase shifts of a PoPE model | `deltas.*` |
-| `maps` | gates, positions and position attention of a CoPE model on a text (CoPE, Figures 4 and 6) | \
-`maps.html`, `maps.json`, `maps.safetensors`, `gates.*`, `positions.*`, `position_attention.*`, `attention.*` |
+frequencies: mean norms of queries and keys per frequency and layer (PoPE, Figures 3 to 6), for rope, pope and sums with
+rope, on the first ten of Shakespeare's sonnets or --texts, a file with texts separated by blank lines.
 
-The JSON files contain the numbers, the command, the date and the versions.
+deltas: the learned phase shifts of a PoPE model.
 
-`frequencies` supports rope, pope and sums with rope. It reads the first ten of
-Shakespeare's sonnets (the paper uses "10 different Shakespeare sonnets" without naming them) or `--texts`, a file with
-texts separated by blank lines.
+maps: gates, positions and position attention on a text (CoPE, Figures 4 and 6), for cope, sums with cope, cope_alibi,
+cope_mlp and token_gated_cope, on the first --tokens tokens of --text, by default a short English article. maps.html
+opens without a server: hovering over a token shows which tokens it counts. maps.safetensors has all maps, float32
+(layers, heads, tokens, tokens).
 
-`maps` supports cope, sums with cope, cope_alibi, cope_mlp and token_gated_cope. It reads the first `--tokens` tokens of
-`--text`, by default a short English article. `maps.html` opens without a server and initially
-shows the most selective head (the largest standard deviation over tokens of their mean gates); hovering over a token
-shows which tokens it counts. With one layer and one head (`--layers 2 --heads 3`) the figures have the tokens on their
-axes. `maps.safetensors` contains all maps, float32 (layers, heads, tokens, tokens).
+Figures are PNG and SVG; the JSON files contain the numbers, the command, the date and the versions.
 """
 
 import argparse
@@ -131,7 +123,7 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     first = found.most_selective()
     return (
         f"{maps.table(summary)}\nText: {source}.\n"
-        f"The page opens at layer {first['layer']}, head {first['head']}, the most selective head."
+        f"The page opens at layer {first['layer']}, head {first['head']}, the most selective head (the largest standard deviation over tokens of their mean gates)."
     )
 
 

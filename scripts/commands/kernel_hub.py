@@ -28,6 +28,8 @@ BUILDS = ("cpu", *BACKENDS)
 
 DESCRIPTION = """Write the Triton kernels as a project for Hugging Face's `kernel-builder`, which builds and uploads it.
 
+    whatwhere kernel-hub attention --build
+
 Others then call its functions, such as cope_attention, without this package. --build also writes what
 kernel-builder would build: `kernels.get_local_kernel` loads it. A CPU also needs TRITON_INTERPRET=1."""
 

@@ -40,7 +40,9 @@ from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_fil
 from .processes import ALONE, Processes, join, scorer
 from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
 
-DESCRIPTION = "Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy."
+DESCRIPTION = """Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
+
+    whatwhere zero-shot demo/rope demo/pope --limit 100"""
 TASK_FOLDER = pathlib.Path(__file__).with_name("lm_eval")
 
 # Bootstrap samples for the standard error of LAMBADA's perplexity; lm-eval's default of 100,000 takes minutes.
