@@ -123,7 +123,8 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     first = found.most_selective()
     return (
         f"{maps.table(summary)}\nText: {source}.\n"
-        f"The page opens at layer {first['layer']}, head {first['head']}, the most selective head (the largest standard deviation over tokens of their mean gates)."
+        f"The page opens at layer {first['layer']}, head {first['head']}, the most selective head "
+        "(the largest standard deviation over tokens of their mean gates)."
     )
 
 

@@ -22,7 +22,7 @@ from ..evaluation.results import check_writable, lm_eval_tasks, provenance, writ
 from ..training.errors import TrainingError
 from .common import command_parser
 
-DESCRIPTION = """Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one of them.
+DESCRIPTION = """Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one.
 
     whatwhere demo --steps 100"""
 ENCODINGS = ("rope", "pope", "cope")
