@@ -33,7 +33,7 @@ from .attention import BASELINES, DIRECTIONS, FIRST, FOREIGN, HOST_PROVIDERS, MO
 from .data import benchmark_data
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
 from .models import MODELS, STOCK, Models, model_runs
-from .report import Report, Result, Shape, device_name, is_failure, missing, old_columns, versions
+from .report import Report, Result, Shape, device_name, is_failure, missing, versions
 from .serving import benchmark_serving
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -254,8 +254,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--device='cuda' is not valid here: PyTorch finds no CUDA device; allowed: 'cpu'")
     if cuda and parsed.clock == "cpu":
         parser.error("--clock='cpu' is for --device cpu; allowed here: 'wall'")
-    if old_columns(parsed.output):
-        parser.error(f"--output={str(parsed.output)!r} has other columns: move it away, or name another")
     parsed.lengths = parsed.lengths or ([256] if parsed.quick else DEVICE_LENGTHS if cuda else [1024, 4096])
     parsed.model_lengths = parsed.model_lengths or (parsed.lengths[:2] if cuda else parsed.lengths)
     parsed.head_dims = parsed.head_dims or ([64, 128] if cuda else [64])
