@@ -12,9 +12,17 @@ from tiny import slow_but
 from whatwhere.scripts.benchmark import __main__ as command
 from whatwhere.scripts.benchmark import attention, data, measure, references
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
-from whatwhere.scripts.benchmark.measure import CheckFailed, DeviceTimer, Refused, Sample, device_is_lost, out_of_memory
+from whatwhere.scripts.benchmark.measure import (
+    CheckFailed,
+    DeviceTimer,
+    Refused,
+    Sample,
+    Shape,
+    device_is_lost,
+    out_of_memory,
+)
 from whatwhere.scripts.benchmark.models import MODELS
-from whatwhere.scripts.benchmark.report import SHOWN, Report, Result, Shape, is_failure, missing, read_rows
+from whatwhere.scripts.benchmark.report import SHOWN, Report, Result, is_failure, missing, read_rows
 from whatwhere.scripts.benchmark.report import versions as report_versions
 
 TINY = ["--lengths", "32", "--heads", "2", "--batch", "1", "--head-dim", "16", "--repeats", "1"]
@@ -308,7 +316,7 @@ def long_workload(monkeypatch):
     monkeypatch.setattr(references, "ALL_ROWS", 64)
     monkeypatch.setattr(references, "SOME_ROWS", 40)
     monkeypatch.setattr(references, "LOGITS", 5000)
-    return Workload(batch=1, heads=2, length=400, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
+    return Workload(Shape(1, 2, 400, 16), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["rope-sdpa", "cope-half", "cope-closed", "pope-sdpa", "fox", "alibi"])

@@ -8,7 +8,7 @@ import pathlib
 import platform
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -17,26 +17,12 @@ from torch.utils import collect_env
 import whatwhere
 
 from .attention import BASELINES, FOREIGN, STOCK_PREFIXES
-from .measure import Sample
+from .measure import Sample, Shape
 from .models import MODELS, STOCK
 
 # What is measured, in the rows with a number.
 NUMBERS = ("milliseconds", "fastest", "repeats", "ratio", "ratio_to", "peak_mib", "above_mib", "memory_ratio")
 STATE = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
-
-
-class Shape(NamedTuple):
-    """A measured shape: batch x heads x length x head dim, and for models the number of layers."""
-
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-    layers: int = 0
-
-    def __str__(self) -> str:
-        text = f"{self.batch}x{self.heads}x{self.length}x{self.head_dim}"
-        return f"{text}, {self.layers} layers" if self.layers else text
 
 
 @dataclasses.dataclass
