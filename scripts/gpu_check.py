@@ -496,7 +496,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache = parsed.output / "cache"
     for group, found in check_all(open_groups, parsed.device, cache, jobs_on(parsed.device), check_until):
         row = {**dict.fromkeys(FIELDS, ""), **state, "date": now(), "group": group.name, **found}
-        append_row(file, FIELDS, row)
+        append_row(file, row)
         latest[row["group"], row["case"]] = row
         if row["status"] == "ok":
             print(f"{group.name:32} {row['case']:72} {row['error']:>6} {row['seconds']:>6} s", flush=True)

@@ -47,7 +47,7 @@ def measured(file: pathlib.Path) -> contextlib.AbstractContextManager:
         times = {tiles: triton.testing.do_bench(functools.partial(run, tiles), warmup=5, rep=20) for tiles in fitting}
         for tiles, time in times.items():
             row = {"kernel": name, "tiles": str(tiles), "milliseconds": f"{time:.4f}"}
-            append_row(file.with_suffix(".csv"), tuple(row), row)
+            append_row(file.with_suffix(".csv"), row)
         fastest = min(fitting, key=lambda tiles: times[tiles])
         known[name] = dataclasses.astuple(fastest)
         partial = file.with_name(f"{file.name}.partial")

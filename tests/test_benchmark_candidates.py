@@ -12,6 +12,7 @@ from whatwhere import kernel_launch
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.scripts.benchmark import candidates
 from whatwhere.scripts.benchmark.attention import Workload
+from whatwhere.scripts.benchmark.measure import Shape
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 
@@ -65,8 +66,7 @@ def test_decoding_with_cope_by_one_launch(gates, positions, monkeypatch):
 @pytest.mark.parametrize("name", ["cope-once-half", "cope-flex-half", "cope-chip-half"])
 def test_candidates_are_providers(name, monkeypatch):
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    shape = {"batch": 1, "heads": 2, "length": 70, "head_dim": 16}
-    workload = Workload(**shape, dtype=torch.float32, device=torch.device("cpu"))
+    workload = Workload(Shape(1, 2, 70, 16), torch.float32, torch.device("cpu"))
     provider = workload.provider(name)
     workload.check(provider)
     if provider.decode is not None:

@@ -28,9 +28,14 @@ TINY = [
     "evaluation.final_blocks=2",
 ]
 SYSTEMS = {
-    "continued": conversion.System("RoPE"),
+    "continued": conversion.System("RoPE", percent=(10,)),
     "plan": conversion.System(
-        "RoPE, RoPE, PoPE", ["rope", "rope", "pope"], {"pope": {"use_delta": True}}, new_rate=0.1, attention=0.5
+        "RoPE, RoPE, PoPE",
+        ["rope", "rope", "pope"],
+        {"pope": {"use_delta": True}},
+        new_rate=0.1,
+        attention=0.5,
+        percent=(10,),
     ),
 }
 
@@ -40,7 +45,6 @@ def tiny(monkeypatch):
     recipe = load_recipe(conversion.RECIPE, TINY)
     monkeypatch.setattr(conversion, "load_recipe", lambda name: recipe)
     monkeypatch.setattr(conversion, "SYSTEMS", SYSTEMS)
-    monkeypatch.setattr(conversion, "PERCENT", (10,))
     monkeypatch.setattr(conversion, "MULTIPLES", (1, 2))
     monkeypatch.setattr(conversion, "TEXTS", ({"corpus": "stdlib", "document_limit": None, "text_tokens": 64},))
     monkeypatch.setattr(conversion, "TEXT", "stdlib")

@@ -27,7 +27,7 @@ def finished(tmp_path_factory):
     """The folder of a finished demo, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
     settings = [argument for setting in TINY for argument in ("--set", setting)]
-    sizes = ["--steps", "2"]
+    sizes = ["--set", "training.steps=2", "--set", "training.warmup_steps=0"]
     with pytest.MonkeyPatch.context() as patch:
         # lm-eval and the clean process have caches of their own here.
         for name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):

@@ -45,11 +45,12 @@ def test_texts_fit_and_contain_the_answer(task):
 class Oracle:
     """Answers with the expected strings of every second sample."""
 
-    def __new__(cls, checkpoint, loading, among, batch_size):
+    def __new__(cls, checkpoint, loading, batch_size):
         from lm_eval.models.huggingface import HFLM
 
         # The requests are divided as in `scorer`, without a model of a useful size.
-        model = processes.scorer(among, pretrained=checkpoint, backend="causal", device="cpu", trust_remote_code=False)
+        options = {"backend": "causal", "device": "cpu", "trust_remote_code": False}
+        model = processes.scorer(loading.processes, pretrained=checkpoint, **options)
 
         def answers(self, requests, disable_tqdm=False):
             assert all(request.args[0].endswith(request.doc["gen_prefix"]) for request in requests)

@@ -84,6 +84,7 @@ HUB = {
         ]
     },
 }
+LAMBADA = ("lambada/lambada_test.jsonl", "test")
 COUNTS = {"lambada": 5153, "blimp": 1000, "hellaswag": 10042, "piqa": 1838, "arc_easy": 2376}
 
 
@@ -275,7 +276,7 @@ def test_real_files(name, data_dir):
                 target = task.doc_to_choice(doc)[target]
             assert target.strip()
     if name == "arc_easy":
-        repeats = [len(set(doc["choices"]["text"])) < 4 for doc in task.eval_docs]
+        repeats = [len(set(doc["choices"])) < 4 for doc in task.eval_docs]
         assert sum(repeats) == 7, "a known fault of the file"
 
 
@@ -321,11 +322,11 @@ def test_cbt_requests(local_data):
 
 def test_local_files_that_cannot_be_read(tmp_path, monkeypatch, local_data):
     with pytest.raises(ValueError, match=r"data_dir='None' is not a folder.*WHATWHERE_DATA_DIR.*--metadata"):
-        files.lambada()
+        files.rows(*LAMBADA)
     monkeypatch.setenv("WHATWHERE_DATA_DIR", str(local_data))
-    assert len(files.lambada()["test"]) == 2
+    assert len(files.rows(*LAMBADA)["test"]) == 2
     with pytest.raises(ValueError, match="is not a folder"):
-        files.lambada(data_dir=str(tmp_path / "none"))
+        files.rows(*LAMBADA, data_dir=str(tmp_path / "none"))
     blimp = (local_data / "blimp/blimp.jsonl.gz").read_bytes()
     for content in (b"{}", blimp[:-9], blimp[:20] + b"x" * 20 + blimp[40:]):
         files._paradigms.cache_clear()
@@ -334,7 +335,7 @@ def test_local_files_that_cannot_be_read(tmp_path, monkeypatch, local_data):
             files.blimp("adjunct_island")
     (local_data / "arc/arc_easy_test.jsonl").unlink()
     with pytest.raises(ValueError, match=r"arc_easy_test.jsonl' cannot be read"):
-        files.arc_easy()
+        files.rows("arc/arc_easy_test.jsonl", "test")
 
 
 def test_choice_of_tasks(local_data):
@@ -384,9 +385,8 @@ def test_cbt_scores_are_likelihoods(tmp_path):
             right_by_length[word_class] += gold == per_character.index(max(per_character))
         write_cbt(tmp_path / "data", word_class, questions)
     assert list(right.values()) == [1, 2, 3, 4]
-    report = zero_shot.run(
-        str(tmp_path / "model"), ["cbt"], manager(tmp_path / "data"), Loading(), local=True, batch_size=16
-    )
+    model = zero_shot.load_scorer(str(tmp_path / "model"), Loading(), batch_size=16)
+    report = zero_shot.run(model, ["cbt"], manager(tmp_path / "data"), local=True)
     assert report["truncated_requests"] == 0
     assert report["max_length"] == zero_shot.MAX_LENGTH
     (task,) = lm_eval_tasks(report).values()

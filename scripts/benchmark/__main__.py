@@ -31,9 +31,9 @@ from ..commands.common import command_parser
 from ..kernel_tiles import measured
 from .attention import BASELINES, DIRECTIONS, FIRST, FOREIGN, HOST_PROVIDERS, MORE, PROVIDERS, Workload, tiles_note
 from .data import benchmark_data
-from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, device_is_lost, one_line, out_of_memory
+from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, Shape, device_is_lost, one_line, out_of_memory
 from .models import MODELS, STOCK, Models, model_runs
-from .report import Report, Result, Shape, device_name, is_failure, missing, old_columns, versions
+from .report import Report, Result, device_name, is_failure, missing, versions
 from .serving import benchmark_serving
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -136,9 +136,8 @@ class Benchmark:
             names = list(self.arguments.attention)
             if self.device.type == "cpu" and length > LISTING_LENGTH:
                 names = [name for name in names if name != "cope-listing"]
-            options = {"batch": shape.batch, "heads": shape.heads, "length": length, "head_dim": head_dim}
             # Made for the first provider that is measured, kept until the next shape.
-            workload = functools.cache(functools.partial(Workload, **options, dtype=self.dtype, device=self.device))
+            workload = functools.cache(functools.partial(Workload, shape, self.dtype, self.device))
 
             def prepare(result: Result, workload: Callable[[], Workload] = workload) -> Iterator[tuple[str, Any]]:
                 provider = workload().provider(result.provider)
@@ -159,17 +158,12 @@ class Benchmark:
     def models(self) -> None:
         """Checks and times a training step and a decoding step of our models and of the stock Llama."""
         names = [STOCK, *(name for name in MODELS if name in self.arguments.models)]
-        layers = self.arguments.layers
         for head_dim, length in itertools.product(self.arguments.head_dims, self.arguments.model_lengths):
-            shape = self.shape(length, head_dim, layers)
-            options = {"heads": shape.heads, "head_dim": head_dim, "layers": layers, "max_length": length}
-            models = functools.cache(functools.partial(Models, **options, dtype=self.dtype, device=self.device))
+            shape = self.shape(length, head_dim, self.arguments.layers)
+            models = functools.cache(functools.partial(Models, shape, self.dtype, self.device))
 
-            def prepare(
-                result: Result, shape: Shape = shape, models: Callable[[], Models] = models
-            ) -> Iterator[tuple[str, Any]]:
-                tokens = models().tokens(shape.batch, shape.length)
-                model = models().model(result.provider)
+            def prepare(result: Result, models: Callable[[], Models] = models) -> Iterator[tuple[str, Any]]:
+                tokens, model = models().tokens(), models().model(result.provider)
                 if result.provider != STOCK:
                     result.error = models().check(result.provider, model, tokens)
                 result.note = f"attention: {model.config._attn_implementation}"
@@ -254,8 +248,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--device='cuda' is not valid here: PyTorch finds no CUDA device; allowed: 'cpu'")
     if cuda and parsed.clock == "cpu":
         parser.error("--clock='cpu' is for --device cpu; allowed here: 'wall'")
-    if old_columns(parsed.output):
-        parser.error(f"--output={str(parsed.output)!r} has other columns: move it away, or name another")
     parsed.lengths = parsed.lengths or ([256] if parsed.quick else DEVICE_LENGTHS if cuda else [1024, 4096])
     parsed.model_lengths = parsed.model_lengths or (parsed.lengths[:2] if cuda else parsed.lengths)
     parsed.head_dims = parsed.head_dims or ([64, 128] if cuda else [64])

@@ -23,7 +23,7 @@ from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
 
 from ..kernel_cases import KERNELS, Call, case
-from .measure import CheckFailed, Refused, captured
+from .measure import CheckFailed, Refused, Shape, captured
 from .references import checked_gradient, chosen_rows, in_parts, results_of
 
 BACKENDS = {
@@ -120,18 +120,9 @@ def relative_errors(
 class Workload:
     """Inputs of one shape, their providers and references."""
 
-    def __init__(
-        self,
-        *,
-        batch: int,
-        heads: int,
-        length: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.shape = (batch, heads, length, head_dim)
-        self.dtype, self.device = dtype, device
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        batch, heads, length, head_dim, _ = shape
+        self.shape, self.dtype, self.device = (batch, heads, length, head_dim), dtype, device
         self.scaling = head_dim**-0.5
         # Drawn in float32, because random numbers in float16 differ between devices.
         generator = torch.Generator(device).manual_seed(1)

@@ -20,6 +20,20 @@ class Refused(Exception):
     """A provider does not support a configuration; the message gives the reason."""
 
 
+class Shape(NamedTuple):
+    """A measured shape: batch x heads x length x head dim, and for models the number of layers."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    layers: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.batch}x{self.heads}x{self.length}x{self.head_dim}"
+        return f"{text}, {self.layers} layers" if self.layers else text
+
+
 class Sample(NamedTuple):
     """The milliseconds of each run, and the peak bytes above those allocated before, if they were measured."""
 

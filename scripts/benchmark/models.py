@@ -9,6 +9,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
 from .attention import relative_errors
+from .measure import Shape
 
 # Encodings by name of the model; all with their default attention, which is the kernel on a GPU, if there is one.
 MODELS = {
@@ -25,27 +26,26 @@ CHECKED_TOKENS = 2048
 
 
 class Models:
-    """The stock model, and ours with its weights."""
+    """The stock model for a shape, and ours with its weights."""
 
-    def __init__(
-        self, *, heads: int, head_dim: int, layers: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        width = shape.heads * shape.head_dim
         self.fields: dict[str, Any] = {
             "vocab_size": 1024,
-            "hidden_size": heads * head_dim,
-            "intermediate_size": 3 * heads * head_dim,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "max_position_embeddings": max_length + 1,
+            "hidden_size": width,
+            "intermediate_size": 3 * width,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.heads,
+            "max_position_embeddings": shape.length + 1,
         }
         torch.manual_seed(0)
         stock = LlamaForCausalLM._from_config(LlamaConfig(**self.fields), attn_implementation="sdpa")
         self.stock = stock.to(device, dtype)
 
-    def tokens(self, batch: int, length: int) -> torch.Tensor:
-        return torch.randint(self.fields["vocab_size"], (batch, length), device=self.device)
+    def tokens(self) -> torch.Tensor:
+        return torch.randint(self.fields["vocab_size"], (self.shape.batch, self.shape.length), device=self.device)
 
     def model(self, name: str) -> Any:
         """Returns a model with the stock model's weights."""

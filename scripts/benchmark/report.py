@@ -8,7 +8,7 @@ import pathlib
 import platform
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -17,54 +17,12 @@ from torch.utils import collect_env
 import whatwhere
 
 from .attention import BASELINES, FOREIGN, STOCK_PREFIXES
-from .measure import Sample
+from .measure import Sample, Shape
 from .models import MODELS, STOCK
 
-FIELDS = (
-    "date",
-    "part",
-    "provider",
-    "direction",
-    "shape",
-    "length",
-    "head_dim",
-    "dtype",
-    "device",
-    "threads",
-    "clock",
-    "milliseconds",
-    "fastest",
-    "ratio",
-    "ratio_to",
-    "peak_mib",
-    "above_mib",
-    "memory_ratio",
-    "error",
-    "repeats",
-    "status",
-    "note",
-    "code",
-    "python",
-    "torch",
-    "transformers",
-    "triton",
-    "cuda",
-    "driver",
-)
-
-
-class Shape(NamedTuple):
-    """A measured shape: batch x heads x length x head dim, and for models the number of layers."""
-
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-    layers: int = 0
-
-    def __str__(self) -> str:
-        text = f"{self.batch}x{self.heads}x{self.length}x{self.head_dim}"
-        return f"{text}, {self.layers} layers" if self.layers else text
+# What is measured, in the rows with a number.
+NUMBERS = ("milliseconds", "fastest", "repeats", "ratio", "ratio_to", "peak_mib", "above_mib", "memory_ratio")
+STATE = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
 
 
 @dataclasses.dataclass
@@ -104,8 +62,7 @@ class Report:
     def __init__(self, output: pathlib.Path, common: dict[str, Any], *, resume: bool = False) -> None:
         self.output = output
         self.common = {name: str(value) for name, value in common.items()}
-        state = ("dtype", "device", "threads", "clock", "code", "torch", "transformers", "triton")
-        self.rows = read_rows(output, **{name: self.common[name] for name in state}) if resume else []
+        self.rows = read_rows(output, **{name: self.common[name] for name in STATE}) if resume else []
         self.shown: tuple[str, Shape] | None = None
 
     def finished(self, part: str, shape: Shape, provider: str) -> bool:
@@ -126,7 +83,7 @@ class Report:
                 if row["peak_mib"] and float(best["peak_mib"] or 0):
                     row["memory_ratio"] = f"{float(row['peak_mib']) / float(best['peak_mib']):.3f}"
             self._print(part, shape, row)
-            append_row(self.output, FIELDS, row)
+            append_row(self.output, row)
 
     def baseline(self, row: dict[str, str]) -> dict[str, str] | None:
         """Returns the row of the fastest baseline of the same part, shape and direction."""
@@ -137,17 +94,18 @@ class Report:
 
     def _rows(self, part: str, shape: Shape, result: Result) -> list[dict[str, str]]:
         row = {
-            **dict.fromkeys(FIELDS, ""),
-            **self.common,
             "date": now(),
             "part": part,
             "provider": result.provider,
+            "direction": "",
             "shape": str(shape),
             "length": str(shape.length),
             "head_dim": str(shape.head_dim),
+            **dict.fromkeys(NUMBERS, ""),
             "status": result.status,
             "error": "" if result.error is None else f"{result.error:.3f}",
             "note": result.note,
+            **self.common,
         }
         rows = []
         for direction, sample in result.samples.items():
@@ -250,13 +208,16 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def append_row(file: pathlib.Path, fields: Sequence[str], row: dict[str, Any]) -> None:
-    """Appends a row to a CSV file, with a header if it is new."""
+def append_row(file: pathlib.Path, row: dict[str, Any]) -> None:
+    """Appends a row to a CSV file, with a header if it is new; raises ValueError if it has other columns."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = not file.exists()
-    with file.open("a", newline="", encoding="utf-8") as opened:
-        writer = csv.DictWriter(opened, fields)
-        if new:
+    with file.open("a+", newline="", encoding="utf-8") as opened:
+        opened.seek(0)
+        header = next(csv.reader(opened), None)
+        if header not in (None, list(row)):
+            raise ValueError(f"{str(file)!r} has other columns: move it away, or name another --output.")
+        writer = csv.DictWriter(opened, list(row))
+        if header is None:
             writer.writeheader()
         writer.writerow(row)
 
@@ -269,11 +230,6 @@ def read_rows(file: pathlib.Path, **wanted: str) -> list[dict[str, str]]:
         # A process that was killed can leave half a row.
         rows = [row for row in csv.DictReader(opened) if None not in row and None not in row.values()]
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-
-
-def old_columns(output: pathlib.Path) -> bool:
-    """Whether the file has other columns than the rows, so that nothing may be appended."""
-    return output.exists() and output.read_text(encoding="utf-8").splitlines()[:1] != [",".join(FIELDS)]
 
 
 def device_name(device: torch.device) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from .measure import CheckFailed
+from .measure import CheckFailed, Shape
 from .models import MODELS, STOCK, Models
 
 # Of a page, in tokens.
@@ -70,7 +70,7 @@ def serve(model: Any, prompts: list[list[int]], new_tokens: int) -> Serving:
 
 def benchmark_serving(quick: bool, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
     """Yields a line for each model; raises CheckFailed, see `serve`."""
-    models = Models(heads=4, head_dim=64, layers=4, max_length=2048, dtype=dtype, device=device)
+    models = Models(Shape(1, heads=4, length=2048, head_dim=64, layers=4), dtype, device)
     prompts = prompts_of(8 if quick else 32, 256, models.fields["vocab_size"])
     for name in (STOCK, *MODELS):
         found = serve(models.model(name).eval(), prompts, 32)

@@ -1,4 +1,8 @@
-"""Model cards, written from results files.
+"""Write model cards from results files: next to the weights, or in separate folders.
+
+    whatwhere card demo/pope
+    whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
+    whatwhere card --output model_cards    # rewrite all cards, and the list in README.md
 
 A card's folder contains `config.json`, `recipe.yaml`, the results files of its weights (`results.json`, `length.json`,
 `length_*.json`, `lm_eval.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json` with the place
@@ -33,11 +37,6 @@ from .content import headline
 from .curves import read_curves
 from .folder import own_lengths, write_card
 
-DESCRIPTION = """Write model cards from results files: next to the weights, or in separate folders.
-
-whatwhere card demo/pope
-whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
-whatwhere card --output model_cards    # rewrite all cards, and the list in README.md"""
 INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->")
 
 # The folders of an absolute path, at the beginning of a word or after `=`.
@@ -182,7 +181,7 @@ def make(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("card", "[RUN ...] [OPTIONS]", DESCRIPTION)
+    parser = command_parser("card", "[RUN ...] [OPTIONS]", __doc__)
     parser.add_argument("runs", nargs="*", type=pathlib.Path, metavar="RUN", help="default: every card in --output")
     parser.add_argument(
         "--output", type=pathlib.Path, metavar="DIR", help="the folder of all cards (default: next to the weights)"

@@ -31,12 +31,10 @@ def model_card(
     *,
     name: str,
     weights: str,
-    has_tokenizer: bool = False,
-    figure: str | None = None,
-    recipe_file: str | None = None,
     place: str | None = None,
     is_adapter: bool = False,
     compared: Sequence[Mapping[str, Any]] = (),
+    **files: Any,
 ) -> ModelCard:
     """Builds the card of a model.
 
@@ -45,6 +43,7 @@ def model_card(
         place: the output folder of training; None if the weights are in the card's folder.
         is_adapter: whether the weights are a LoRA adapter (peft).
         compared: entries of other cards for the first length results, measured on the same text.
+        files: for the template: `has_tokenizer`, and the names of `figure` and `recipe_file`.
     """
     training = dict(results.get("results", {}))
     data = described(training["data"]) if training.get("data") else {}
@@ -90,11 +89,9 @@ def model_card(
         auto=auto,
         quote=functools.partial(json.dumps, ensure_ascii=False),
         path=place or name,
-        has_tokenizer=has_tokenizer,
         is_here=place is None,
         is_adapter=is_adapter,
-        figure=figure,
-        recipe_file=recipe_file,
+        **files,
         limit=max_length(config),
         is_transfer=is_transfer(*(data.get("described", {}).get(key, {}).get("corpus") for key in ("train", split))),
     )

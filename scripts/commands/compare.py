@@ -1,6 +1,8 @@
-"""`whatwhere compare`: results of several models side by side.
+"""Results of models side by side: runs of train and finetune, evaluated checkpoints, and cards of models.
 
-A folder is a finished run, a checkpoint with results files (see `evaluation/results.py`), or a model's card. A score is
+    whatwhere compare runs/rope runs/pope --output comparison
+
+Prints tables, the differences of the recipes (not of speed, memory and logs), and what is not comparable. A score is
 compared with that of the first folder that has it. If the two were not measured in the same way (text, tokenizer,
 tokens, limits), it is marked, and the reason is printed. Windows on other tokens get a table and a figure of their own.
 """
@@ -24,11 +26,6 @@ from ..evaluation.results import check_writable, markdown_table, read_json, resu
 from ..training.recipe import IMMATERIAL
 from .common import command_parser
 
-DESCRIPTION = """Results of models side by side: runs of train and finetune, evaluated checkpoints, and cards of models.
-
-    whatwhere compare runs/rope runs/pope --output comparison
-
-Prints tables, the differences of the recipes (not of speed, memory and logs), and what is not comparable."""
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
 # Parts of a description of data that do not say which text is scored.
 _NOTES = ("described", "example", "kind", "prompt", "splits")
@@ -178,7 +175,7 @@ def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, An
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("compare", "FOLDER FOLDER [...] [OPTIONS]", DESCRIPTION)
+    parser = command_parser("compare", "FOLDER FOLDER [...] [OPTIONS]", __doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a checkpoint, or a model's card")
     parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="draw losses, and perplexity by length")
     parser.add_argument(

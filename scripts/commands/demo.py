@@ -1,8 +1,10 @@
-"""`whatwhere demo`: trains, evaluates and loads models on a laptop (at most 8 minutes on 2 CPU cores, no downloads).
+"""Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one of them.
 
-The output folder gets a checkpoint folder for each encoding, `length.json`, `length.png`, `length.svg` and
-`lm_eval.log`. Running the command again continues after an interruption, and reuses finished training runs of the same
-recipe.
+    whatwhere demo --steps 100
+
+On a laptop, without downloads: at most 8 minutes on 2 CPU cores. The output folder gets a checkpoint folder for each
+encoding, `length.json`, `length.png`, `length.svg` and `lm_eval.log`. Running the command again continues after an
+interruption, and reuses finished training runs of the same recipe.
 """
 
 import concurrent.futures
@@ -22,9 +24,6 @@ from ..evaluation.results import check_writable, lm_eval_tasks, provenance, writ
 from ..training.errors import TrainingError
 from .common import command_parser
 
-DESCRIPTION = """Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one.
-
-    whatwhere demo --steps 100"""
 ENCODINGS = ("rope", "pope", "cope")
 # The checkpoint that is evaluated with lm-eval and loaded without the package.
 CHOSEN = "pope"
@@ -151,7 +150,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("demo", "[OPTIONS]", DESCRIPTION)
+    parser = command_parser("demo", "[OPTIONS]", __doc__)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
     parser.add_argument("--steps", type=int, help="training steps (default: as in the recipes)")
     parser.add_argument(
@@ -162,7 +161,6 @@ def main(arguments: list[str] | None = None) -> None:
     # As in the recipes, warm-up takes a twentieth of the steps.
     overrides = [f"training.steps={steps}", f"training.warmup_steps={steps // 20}"] if steps is not None else []
     overrides += options.set
-
     folders = {encoding: options.output / encoding for encoding in ENCODINGS}
     begin = time.perf_counter()
     check_writable(options.output)

@@ -1,4 +1,10 @@
-"""`whatwhere kernel-hub`: writes the Triton kernels as a kernel of Hugging Face's Kernel Hub (package `kernels`)."""
+"""Write the Triton kernels as a project for Hugging Face's `kernel-builder`, which builds and uploads it.
+
+    whatwhere kernel-hub attention --build
+
+Others then call its functions, such as cope_attention, without this package. --build also writes what
+kernel-builder would build: `kernels.get_local_kernel` loads it. A CPU also needs TRITON_INTERPRET=1.
+"""
 
 import base64
 import hashlib
@@ -26,12 +32,6 @@ BACKENDS = ("cuda", "rocm")
 # On a CPU, Triton's interpreter runs the kernels: for tests.
 BUILDS = ("cpu", *BACKENDS)
 
-DESCRIPTION = """Write the Triton kernels as a project for Hugging Face's `kernel-builder`, which builds and uploads it.
-
-    whatwhere kernel-hub attention --build
-
-Others then call its functions, such as cope_attention, without this package. --build also writes what
-kernel-builder would build: `kernels.get_local_kernel` loads it. A CPU also needs TRITON_INTERPRET=1."""
 
 BUILD_TOML = """[general]
 name = "{name}"
@@ -168,7 +168,7 @@ def built(backend: str) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Writes the folder."""
-    parser = command_parser("kernel-hub", "OUTPUT [OPTIONS]", DESCRIPTION)
+    parser = command_parser("kernel-hub", "OUTPUT [OPTIONS]", __doc__)
     parser.add_argument("output", type=pathlib.Path, metavar="OUTPUT", help="a new or empty folder")
     parser.add_argument("--repo-id", default=f"you/{NAME}", metavar="ID", help=f"on the Hub; default you/{NAME}")
     parser.add_argument("--build", action="store_true", help=f"also write build/torch-<{'|'.join(BUILDS)}>")

@@ -51,26 +51,24 @@ def parser() -> argparse.ArgumentParser:
 def estimate(planned: dict[tuple[str, str], list[Run]]) -> str:
     """Returns a message with the estimated time of the unfinished runs."""
     missing = [run for run in runs.unique(planned) if run.state() != "done"]
-    # Runs that differ in the seed take the same time.
-    systems = {str({**run.recipe.resolved(), "seed": None}): run.recipe for run in missing}
-    seconds = {system: estimate_seconds(recipe) for system, recipe in systems.items()}
-    each = [seconds[str({**run.recipe.resolved(), "seed": None})] for run in missing]
-    known = [value for value in each if value is not None]
     if not missing:
         return "All runs are done."
+    # Runs that differ in the seed take the same time.
+    systems = [str({**run.recipe.resolved(), "seed": None}) for run in missing]
+    seconds = {system: estimate_seconds(run.recipe) for system, run in dict(zip(systems, missing)).items()}
+    known = [value for system in systems if (value := seconds[system]) is not None]
     parts = [f"about {describe_seconds(sum(known))} for {len(known)} runs that are not done"] if known else []
-    if unknown := len(each) - len(known):
+    if unknown := len(missing) - len(known):
         parts.append(f"{unknown} runs are not estimated, because their models are too large")
     return f"Time on this machine, in one process: {'; '.join(parts)}."
 
 
 def listing(planned: dict[tuple[str, str], list[Run]], left_out: dict[str, str]) -> str:
     """Lists every run with its state and command, the cells, and the columns that are left out."""
-    states = {run.folder: run.state() for run in runs.unique(planned)}
-    lines = ["Runs:"]
+    states, lines = {}, ["Runs:"]
     for run in runs.unique(planned):
-        lines.append(f"  {states[run.folder]:<8}  {run.folder}")
-        lines.append(f"  {'':<8}  {run.command()}")
+        states[run.folder] = run.state()
+        lines += [f"  {states[run.folder]:<8}  {run.folder}", f"  {'':<8}  {run.command()}"]
     lines.append("Cells (row, column, finished seeds):")
     for (row, column), cell in planned.items():
         done = sum(states[run.folder] == "done" for run in cell)

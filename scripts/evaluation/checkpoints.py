@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...model_card import weights_fingerprint
+from .processes import ALONE, Processes, join
 from .results import read_json
 
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.
@@ -70,12 +71,13 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How checkpoints are loaded; errors are ValueErrors that name the checkpoint."""
+    """How checkpoints are loaded, and by which processes; errors are ValueErrors that name the checkpoint."""
 
     device: str = "cpu"
     dtype: str = "float32"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    processes: Processes = ALONE
 
     def config(self, checkpoint: str, **changes: Any) -> Any:
         """Returns a checkpoint's configuration with `changes` applied."""
@@ -159,6 +161,6 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def loading_of(options: argparse.Namespace) -> Loading:
-    """Returns the values of the options of `add_loading`; raises ValueError if the device cannot be used."""
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Loading)}
-    return Loading(**{**given, "device": choose_device(options.device)})
+    """Joins the other processes; returns the values of `add_loading`. ValueError if the device cannot be used."""
+    given = {name: getattr(options, name) for name in ("dtype", "attn_implementation", "trust_remote_code")}
+    return Loading(processes=join(options.device), device=choose_device(options.device), **given)

@@ -1,9 +1,12 @@
-"""Length extrapolation: loss of checkpoints in windows of several lengths, on the same held-out text.
+"""Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same held-out text.
 
-`windows.py` describes how windows are cut and scored. `--output` gets `length.json` (`length_CORPUS.json` for a named
-corpus, `length_CORPUS_SPLIT.json` for another split than test), and the figure as PNG and SVG. Each number is written
-when it is measured. Running the command again continues an interrupted measurement, adds new windows, checkpoints and
-variants, and repeats what was measured with other weights or settings.
+    whatwhere length demo/rope demo/pope demo/cope
+    whatwhere length runs/rope runs/pope --data pg19 --variants yarn --windows 512,1024,2048 --documents 4
+
+--output gets length.json (length_CORPUS.json for a named corpus, length_CORPUS_SPLIT.json for another split than test),
+and the figure as PNG and SVG. Each number is written when it is measured. Running the command again continues an
+interrupted measurement, adds new windows, checkpoints and variants, and repeats what was measured with other weights or
+settings.
 """
 
 import argparse
@@ -33,15 +36,11 @@ from .checkpoints import (
     weights_of,
 )
 from .length_report import METRICS, comparable, draw, label, table
-from .processes import ALONE, Processes, join
+from .processes import ALONE, Processes
 from .results import check_writable, provenance, read_json, write_json
 from .schema import Cell
 from .windows import common_tokens, fillable, measure_windows, parse_windows
 
-DESCRIPTION = """Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same text.
-
-whatwhere length demo/rope demo/pope demo/cope
-whatwhere length runs/rope runs/pope --data pg19 --variants yarn --windows 512,1024,2048 --documents 4 --tokens 20480"""
 SOURCES = ("stdlib", "hub", "local")
 DEFAULT_WINDOWS = "1x,2x,4x,8x,10x"
 # The default of --windows for books (PoPE, Figure 2).
@@ -102,20 +101,10 @@ def iterate_texts(
 
 
 class LengthResults:
-    """The results file of a comparison. Every measured cell is added to it.
-
-    Its keys: `data` (what is scored, and how), `checkpoints` (an entry for each checkpoint and variant, with `cells` as
-    in `schema.Cell`, and `by_position`), the command, date and versions of the last run, and `earlier` (those of the
-    runs before it).
-    """
+    """The results file of a comparison, as in `schema.Lengths`. Every measured cell is added to it."""
 
     def __init__(
-        self,
-        folder: pathlib.Path,
-        data: dict[str, Any],
-        *,
-        origin: dict[str, Any],
-        processes: Processes = ALONE,
+        self, folder: pathlib.Path, data: dict[str, Any], *, origin: dict[str, Any], processes: Processes = ALONE
     ) -> None:
         """Reads the file in `folder` if it exists; raises ValueError if it is of other data, or broken."""
         corpus, split = data["corpus"], data["split"].partition("[")[0]
@@ -125,19 +114,16 @@ class LengthResults:
         self.checkpoints: list[dict[str, Any]] = []
         self.earlier: list[dict[str, Any]] = []
         if self.path.is_file():
-            self._read()
+            content = read_json(self.path)
+            before, self.checkpoints = content["data"], content["checkpoints"]
+            self.earlier = [*content.get("earlier", []), {key: content[key] for key in self.origin}]
+            if changed := differences({key: before.get(key) for key in self.data}, self.data):
+                raise ValueError(
+                    f"{str(self.path)!r} contains results on other data (before → now): {'; '.join(changed)}. Choose "
+                    "another --output, or remove the file."
+                )
         # All processes measure the same cells, also on a machine that does not have the file.
         self.checkpoints = processes.of_first(self.checkpoints)
-
-    def _read(self) -> None:
-        content = read_json(self.path)
-        before, self.checkpoints = content["data"], content["checkpoints"]
-        self.earlier = [*content.get("earlier", []), {key: content[key] for key in self.origin}]
-        if changed := differences({key: before.get(key) for key in self.data}, self.data):
-            raise ValueError(
-                f"{str(self.path)!r} contains results on other data (before → now): {'; '.join(changed)}. Choose "
-                "another --output, or remove the file."
-            )
 
     def entry(self, identity: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
         """Returns the entry of a checkpoint and variant, or a new entry if any field of `identity` changed."""
@@ -326,7 +312,7 @@ def compare(
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    result = command_parser("length", "CHECKPOINT [CHECKPOINT ...] [OPTIONS]", DESCRIPTION)
+    result = command_parser("length", "CHECKPOINT [CHECKPOINT ...] [OPTIONS]", __doc__)
     result.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     result.add_argument(
         "--windows",
@@ -398,7 +384,6 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
             given = "without --tasks" if name == "samples" else f"with --data {options.data}"
             raise ValueError(f"--{name.replace('_', '-')} has no effect {given}.")
     check_writable(options.output)
-    processes = join(options.device)
     loading = loading_of(options)
     curves = curves_of(
         options.checkpoints,
@@ -421,7 +406,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         "document_limit": options.documents,
         "text_tokens": options.tokens,
     }
-    results = LengthResults(options.output, data, origin=origin, processes=processes)
+    results = LengthResults(options.output, data, origin=origin, processes=loading.processes)
     books = BOOK_WINDOWS if source in SEPARATE_DOCUMENTS else DEFAULT_WINDOWS
     names = {"data_dir": options.data_dir, "dataset": options.dataset, "files": options.test_files}
     compare(
@@ -432,7 +417,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         loading,
         batch_tokens=options.batch_tokens,
     )
-    if not processes.is_first:
+    if not loading.processes.is_first:
         return results
     metric, files = options.metric, [results.path]
     for number, entries in enumerate(comparable(results.checkpoints, metric), 1):

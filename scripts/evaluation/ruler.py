@@ -18,7 +18,6 @@ import numpy as np
 from transformers import GenerationConfig
 
 from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of, weights_of
-from .processes import join
 from .results import check_writable, lm_eval_tasks, markdown_table, write_json
 from .windows import parse_windows
 from .zero_shot import load_scorer, task_manager
@@ -128,7 +127,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
     import lm_eval
 
     check_writable(options.output)
-    processes, loading = join(options.device), loading_of(options)
+    loading = loading_of(options)
     samples = options.samples or DEFAULT_SAMPLES
     lengths = {}
     for checkpoint in options.checkpoints:
@@ -141,7 +140,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
         tokenizer = loading.tokenizer(checkpoint)
         entry: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "weights": weights_of(checkpoint), "cells": []}
         entries.append(entry)
-        model = load_scorer(checkpoint, loading, processes, batch_size=1)
+        model = load_scorer(checkpoint, loading, batch_size=1)
         limit = longest_length(model.model)
         if limit is None:
             # Otherwise lm-eval truncates prompts to the length in the configuration.
@@ -163,9 +162,9 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
                 reason, scores = "no task fits into this length", {}
             metrics = {task: score["metrics"]["recall"] for task, score in scores.items()}
             entry["cells"].append({"length": length, "reason": reason, "tasks": metrics})
-            if processes.is_first:
+            if loading.processes.is_first:
                 write_json(options.output / "ruler.json", found)
-    if processes.is_first:
+    if loading.processes.is_first:
         print(table(found))
         print(f"Recall, % ± standard error, of {samples} samples. In {options.output}: ruler.json")
     return found

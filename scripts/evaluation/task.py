@@ -1,12 +1,14 @@
 """Answer errors of checkpoints on toy tasks.
 
-Answers are predicted from the correct tokens before them (teacher forcing). `token_error` is the share of wrong answer
-tokens, `sequence_error` the share of sequences with at least one.
+    whatwhere task runs/flip_flop
+    whatwhere task runs/flip_flop --sets 'sparser={"ignore": 0.995}' --samples 10000
+    whatwhere task --task alice openai-community/gpt2
 
-The probe `alice` asks any causal language model how often a word occurs in the last sentence (see
-`whatwhere.scripts.toy_tasks.alice`). `accuracy` is the share of questions for which the correct answer (0 to 5) is the
-most likely, `probability` the mean probability of the correct answer among the six, and `most_common` the accuracy of
-always giving the most common answer.
+Answers are predicted from the correct tokens before them (teacher forcing). `token_error` is the share of wrong answer
+tokens, `sequence_error` the share of sequences with at least one. The probe `alice` asks any causal language model how
+often a word occurs in the last sentence: `accuracy` is the share of questions for which the correct answer (0 to 5) is
+the most likely, `probability` the mean probability of the correct answer among the six, and `most_common` the accuracy
+of always giving the most common answer.
 """
 
 import collections
@@ -24,14 +26,9 @@ from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
 from ..toy_tasks.registry import PROBES, TASKS, task_config
 from .answers import score_samples
 from .checkpoints import MAX_LENGTH, Loading, add_loading, at_least_one, loading_of, longest_length, names_of
-from .processes import ALONE, Processes, join, scorer
+from .processes import ALONE, Processes, scorer
 from .results import check_writable, markdown_table, provenance, read_json, write_json
 
-DESCRIPTION = """Answer errors of checkpoints on toy tasks.
-
-whatwhere task runs/flip_flop
-whatwhere task runs/flip_flop --sets 'sparser={"ignore": 0.995}' --samples 10000
-whatwhere task --task alice openai-community/gpt2"""
 # Names of the metrics in tables.
 _TITLES = {
     "token_error": "error per answer token",
@@ -107,7 +104,6 @@ def evaluate(
     samples: int | None = None,
     seed: int = 0,
     batch_size: int = 64,
-    processes: Processes = ALONE,
 ) -> list[dict[str, Any]]:
     """Returns for each checkpoint `name`, `task`, and the results of `score_samples` or `ask` on its `test_sets`.
 
@@ -115,6 +111,7 @@ def evaluate(
     same.
     """
     loading = loading or Loading()
+    processes = loading.processes
     if task is not None and task not in (*TASKS, *PROBES):
         raise ValueError(f"task={task!r} is not valid. {suggest(task, [*TASKS, *PROBES])}")
     names = dict(zip(checkpoints, names_of(checkpoints)))
@@ -198,7 +195,7 @@ def named_parameters(text: str) -> tuple[str, dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("task", "CHECKPOINT [CHECKPOINT ...] [OPTIONS]", DESCRIPTION)
+    parser = command_parser("task", "CHECKPOINT [CHECKPOINT ...] [OPTIONS]", __doc__)
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
     parser.add_argument("--task", help=f"{', '.join([*TASKS, *PROBES])}; default: the checkpoint's")
     parser.add_argument(
@@ -216,18 +213,17 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.json:
         check_writable(options.json.parent)
-    processes = join(options.device)
+    loading = loading_of(options)
     entries = evaluate(
         options.checkpoints,
-        loading_of(options),
+        loading,
         task=options.task,
         sets=dict(options.sets) if options.sets else None,
         samples=options.samples,
         seed=options.seed,
         batch_size=options.batch_size,
-        processes=processes,
     )
-    if not processes.is_first:
+    if not loading.processes.is_first:
         return
     if options.json:
         origin = provenance("task", arguments)

@@ -36,8 +36,8 @@ from .checkpoints import (
     names_of,
     output_of,
 )
-from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, data_folder, missing_files
-from .processes import ALONE, Processes, join, scorer
+from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, FILES, data_folder
+from .processes import scorer
 from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
 
 DESCRIPTION = """Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
@@ -99,8 +99,11 @@ def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> 
     for name in chosen:
         if name not in TASKS:
             raise ValueError(f"tasks={names!r}: {name!r} is not a task. {suggest(name, TASKS)}")
-    missing = {} if data_dir is None else {name: missing_files(name, data_dir) for name in chosen}
-    missing = {name: files for name, files in missing.items() if files}
+    missing = {}
+    if data_dir is not None:
+        folder = data_folder(data_dir)
+        found = {name: [file for file in FILES[name] if not (folder / file).is_file()] for name in chosen}
+        missing = {name: files for name, files in found.items() if files}
     if missing and (names is not None or len(missing) == len(chosen)):
         lacks = "; ".join(f"{name}: {', '.join(files)}" for name, files in missing.items())
         raise ValueError(f"data-dir={str(data_dir)!r} has no files for: {lacks}.")
@@ -124,13 +127,13 @@ def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
     return TaskManager(include_path=str(TASK_FOLDER), metadata=metadata)
 
 
-def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_size: int | str) -> Any:
+def load_scorer(checkpoint: str, loading: Loading, batch_size: int | str) -> Any:
     """Returns lm-eval's model of a checkpoint; raises ValueError if it cannot be loaded."""
     config = loading.config(checkpoint)
     is_unlimited = hasattr(config, "position_encoding") and max_length(config) is None
     with checked_loading(checkpoint):
         return scorer(
-            processes,
+            loading.processes,
             pretrained=checkpoint,
             backend="causal",
             device=loading.device,
@@ -143,17 +146,9 @@ def load_scorer(checkpoint: str, loading: Loading, processes: Processes, batch_s
 
 
 def run(
-    checkpoint: str,
-    tasks: Sequence[str],
-    manager: Any,
-    loading: Loading,
-    *,
-    local: bool,
-    limit: int | None = None,
-    batch_size: int | str = 8,
-    processes: Processes = ALONE,
+    model: Any, tasks: Sequence[str], manager: Any, *, local: bool, limit: int | None = None
 ) -> dict[str, Any] | None:
-    """Evaluates one checkpoint and returns lm-eval's report with `truncated_requests`, in the first process.
+    """Evaluates a model of `load_scorer`; returns lm-eval's report with `truncated_requests`, in the first process.
 
     Questions longer than the model's configured length are truncated at the beginning; `truncated_requests` counts the
     truncated requests (one for each possible answer). Questions are never truncated for our models whose position
@@ -161,7 +156,6 @@ def run(
     """
     import lm_eval
 
-    model = load_scorer(checkpoint, loading, processes, batch_size)
     # BOOTSTRAP_DRAWS fit into one chunk, so more processes do not help.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     report = lm_eval.simple_evaluate(
@@ -172,7 +166,7 @@ def run(
         bootstrap_iters=BOOTSTRAP_DRAWS,
         log_samples=False,
     )
-    return {**report, "truncated_requests": model.truncated} if processes.is_first else None
+    return report and {**report, "truncated_requests": model.truncated}
 
 
 def content(report: Mapping[str, Any], origin: Mapping[str, Any], loading: Loading, *, local: bool) -> dict[str, Any]:
@@ -302,22 +296,22 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
     options.output = options.output or output_of(options.checkpoints, "zero_shot")
     names_of(options.checkpoints)
-    processes = join(options.device)
-    text = evaluate(options, provenance("zero-shot", arguments), processes)
+    text = evaluate(options, provenance("zero-shot", arguments))
     if text is not None:
         print(text)
         print(f"Written: {options.output / 'zero_shot.md'}. Model cards: whatwhere card FOLDER")
 
 
-def evaluate(options: argparse.Namespace, origin: dict[str, Any], processes: Processes) -> str | None:
+def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
     """Evaluates every checkpoint. The first process writes all results and returns the table in Markdown."""
+    loading = loading_of(options)
+    is_first = loading.processes.is_first
     local = bool(options.data_dir or os.environ.get(DATA_DIR_VARIABLE))
     data_dir = data_folder(options.data_dir) if local else None
     tasks, left_out = choose_tasks(options.tasks, data_dir)
-    for name, files in left_out.items() if processes.is_first else ():
+    for name, files in left_out.items() if is_first else ():
         print(f"{TASKS[name].title} is left out: {str(data_dir)!r} has no {', '.join(files)}.")
     # Raises errors before the first model runs.
-    loading = loading_of(options)
     folders = [result_folder(checkpoint, options.output) for checkpoint in options.checkpoints]
     for checkpoint, folder in zip(options.checkpoints, folders):
         loading.config(checkpoint)
@@ -329,20 +323,12 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any], processes: Pro
     manager = task_manager(data_dir)
     contents = {}
     for checkpoint, folder in zip(options.checkpoints, folders):
-        report = run(
-            checkpoint,
-            tasks,
-            manager,
-            loading,
-            local=local,
-            limit=options.limit,
-            batch_size=options.batch_size,
-            processes=processes,
-        )
-        if report is not None:
+        model = load_scorer(checkpoint, loading, options.batch_size)
+        report = run(model, tasks, manager, local=local, limit=options.limit)
+        if report is not None and is_first:
             contents[checkpoint] = content(report, origin, loading, local=local)
             save(folder, contents[checkpoint], report)
-    if not processes.is_first:
+    if not is_first:
         return None
     text = table(contents, tasks, local=local, left_out=left_out)
     options.output.mkdir(parents=True, exist_ok=True)

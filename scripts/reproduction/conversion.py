@@ -46,7 +46,7 @@ class System:
     Attributes:
         attention: the share of the steps that train only attention, to give the source's outputs.
         logits: whether the source's predictions are targets too.
-        percent: of the source's tokens; None for all of `PERCENT`.
+        percent: of the source's tokens.
     """
 
     label: str
@@ -57,7 +57,11 @@ class System:
     new_rate: float | None = None
     attention: float = 0.0
     logits: bool = False
-    percent: tuple[int, ...] | None = None
+    percent: tuple[int, ...] = PERCENT
+
+    def steps(self, root: Path, name: str) -> dict[int, Path]:
+        """Returns the folders by percent, 0 right after conversion."""
+        return {percent: root / f"{name}-{percent}" for percent in (0, *self.percent)}
 
 
 IDENTITY = {"magnitude": "identity"}
@@ -82,33 +86,32 @@ SYSTEMS = {
 
 def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     """Trains, converts and measures what is missing; interrupted runs are continued."""
-    recipe = load_recipe(RECIPE)
-    source = output / RECIPE / "source"
+    recipe, root = load_recipe(RECIPE), output / RECIPE
+    source = root / "source"
     folder = RunFolder(source)
     if folder.results(recipe.resolved()) is None:
         loop.train(recipe, source, resume=folder.is_begun, data_dir=data_dir)
     _measure(source, data_dir)
     for name in systems:
         system = SYSTEMS[name]
-        start = output / RECIPE / f"{name}-0"
+        start, *others = system.steps(root, name).values()
         if (record := start / RECORD).exists():
             if read_json(record)["source_weights_sha256"] != weights_fingerprint(source):
                 raise ValueError(f"output={str(output)!r} has conversions of another source: choose another folder.")
         else:
             shutil.rmtree(start, ignore_errors=True)
-            options = [("position-encoding-parameters", system.parameters), ("rope-parameters", system.rope)]
-            given = [word for key, value in options if value is not None for word in (f"--{key}", json.dumps(value))]
-            encoding = json.dumps(system.encoding) if isinstance(system.encoding, list) else system.encoding
-            words = [str(source), "--position-encoding", encoding, *given, "--output", str(start)]
+            options = {"position-encoding-parameters": system.parameters, "rope-parameters": system.rope}
+            given = [f"--{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+            words = [str(source), f"--position-encoding={system.encoding}", *given, f"--output={start}"]
             convert_command.main(words)
         _measure(start, data_dir)
-        for percent in system.percent or PERCENT:
-            trained = _finetune(system, source, start, output / RECIPE / f"{name}-{percent}", percent, data_dir)
+        for percent, trained in zip(system.percent, others):
+            _finetune(system, source, start, trained, percent, data_dir)
             _measure(trained, data_dir)
 
 
-def _finetune(system: System, source: Path, start: Path, output: Path, percent: int, data_dir: str | None) -> Path:
-    """Trains a converted model with a share of the source's tokens; returns the folder of the last run."""
+def _finetune(system: System, source: Path, start: Path, output: Path, percent: int, data_dir: str | None) -> None:
+    """Trains a converted model with a share of the source's tokens."""
     recipe = load_recipe(RECIPE)
     steps = recipe.training.steps * percent // 100
     attention = round(system.attention * steps)
@@ -134,7 +137,6 @@ def _finetune(system: System, source: Path, start: Path, output: Path, percent: 
             **settings,
         )
         finetune(own, folder, resume="auto", data_dir=data_dir)
-    return output
 
 
 def _measure(folder: Path, data_dir: str | None) -> None:
@@ -144,19 +146,20 @@ def _measure(folder: Path, data_dir: str | None) -> None:
 
 def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
     """Returns the figures of what is measured: perplexity by system, percent, text and multiple of the length."""
-    folders: dict[tuple[str, str | None, int], Path] = {("source", None, 0): output / RECIPE / "source"}
+    source = output / RECIPE / "source"
+    found_in = [("source", "the source", 0, source)]
     for name in systems:
-        for percent in (0, *(SYSTEMS[name].percent or PERCENT)):
-            folders[name, SYSTEMS[name].label, percent] = output / RECIPE / f"{name}-{percent}"
+        steps = SYSTEMS[name].steps(output / RECIPE, name)
+        found_in += [(name, SYSTEMS[name].label, percent, folder) for percent, folder in steps.items()]
     rows = []
-    for (name, label, percent), folder in folders.items():
+    for name, label, percent, folder in found_in:
         found = {text["corpus"]: measured(folder, weights_fingerprint(folder), text) for text in TEXTS}
         if all(set(MULTIPLES) <= set(one) for one in found.values()):
             cells = {text: {str(k): one[k]["perplexity"] for k in MULTIPLES} for text, one in found.items()}
-            rows.append({"system": name, "label": label or "the source", "percent": percent, "perplexity": cells})
+            rows.append({"system": name, "label": label, "percent": percent, "perplexity": cells})
     if not rows or rows[0]["system"] != "source":
-        raise ValueError(f"{str(folders['source', None, 0])!r} is not a finished and measured run: there is no report.")
-    return {"rows": rows, "source": read_json(folders["source", None, 0] / "results.json")}
+        raise ValueError(f"{str(source)!r} is not a finished and measured run: there is no report.")
+    return {"rows": rows, "source": read_json(source / "results.json")}
 
 
 def write(report: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
@@ -223,9 +226,9 @@ def main(options: Any, arguments: list[str] | None) -> None:
             raise ValueError(f"--rows {name!r} is not valid. {suggest(name, SYSTEMS)}")
     if options.dry_run:
         for name in systems:
-            every = SYSTEMS[name].percent or PERCENT
-            states = (RunFolder(options.output / RECIPE / f"{name}-{percent}").state() for percent in every)
-            print(f"{name}: " + ", ".join(f"{percent} % {state}" for percent, state in zip(every, states)))
+            steps = SYSTEMS[name].steps(options.output / RECIPE, name)
+            states = (f"{percent} % {RunFolder(folder).state()}" for percent, folder in steps.items() if percent)
+            print(f"{name}: {', '.join(states)}")
         return
     if not options.report_only:
         train(options.output, systems, options.data_dir)

@@ -25,58 +25,44 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
     columns = {column.key: column for column in table.columns}
     rows = {row.key: row for row in table.rows}
     results = {run.folder: run.results() for run in unique(planned)}
-    # For each cell, its runs with a figure, and the number of finished runs whose system does not support it.
-    seeds: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    unsupported: dict[tuple[str, str], int] = {}
-    cells = []
+    cells: dict[tuple[str, str], Cell] = {}
+    entries: dict[tuple[str, str], dict[str, Any]] = {}
     for (row, column), runs in planned.items():
         done = [(run, found) for run in runs if (found := results[run.folder]) is not None]
         read = [(run, found, columns[column].figure(found, run.folder)) for run, found in done]
+        # NaN if the system does not support it.
         known = [(run, found, value) for run, found, value in read if value is not None]
-        seeds[row, column] = [_seed(table, *one) for one in known if not math.isnan(one[2])]
-        unsupported[row, column] = len(known) - len(seeds[row, column])
-        values = tuple(seed["value"] for seed in seeds[row, column])
+        seeds = [_seed(table, *one) for one in known if not math.isnan(one[2])]
+        values = tuple(seed["value"] for seed in seeds)
         exact = bool(done) and not columns[column].departs and not any(run.changes for run, _ in done)
-        cells.append(Cell(row=row, column=column, paper=rows[row].figures[column], values=values, exact=exact))
-    entries = []
-    firsts: dict[tuple[str, str], str] = {}
-    for cell in cells:
-        entry: dict[str, Any] = {
-            "row": cell.row,
-            "label": rows[cell.row].label,
-            "column": cell.column,
-            "column_label": columns[cell.column].label,
-            "ours": {
-                "mean": cell.mean if cell.values else None,
-                "spread": cell.spread,
-                "exact": cell.exact,
-                "wanted": len(planned[cell.row, cell.column]),
-                "seeds": seeds[cell.row, cell.column],
-            },
-        }
+        cell = Cell(row=row, column=column, paper=rows[row].figures[column], values=values, exact=exact)
+        mean = cell.mean if values else None
+        ours = {"mean": mean, "spread": cell.spread, "exact": exact, "wanted": len(runs), "seeds": seeds}
+        about = {"row": row, "label": rows[row].label, "column": column, "column_label": columns[column].label}
+        cells[row, column], entries[row, column] = cell, {**about, "ours": ours}
         if table.is_own:
-            first = firsts.setdefault((rows[cell.row].group, cell.column), cell.row)
-            entry |= {
-                "group": rows[cell.row].group,
-                "measure": columns[cell.column].measure,
-                "not_supported": unsupported[cell.row, cell.column],
-                "difference": None if first == cell.row else _paired(cell, seeds, first),
-            }
+            group, unsupported = rows[row].group, len(known) - len(seeds)
+            entries[row, column] |= {"group": group, "measure": columns[column].measure, "not_supported": unsupported}
+    firsts: dict[tuple[str, str], str] = {}
+    for (row, column), entry in entries.items():
+        cell = cells[row, column]
+        if table.is_own:
+            first = firsts.setdefault((entry["group"], column), row)
+            entry["difference"] = None if first == row else _paired(cell, entry, entries[first, column])
         else:
-            verdict = judge(cell, [other for other in cells if other.column == cell.column], table.margin)
+            verdict = judge(cell, [other for other in cells.values() if other.column == column], table.margin)
             entry["verdict"] = dataclasses.asdict(verdict)
             entry["paper"] = {
                 **{name: cell.paper and getattr(cell.paper, name) for name in ("text", "mean", "spread")},
-                "parameters": rows[cell.row].parameters.get(cell.column),
+                "parameters": rows[row].parameters.get(column),
             }
-        entries.append(entry)
     finished = [found for found in results.values() if found is not None]
     return {
         "table": table.name,
         "small": small,
         "own": table.is_own,
         **{name: getattr(table, name) for name in ("title", "unit", "margin", "solved", "lifted", "digits", "choices")},
-        "cells": entries,
+        "cells": list(entries.values()),
         "scaled_down": scaled_down(planned),
         "departs": {
             column.recipe: column.departs
@@ -109,14 +95,15 @@ def folder_name(folder: Path) -> str:
     return "/".join(folder.parts[-2:])
 
 
-def _paired(
-    cell: Cell, seeds: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], first: str
-) -> dict[str, Any] | None:
-    """Returns the difference to the row `first`: mean and sample standard deviation over the seeds that both have."""
-    base = {seed["seed"]: seed["value"] for seed in seeds[first, cell.column]}
-    own = {seed["seed"]: seed["value"] for seed in seeds[cell.row, cell.column]}
+def _paired(cell: Cell, entry: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the difference to the first row: mean and sample standard deviation over the seeds that both have."""
+    own, base = ({seed["seed"]: seed["value"] for seed in one["ours"]["seeds"]} for one in (entry, first))
     both = dataclasses.replace(cell, values=tuple(own[seed] - base[seed] for seed in own if seed in base))
-    return {"row": first, "mean": both.mean, "spread": both.spread, "seeds": len(both.values)} if both.values else None
+    return (
+        {"row": first["row"], "mean": both.mean, "spread": both.spread, "seeds": len(both.values)}
+        if both.values
+        else None
+    )
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
@@ -157,24 +144,13 @@ def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[
     return result
 
 
-def _mean(one: Mapping[str, Any] | None, digits: int, *, count: int = 0, most: int = 0, sign: str = "") -> str:
-    """Returns mean ± standard deviation, and their `count` if it is below `most`; `sign` as in a format."""
+def _mean(one: Mapping[str, Any] | None, digits: int, *, most: int = 0, sign: str = "") -> str:
+    """Returns mean ± standard deviation, and the number of seeds if it is below `most`; `sign` as in a format."""
     if one is None or one["mean"] is None:
         return "-"
+    count = one["seeds"] if isinstance(one["seeds"], int) else len(one["seeds"])
     spread = "" if one["spread"] is None else f" ± {one['spread']:.{digits}f}"
     return f"{one['mean']:{sign}.{digits}f}{spread}" + (f" (n = {count})" if count < most else "")
-
-
-def _lifted(cell: Mapping[str, Any]) -> str:
-    """The steps at which the runs of a cell lifted off, by seed."""
-    steps = [seed["lift_off"] for seed in cell["ours"]["seeds"]]
-    return ", ".join("never" if step is None else f"{step:,}" for step in steps) or "-"
-
-
-def _millions(cell: Mapping[str, Any]) -> str:
-    """The number of parameters, in millions, of a cell's models, which differ only in the seed."""
-    seeds = cell["ours"]["seeds"]
-    return f"{seeds[0]['parameters'] / 1e6:.1f}" if seeds else "-"
 
 
 def _verdict(cell: Mapping[str, Any]) -> str:
@@ -193,7 +169,8 @@ def _rows(report: Mapping[str, Any]) -> list[list[str]]:
     columns = distinct(cell["column"] for cell in report["cells"])
     rows = []
     for cell in sorted(report["cells"], key=lambda cell: columns.index(cell["column"])):
-        values = [seed["value"] for seed in cell["ours"]["seeds"]]
+        seeds = cell["ours"]["seeds"]
+        values = [seed["value"] for seed in seeds]
         row = {"": cell["label"], "column": cell["column_label"]}
         if not own:
             row["ours"] = _mean(cell["ours"], digits)
@@ -202,12 +179,14 @@ def _rows(report: Mapping[str, Any]) -> list[list[str]]:
             row["solved"] = f"{sum(value >= solved for value in values)} of {len(values)}"
             row["each seed"] = ", ".join(f"{value:.{digits}f}" for value in values) or "-"
         if lifted:
-            row["lifted off at step"] = _lifted(cell)
+            steps = ("never" if seed["lift_off"] is None else f"{seed['lift_off']:,}" for seed in seeds)
+            row["lifted off at step"] = ", ".join(steps) or "-"
         if not own:
             row |= {"paper": cell["paper"]["text"] or "-", "verdict": _verdict(cell)}
         if sizes:
             printed = cell["paper"]["parameters"]
-            row["parameters, M: ours"] = _millions(cell)
+            # A cell's models differ only in the seed.
+            row["parameters, M: ours"] = f"{seeds[0]['parameters'] / 1e6:.1f}" if seeds else "-"
             row["parameters, M: paper"] = "-" if printed is None else f"{printed:g}"
         rows.append(row)
     return [list(rows[0]), *(list(row.values()) for row in rows)]
@@ -223,20 +202,16 @@ def _own_rows(report: Mapping[str, Any]) -> list[list[list[str]]]:
         cells = [found.get((row, column)) for column in columns]
         mine = [cell for cell in cells if cell is not None]
         done = max(len(cell["ours"]["seeds"]) + cell["not_supported"] for cell in mine)
-        texts = [_own_text(cell, done, digits) for cell in cells]
+        texts = [
+            ("not supported" if cell["not_supported"] else _mean(cell["ours"], digits, most=done)) if cell else ""
+            for cell in cells
+        ]
         means.append([mine[0]["label"], f"{done} of {mine[0]['ours']['wanted']}", *texts])
         if pairs := [cell["difference"]["seeds"] for cell in mine if cell["difference"]]:
             of = [cell and cell["difference"] for cell in cells]
-            texts = [_mean(one, digits, count=one["seeds"] if one else 0, most=max(pairs), sign="+") for one in of]
+            texts = [_mean(one, digits, most=max(pairs), sign="+") for one in of]
             differences.append([mine[0]["label"], str(max(pairs)), *texts])
     return [means, differences] if len(differences) > 1 else [means]
-
-
-def _own_text(cell: Mapping[str, Any] | None, done: int, digits: int) -> str:
-    """Returns the text of a cell in a row with `done` finished runs."""
-    if cell is None or cell["not_supported"]:
-        return "" if cell is None else "not supported"
-    return _mean(cell["ours"], digits, count=len(cell["ours"]["seeds"]), most=done)
 
 
 def _describe(value: Any) -> str:

@@ -50,40 +50,37 @@ class Run:
         return RunFolder(self.folder).state(self.recipe.resolved())
 
 
-def resolve_overrides(
-    base: Recipe, row: Row, column: Column, seed: int, sets: Sequence[str] = ()
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the overrides of a row, and all overrides of the run.
-
-    `base` is the shipped recipe with `sets`, the user's overrides, which may not be of a key that the table sets.
-    """
-    system = tuple(text for one in row.system for text in resolve(one, base))
-    own = tuple(text for one in column.overrides for text in resolve(one, base))
-    # A value that a row derives from the recipe, such as half a width, may be replaced there.
-    given = [one for one in (*row.system, *column.overrides) if resolve(one, base) == [one]]
-    given += [
-        text for one in row.system if one.split()[0] in ("encoding", "whole_context") for text in resolve(one, base)
-    ]
-    fixed = sorted({"seed", "model.position_encoding", *(text.partition("=")[0] for text in given)})
+def check_sets(row: Row, column: Column, base: Recipe, sets: Sequence[str]) -> None:
+    """Raises ValueError if one of the user's overrides is of a key that the table sets."""
+    given = ["seed=", "model.position_encoding="]
+    for one in (*row.system, *column.overrides):
+        # A value that a row derives from the recipe, such as half a width, may be replaced there.
+        if (texts := resolve(one, base)) == [one] or one.split()[0] in ("encoding", "whole_context"):
+            given += texts
     for key in (override.partition("=")[0] for override in sets):
-        for other in fixed:
+        for other in sorted({text.partition("=")[0] for text in given}):
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
                 raise ValueError(
                     f"--set {key} is not valid: row {row.key!r}, its column or --seeds sets {other}. --rows chooses "
                     "other rows."
                 )
-    return system, (*sets, *system, *own, f"seed={seed}")
 
 
-def build_run(
-    row: Row, column: Column, seed: int, *, output: Path, small: bool = False, sets: Sequence[str] = ()
-) -> Run:
+def build_run(row: Row, column: Column, seed: int, *, output: Path, small: bool, sets: Sequence[str]) -> Run:
     """Builds a run; see `plan` for the arguments."""
     name = f"{column.recipe}_small" if small else column.recipe
-    system, overrides = resolve_overrides(load_recipe(name, sets), row, column, seed, sets)
-    recipe = load_recipe(name, overrides)
-    exact = load_recipe(column.recipe, resolve_overrides(load_recipe(column.recipe), row, column, seed)[1])
-    changes = differences(exact.resolved(), recipe.resolved())
+
+    def build(name: str, sets: Sequence[str]) -> tuple[list[str], list[str], Recipe]:
+        base = load_recipe(name, sets)
+        check_sets(row, column, base, sets)
+        system, own = (
+            [text for one in given for text in resolve(one, base)] for given in (row.system, column.overrides)
+        )
+        overrides = [*sets, *system, *own, f"seed={seed}"]
+        return system, overrides, load_recipe(name, overrides)
+
+    system, overrides, recipe = build(name, sets)
+    changes = differences(build(column.recipe, ())[2].resolved(), recipe.resolved())
     immaterial = IMMATERIAL | {"name", "seed", "evaluation.every"}
     if recipe.evaluation.keep == "best":
         # It determines the models from which the best is chosen.
@@ -96,8 +93,8 @@ def build_run(
         folder=output / name / "-".join(part for part in (row.key, column.variant, f"seed{seed}") if part),
         recipe=recipe,
         changes=tuple(line for line in changes if line.partition(": ")[0] not in immaterial),
-        system=system,
-        overrides=overrides,
+        system=tuple(system),
+        overrides=tuple(overrides),
     )
 
 

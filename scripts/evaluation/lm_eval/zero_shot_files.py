@@ -14,7 +14,8 @@ WHATWHERE_DATA_DIR. Its files are in the format of their authors unless noted:
 | PIQA | `piqa/valid.jsonl`, `piqa/valid-labels.lst` | the labels are in the second file |
 | ARC-Easy | `arc/arc_easy_test.jsonl` | `query`, `choices`, `gold`: always four options |
 
-The functions return rows with the columns of the Hub's data sets, for lm-eval's own task definitions. Two files differ
+The functions return rows with the columns of the Hub's data sets, for lm-eval's own task definitions (those of ARC-Easy
+have other columns, which the YAML file names). Two files differ
 from the Hub's. In HellaSwag's, the last, unfinished sentence does not begin with the capital letter that lm-eval gives
 it; `hellaswag` restores it. In ARC-Easy's, questions with three or five options were changed to four: 7 of 2,376 repeat
 a wrong option. Scores may therefore differ slightly from the Hub's, and the tasks' versions end in `+local`.
@@ -125,12 +126,6 @@ def data_folder(data_dir: str | os.PathLike[str] | None = None) -> pathlib.Path:
     return pathlib.Path(name)
 
 
-def missing_files(task: str, data_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Returns a task's `FILES` that are not in the folder."""
-    folder = data_folder(data_dir)
-    return [name for name in FILES[task] if not (folder / name).is_file()]
-
-
 def _read(name: str, data_dir: str | None) -> str:
     path = data_folder(data_dir) / name
     try:
@@ -154,9 +149,9 @@ def _split(name: str, rows: list[dict[str, Any]]) -> datasets.DatasetDict:
 # lm-eval passes a task's metadata and `dataset_kwargs`: `data_dir` is ours, the rest is about the task.
 
 
-def lambada(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
-    """Returns LAMBADA with the column of EleutherAI/lambada_openai: `text`."""
-    return _split("test", _rows("lambada/lambada_test.jsonl", data_dir))
+def rows(file: str, split: str, data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
+    """Returns the rows of a file as a split of this name."""
+    return _split(split, _rows(file, data_dir))
 
 
 @functools.lru_cache(maxsize=1)
@@ -185,15 +180,10 @@ def hellaswag(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
     lm-eval's query is `ctx_a + " " + ctx_b.capitalize()`. The file's query has ctx_b, the unfinished last sentence of
     video captions, without the capital letter. This function capitalises it. WikiHow articles have no ctx_b.
     """
-    rows = [
-        {
-            "query": re.sub(r"(?<=[.!?] )[a-z][^.!?]*$", lambda match: match[0].capitalize(), row["query"]),
-            "choices": row["choices"],
-            "gold": row["gold"],
-            "label": str(row["gold"]),
-        }
-        for row in _rows("hellaswag/hellaswag_val.jsonl.gz", data_dir)
-    ]
+    rows = []
+    for row in _rows("hellaswag/hellaswag_val.jsonl.gz", data_dir):
+        query = re.sub(r"(?<=[.!?] )[a-z][^.!?]*$", lambda match: match[0].capitalize(), row["query"])
+        rows.append({"query": query, "choices": row["choices"], "gold": row["gold"], "label": str(row["gold"])})
     return _split("validation", rows)
 
 
@@ -201,18 +191,3 @@ def piqa(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
     """Returns PIQA's validation split with the columns of baber/piqa: `goal`, `sol1`, `sol2`, `label`."""
     rows, labels = _rows("piqa/valid.jsonl", data_dir), _read("piqa/valid-labels.lst", data_dir).split()
     return _split("validation", [{**row, "label": int(label)} for row, label in zip(rows, labels, strict=True)])
-
-
-def arc_easy(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
-    """Returns ARC-Easy's test split with columns of allenai/ai2_arc: `question`, `choices` and `answerKey`."""
-    rows = []
-    for row in _rows("arc/arc_easy_test.jsonl", data_dir):
-        letters = [chr(ord("A") + place) for place in range(len(row["choices"]))]
-        rows.append(
-            {
-                "question": row["query"].removeprefix("Question: "),
-                "choices": {"text": row["choices"], "label": letters},
-                "answerKey": letters[row["gold"]],
-            }
-        )
-    return _split("test", rows)
