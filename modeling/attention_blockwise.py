@@ -27,7 +27,6 @@ import torch.nn.functional as F
 
 from .attention_mask import causal_mask, dense_mask, is_ranges
 from .kernel_operator import Operator, check_shapes
-from .position_base import PositionContext
 
 # Far below every logit, and far from overflow when terms are added. -inf would give NaN in fully masked rows.
 MASKED = -1e30
@@ -135,9 +134,7 @@ class Term:
         TERMS[cls.name] = cls
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         """Returns the whole contribution, broadcastable to (B, H, Q, K): the differentiable specification.
 
         Args:
@@ -392,7 +389,7 @@ class _Attention:
             logits.add_(block.additive).clamp_(min=MASKED)
         return logits
 
-    def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor | None]:
+    def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, Any]:
         """Returns a block, perhaps with fewer keys, its logits with terms, and what `Term.window` adds, or None."""
         if not self.softmax:
             return self.terms[0].window(block, keep=keep)
@@ -667,24 +664,14 @@ def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def blockwise_path(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    context: PositionContext,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """The implementation `blockwise`, for queries and keys after `after_cache`; see `attention`."""
-    parts = module.encodings.hooks["bias"]
+    parts, given = module.encodings.hooks["bias"], {name: options[name] for name in ("scaling", "dropout")}
     if all(part.term is not None for part in parts):
-        biases = [Bias(part.term, *part.term_inputs(context, scaling)) for part in parts]
-        output = blockwise_attention(query, key, value, mask=mask, scaling=scaling, biases=biases, dropout=dropout)
+        biases = [Bias(part.term, *part.term_inputs(context, options["scaling"])) for part in parts]
+        output = blockwise_attention(query, key, value, mask=mask, biases=biases, **given)
     else:
-        bias = module.encodings.bias
-        output = module.encodings.attention_by_autograd(
-            query, key, value, mask=mask, scaling=scaling, bias=bias, context=context, dropout=dropout
-        )
+        attend = module.encodings.attention_by_autograd
+        output = attend(query, key, value, mask=mask, bias=module.encodings.bias, context=context, **given)
     return output.transpose(1, 2).contiguous(), None

@@ -124,15 +124,9 @@ class WhatWhereGPT2Model(Decoder, WhatWhereGPT2PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        """The blocks, under the name that `Decoder` uses."""
-        return self.h
-
-    @property
-    def norm(self) -> nn.Module:
-        """The last norm, under the name that `Decoder` uses."""
-        return self.ln_f
+    # The names that `Decoder` uses.
+    layers = property(lambda self: self.h)
+    norm = property(lambda self: self.ln_f)
 
     def embed(
         self, embeddings: torch.Tensor, position_ids: torch.Tensor, token_type_ids: torch.Tensor | None

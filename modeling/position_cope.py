@@ -88,9 +88,7 @@ class CoPETerm(Term):
     required: ClassVar[int] = 1
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         query = tensors[1] if len(tensors) > 1 else query
         return interpolated(torch.sigmoid(content), query, tensors[0], settings[0])
 
@@ -241,9 +239,7 @@ class GatedCoPETerm(CoPETerm):
     required = 2
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         table, gate_key, *_ = tensors
         B, H, Q, D = query.shape
         G = gate_key.shape[1]

@@ -49,9 +49,7 @@ class CoPEALiBiTerm(Term):
     differentiable: ClassVar[tuple[bool, ...]] = (True,)
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         gates = torch.sigmoid(content)
         positions = gates.flip(-1).cumsum(-1).flip(-1)
         return tensors[0][: query.shape[1], None, None].to(content.dtype) * positions

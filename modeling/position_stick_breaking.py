@@ -263,36 +263,15 @@ class StickBreaking(PositionEncoding):
         self.norm = HeadNorm(heads, self.head_dim) if learned else None
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        context: PositionContext,
-        *,
-        scaling: float,
-        dropout: float,
-        implementation: str,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, remainder, weights = stick_breaking_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            scaling=scaling,
-            inclusive=self.parameters_.inclusive,
-            dropout=dropout,
-            direct=None if implementation == "blockwise" else True,
-        )
+        given = {"inclusive": self.parameters_.inclusive, "scaling": options["scaling"], "dropout": options["dropout"]}
+        direct = None if options["implementation"] == "blockwise" else True
+        output, remainder, weights = stick_breaking_attention(query, key, value, mask=mask, direct=direct, **given)
         return self._add_remainder(output, remainder, context), weights
 
     def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: PositionContext,
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor:
         from .kernel_scan import stick_attention
 

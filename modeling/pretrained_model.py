@@ -246,7 +246,7 @@ class Decoder:
 
     @merge_with_config_defaults
     @capture_outputs
-    def forward(
+    def forward(  # type: ignore[misc]
         self: Any,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -325,9 +325,9 @@ class Decoder:
 class CausalLM:
     """The decoder with a language-modelling head, of both families."""
 
-    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _tp_plan: Any = {"lm_head": "colwise_gather_output"}
     _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
-    _fsdp_plan = {"lm_head": "keep_full_weight"}
+    _fsdp_plan: Any = {"lm_head": "keep_full_weight"}
 
     def __init__(self: Any, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -336,7 +336,7 @@ class CausalLM:
         self.post_init()
 
     @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[misc]
         self: Any,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
