@@ -150,6 +150,8 @@ class Term:
         self.settings = settings
         # No reference to the attention: a cycle would keep gigabytes of buffers until the next garbage collection.
         self.attention = weakref.proxy(attention)
+        # What `backward` needs of the last block.
+        self.state: tuple[torch.Tensor, ...] = ()
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         """Adds the contribution to `logits` (C, n, R, W) in place; keeps what `backward` needs if `keep`."""

@@ -107,7 +107,6 @@ class CoPETerm(Term):
             self.grad_position_query = torch.zeros_like(self.position_query)
         # With gates near 0.5, and some rows.
         self.guess = 3 * (self.last + 1)
-        self.state: tuple[torch.Tensor, ...] = ()
 
     def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sets `last`, the largest position; returns what q is multiplied with for values and slopes, (D, S) each.

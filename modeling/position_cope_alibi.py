@@ -58,7 +58,6 @@ class CoPEALiBiTerm(Term):
         super().__init__(tensors, settings, attention)
         self.slopes = attention.of_heads(tensors[0])
         self.grad_slopes = torch.zeros_like(self.slopes)
-        self.state: tuple[torch.Tensor, ...] = ()
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         gates = torch.sigmoid(logits)

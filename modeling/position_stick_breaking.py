@@ -102,7 +102,6 @@ class StickTerm(Term):
         self.limit = SPENT[attention.dtype]
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
-        self.state: tuple[torch.Tensor, ...] = ()
 
     def window(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
         """Returns the part of a block in which sticks last, its logits, and what is left of them (C, n, R)."""
@@ -179,16 +178,11 @@ def stick_breaking_attention(
     Hidden keys (padding, other documents, other branches of a tree) take nothing: beta 0, log(1 - beta) 0.
 
     Args:
-        query: (B, H, Q, D), float16, bfloat16, float32 or float64.
-        key: (B, G, K, D), H a multiple of G, K at least Q. Query row i has key slot K - Q + i without a 4D mask.
-        value: (B, G, K, V).
-        mask: None, ranges, or a 4D mask, as in `blockwise_attention`. With a 4D mask the newest key that a row sees
-            is its own token, as in the masks of static caches and of trees.
-        scaling: the factor on q.k.
+        query, key, value, scaling, block_size, direct: see `blockwise_attention`.
+        mask: None, ranges, or a 4D mask, as there. With a 4D mask the newest key that a row sees is its own token, as
+            in the masks of static caches and of trees.
         inclusive: tokens may attend to themselves.
         dropout: probability of dropping a weight; the remainder is that of all weights.
-        block_size: query rows per block; None: chosen by the device.
-        direct: True: all weights at once. None: so if there are at most 4 query rows.
 
     Returns:
         The output (B, H, Q, V) in the type of the query, the remainder 1 - sum_j A_ij (B, H, Q), float32 (float64 for
