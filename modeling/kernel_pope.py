@@ -78,7 +78,7 @@ _TURN = Tiles(32, 16)
 
 
 def _turn(
-    features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: Any, grad: torch.Tensor | None = None
+    features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: Any, *, grad: torch.Tensor | None = None
 ) -> Any:
     """Returns (B, H, T, W) for features (B, H, T, D), phases (cos, sin), each (B, T, R), and shift (H, R) or None.
 
