@@ -21,8 +21,7 @@ def auto_attention(sdpa: Any, blockwise: Any) -> Any:
         layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
         """The Triton kernel where it is supported, else the layer's fast implementation in PyTorch; no weights."""
-        scaling, dropout = options["scaling"], options["dropout"]
-        output = auto_kernel(layer, query, key, value, mask, scaling, dropout, context)
+        output = auto_kernel(layer, query, key, value, mask, context, options)
         if output is not None:
             return output, None
         rows, keys, default = query.shape[2], key.shape[2], layer.encodings.default

@@ -6,7 +6,6 @@ Axes: B batch, H query heads, G key heads, Q query length, K key length, D key w
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -68,8 +67,11 @@ def blockwise_attention_by_autograd(
         part = None if mask is None or is_ranges(mask) else mask[:, :, rows]
         if mask is not None and is_ranges(mask):
             part = torch.cat((mask[:, :, rows], mask[:, :, Q:]), dim=2)
-        added = functools.partial(bias, query=query, context=_rows(context, rows, keys), scaling=scaling)
-        return direct_attention(query, key, value, part, scaling, added, dropout)
+
+        def weigh(logits: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(logits + bias(logits, query, _rows(context, rows, keys), scaling), -1)
+
+        return direct_attention(query, key, value, part, scaling, weigh, dropout)[0]
 
     if torch.compiler.is_compiling() or block_size >= Q:
         return attend(slice(0, Q), K, query, key, value)

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 
 from .attention_mask import causal_mask, dense_mask, is_ranges
 from .kernel_operator import Operator, check_shapes
-from .position_base import PositionContext
 
 # Far below every logit, and far from overflow when terms are added. -inf would give NaN in fully masked rows.
 MASKED = -1e30
@@ -120,12 +119,14 @@ class Term:
         reads_content: True if `add` reads the content logits. Such a term comes first, because the logits are changed
             in place.
         fades: True if it makes the logits of most keys so low that their weights are negligible.
+        softmax: False if weights are exp(logits), not normalised; the term is then the only one, and has `window`.
         differentiable: for each tensor of the term, whether it gets a gradient; optional tensors come last.
     """
 
     name: ClassVar[str] = ""
     reads_content: ClassVar[bool] = False
     fades: ClassVar[bool] = False
+    softmax: ClassVar[bool] = True
     differentiable: ClassVar[tuple[bool, ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -133,9 +134,7 @@ class Term:
         TERMS[cls.name] = cls
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         """Returns the whole contribution, broadcastable to (B, H, Q, K): the differentiable specification.
 
         Args:
@@ -151,9 +150,15 @@ class Term:
         self.settings = settings
         # No reference to the attention: a cycle would keep gigabytes of buffers until the next garbage collection.
         self.attention = weakref.proxy(attention)
+        # What `backward` needs of the last block.
+        self.state: tuple[torch.Tensor, ...] = ()
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         """Adds the contribution to `logits` (C, n, R, W) in place; keeps what `backward` needs if `keep`."""
+        raise NotImplementedError
+
+    def window(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
+        """Returns the block up to where weights are negligible, its logits, and a number of each row (C, n, R)."""
         raise NotImplementedError
 
     def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
@@ -264,6 +269,10 @@ class _Attention:
         self._prepare_mask(mask)
         self.terms = [term(tensors, settings, self) for term, tensors, settings in biases]
         self.fades = any(term.fades for term in self.terms)
+        # A term without a softmax is alone.
+        self.softmax = all(term.softmax for term in self.terms)
+        # Of the numbers of the rows, (N, n, Q).
+        self.grad_numbers: torch.Tensor | None = None
         size = self.chunk * self.n * self.block_size * self.K
         self.buffers = [torch.empty(size, dtype=self.dtype, device=self.device)]
 
@@ -360,8 +369,8 @@ class _Attention:
         """
         return tensor.flip(2).to(self.dtype).reshape(self.N, self.n, self.K).contiguous()
 
-    def logits(self, block: Block, *, keep: bool) -> torch.Tensor:
-        """Returns the logits (C, n, R, W) of a block, terms included, in a reused buffer."""
+    def content(self, block: Block) -> torch.Tensor:
+        """Returns the masked content logits (C, n, R, W) of a block, in a reused buffer."""
         C, n, R, _ = block.query.shape
         W = block.columns.stop - block.columns.start
         key = self.key[block.chunk, block.columns]
@@ -380,9 +389,16 @@ class _Attention:
         else:
             assert block.additive is not None, "a block that is not causal has one of the two masks"
             logits.add_(block.additive).clamp_(min=MASKED)
+        return logits
+
+    def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, Any]:
+        """Returns a block, perhaps with fewer keys, its logits with terms, and what `Term.window` adds, or None."""
+        if not self.softmax:
+            return self.terms[0].window(block, keep=keep)
+        logits = self.content(block)
         for term in self.terms:
             term.add(logits, block, keep=keep)
-        return logits
+        return block, logits, None
 
     def exponentials(self, logits: torch.Tensor, block: Block) -> torch.Tensor:
         """Returns exp(logits), in place, with 0 for negligible ones if the block may have many."""
@@ -411,35 +427,39 @@ def _forward(
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
         B, H, Q, V = attention.B, attention.H, attention.Q, attention.V
         out = query.new_zeros(B, H, Q, V)
-        # exp(logit - lse) must be 0 in rows that see nothing.
-        lse = torch.full((B, H, Q), -MASKED, dtype=attention.dtype, device=query.device)
-        out_view, lse_view = out.view(attention.N, attention.n, Q, V), lse.view(attention.N, attention.n, Q)
-        for block in attention.blocks():
-            chunk = block.chunk
-            logits = attention.logits(block, keep=False)
+        # exp(logit - lse) must be 0 in rows that see nothing, and nothing of their stick is broken.
+        nothing = -MASKED if attention.softmax else 1.0
+        numbers = torch.full((B, H, Q), nothing, dtype=attention.dtype, device=query.device)
+        out_view, numbers_view = out.view(attention.N, attention.n, Q, V), numbers.view(attention.N, attention.n, Q)
+        for whole in attention.blocks():
+            block, logits, row_numbers = attention.logits(whole, keep=False)
             C, n, R, W = logits.shape
-            maximum = logits.amax(-1, keepdim=True)
-            weights = attention.exponentials(logits.sub_(maximum), block)
-            total = weights.sum(-1, keepdim=True)
+            if row_numbers is None:
+                maximum = logits.amax(-1, keepdim=True)
+                logits.sub_(maximum)
+            weights = attention.exponentials(logits, block)
+            total = weights.sum(-1, keepdim=True) if row_numbers is None else None
             if dropout > 0:
                 weights.mul_(attention.keep_mask(block, weights))
-            rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[chunk, block.columns])
-            rows = rows.view(C, n, R, V).div_(total)
-            row_lse = maximum.add_(total.log_()).squeeze(-1)
-            if not block.causal_only:
-                nothing = row_lse < MASKED / 2
-                rows.masked_fill_(nothing[..., None], 0.0)
-                row_lse.masked_fill_(nothing, -MASKED)
-            out_view[chunk, :, block.rows] = rows.to(out.dtype)
-            lse_view[chunk, :, block.rows] = row_lse
-        return out, lse
+            rows = _product(weights.view(C, n * R, W).to(value.dtype), attention.value[block.chunk, block.columns])
+            rows = rows.view(C, n, R, V)
+            if total is not None:
+                rows.div_(total)
+                row_numbers = maximum.add_(total.log_()).squeeze(-1)
+                if not block.causal_only:
+                    unseen = row_numbers < MASKED / 2
+                    rows.masked_fill_(unseen[..., None], 0.0)
+                    row_numbers.masked_fill_(unseen, nothing)
+            out_view[block.chunk, :, block.rows] = rows.to(out.dtype)
+            numbers_view[block.chunk, :, block.rows] = row_numbers
+        return out, numbers
 
 
 def _backward(
     grads: Sequence[Any], given: Sequence[Any], results: Sequence[torch.Tensor], terms: str, counts: Sequence[int],
     settings: Sequence[float], block_size: int, scaling: float, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    (query, key, value, mask, seed, tensors), (out, lse), (grad, _) = _tensors(given), results, grads
+    (query, key, value, mask, seed, tensors), (out, lse), (grad, grad_numbers) = _tensors(given), results, grads
     with torch.no_grad(), _without_autocast(query.device):
         biases = _unpack(terms, counts, tensors, settings)
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
@@ -449,14 +469,19 @@ def _backward(
         grad_key = torch.zeros(N, K, D, dtype=dtype, device=query.device)
         grad_value = torch.zeros(N, K, V, dtype=dtype, device=query.device)
         grad, out = grad.reshape(N, n, Q, V), out.view(N, n, Q, V)
-        # delta_i = sum_j weight_ij d(weight_ij)
-        delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
-        lse = lse.view(N, n, Q)
-        for block in attention.blocks():
+        if attention.softmax:
+            # delta_i = sum_j weight_ij d(weight_ij)
+            delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
+            lse = lse.view(N, n, Q)
+        elif grad_numbers is not None:
+            attention.grad_numbers = grad_numbers.reshape(N, n, Q)
+        for whole in attention.blocks():
+            block, logits, _ = attention.logits(whole, keep=True)
             chunk = block.chunk
-            logits = attention.logits(block, keep=True)
             C, n, R, W = logits.shape
-            weights = attention.exponentials(logits.sub_(lse[chunk, :, block.rows, None]), block)
+            if attention.softmax:
+                logits.sub_(lse[chunk, :, block.rows, None])
+            weights = attention.exponentials(logits, block)
             grad_rows = grad[chunk, :, block.rows].reshape(C, n * R, V)
             key_part, value_part = attention.key[chunk, block.columns], attention.value[chunk, block.columns]
             grad_logits = _product(grad_rows, value_part.transpose(1, 2), out=attention.buffer(1, C, n * R, W))
@@ -468,7 +493,9 @@ def _backward(
                 dropped = keep.mul_(weights)
             dropped = dropped.view(C, n * R, W).to(value.dtype)
             _add_product(grad_value[chunk, block.columns], dropped.transpose(1, 2), grad_rows)
-            grad_logits.sub_(delta[chunk, :, block.rows, None]).mul_(weights)
+            if attention.softmax:
+                grad_logits.sub_(delta[chunk, :, block.rows, None])
+            grad_logits.mul_(weights)
             from_terms = [term.backward(grad_logits, block) for term in reversed(attention.terms)]
             grad_logits = grad_logits.view(C, n * R, W).to(query.dtype)
             rows = _product(grad_logits, key_part).mul_(scaling).view(C, n, R, D)
@@ -516,23 +543,26 @@ def direct_attention(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    bias: Callable[[torch.Tensor], Any],
+    weigh: Callable[[torch.Tensor], torch.Tensor],
     dropout: float,
-) -> torch.Tensor:
-    """All logits at once, by differentiable operations; `bias` is a function of the masked content logits."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All logits at once, by differentiable operations; `weigh` gives the weights of the masked content logits.
+
+    Returns the output and the weights after dropout.
+    """
     B, H, Q, D = query.shape
     G, K, V = key.shape[1], key.shape[2], value.shape[3]
     dtype = compute_dtype(query.dtype)
     with _without_autocast(query.device):
         logits = query.reshape(B, G, H // G * Q, D) @ key.transpose(2, 3)
         logits, seen = _hide((logits.to(dtype) * scaling).view(B, H, Q, K), mask)
-        weights = torch.softmax(logits + bias(logits), -1)
+        weights = weigh(logits)
         if seen is not None:
             weights = weights * seen
         if dropout > 0:
             weights = F.dropout(weights, dropout)
-        weights = weights.to(value.dtype).view(B, G, H // G * Q, K)
-        return (weights @ value).view(B, H, Q, V)
+        weights = weights.to(value.dtype)
+        return (weights.view(B, G, H // G * Q, K) @ value).view(B, H, Q, V), weights
 
 
 def check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -596,10 +626,25 @@ def blockwise_attention(
     query, key, value = autocast_inputs(query, key, value)
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
 
-        def added(logits: torch.Tensor) -> Any:
-            return sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
+        def weigh(logits: torch.Tensor) -> torch.Tensor:
+            added = sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
+            return torch.softmax(logits + added, -1)
 
-        return direct_attention(query, key, value, mask, scaling, added, dropout)
+        return direct_attention(query, key, value, mask, scaling, weigh, dropout)[0]
+    return attend_in_blocks(query, key, value, mask, scaling, biases, dropout, block_size)[0]
+
+
+def attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    biases: Sequence[Bias],
+    dropout: float,
+    block_size: int | None,
+) -> list[torch.Tensor]:
+    """Returns the output (B, H, Q, V) and the numbers of the rows (B, H, Q); see `blockwise_attention`."""
     tensors = [tensor for bias in biases for tensor in bias.tensors]
     counts = [count for bias in biases for count in (len(bias.tensors), len(bias.settings))]
     settings = [float(number) for bias in biases for number in bias.settings]
@@ -610,7 +655,7 @@ def blockwise_attention(
     first = [tensor if one else None for tensor, one in zip(tensors, wanted)]
     others = [None if one else tensor for tensor, one in zip(tensors, wanted)]
     arguments = (names, counts, settings, rows, scaling, dropout)
-    return _attention((query, key, value, *first), (*others, mask, seed), *arguments)[0]
+    return _attention((query, key, value, *first), (*others, mask, seed), *arguments)
 
 
 def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -621,24 +666,14 @@ def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def blockwise_path(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    context: PositionContext,
-    **kwargs: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """The implementation `blockwise`, for queries and keys after `after_cache`; see `attention`."""
-    parts = module.encodings.hooks["bias"]
+    parts, given = module.encodings.hooks["bias"], {name: options[name] for name in ("scaling", "dropout")}
     if all(part.term is not None for part in parts):
-        biases = [Bias(part.term, *part.term_inputs(context, scaling)) for part in parts]
-        output = blockwise_attention(query, key, value, mask=mask, scaling=scaling, biases=biases, dropout=dropout)
+        biases = [Bias(part.term, *part.term_inputs(context, options["scaling"])) for part in parts]
+        output = blockwise_attention(query, key, value, mask=mask, biases=biases, **given)
     else:
-        bias = module.encodings.bias
-        output = module.encodings.attention_by_autograd(
-            query, key, value, mask=mask, scaling=scaling, bias=bias, context=context, dropout=dropout
-        )
+        attend = module.encodings.attention_by_autograd
+        output = attend(query, key, value, mask=mask, bias=module.encodings.bias, context=context, **given)
     return output.transpose(1, 2).contiguous(), None

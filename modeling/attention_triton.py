@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging
 
 from .attention_mask import is_ranges
-from .position_base import PositionContext, head_dim
+from .position_base import head_dim
 
 logger = logging.get_logger(__name__)
 
@@ -91,62 +91,40 @@ def check_available(config: Any, others: list[str]) -> None:
 
 
 def kernel_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ranges: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    context: PositionContext | None,
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: Any, context: Any, options: dict
 ) -> torch.Tensor:
-    """Calls the kernel of the layer; returns (B, Q, H, D)."""
+    """Calls the kernel of the layer; returns (B, Q, H, D). For the arguments see `attention`."""
     if torch.is_autocast_enabled(query.device.type):
         # Rotated queries and keys may be float32 beside values of autocast's type.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    output = module.encodings.kernel(query, key, value, context, ranges=ranges, scaling=scaling, dropout=dropout)
-    return output.transpose(1, 2).contiguous()
+    given = {"ranges": ranges, "scaling": options["scaling"], "dropout": options.get("dropout", 0.0)}
+    return layer.encodings.kernel(query, key, value, context, **given).transpose(1, 2).contiguous()
 
 
 def triton_attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    context: PositionContext | None = None,
-    **kwargs: Any,
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Attention by the Triton kernel of the layer; for arguments and result see `attention`.
 
     Raises:
         ValueError: the kernels do not support the call.
     """
-    problem = unsupported(query, attention_mask)
-    if problem is None and kwargs.get("output_attentions"):
+    problem = unsupported(query, mask)
+    if problem is None and options.get("output_attentions"):
         problem = "output_attentions=True; allowed: False, or attn_implementation='eager'"
     if problem is not None:
         raise ValueError(
             f"attn_implementation='triton' does not support {problem}. attn_implementation='auto' uses PyTorch where "
             "the kernels are not supported."
         )
-    return kernel_attention(module, query, key, value, attention_mask, scaling, dropout, context), None
+    return kernel_attention(layer, query, key, value, mask, context, options), None
 
 
 def auto_kernel(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    context: PositionContext | None,
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, options: dict
 ) -> torch.Tensor | None:
     """Returns the output of the layer's kernel for attn_implementation="auto", or None where it is not used."""
-    if not runs_by_default(query.device) or module.encodings.kernel_name is None or unsupported(query, attention_mask):
+    if not runs_by_default(query.device) or layer.encodings.kernel_name is None or unsupported(query, mask):
         return None
-    return kernel_attention(module, query, key, value, attention_mask, scaling, dropout, context)
+    return kernel_attention(layer, query, key, value, mask, context, options)

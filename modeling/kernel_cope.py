@@ -866,23 +866,17 @@ def cope_attention(
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32, without
             gradients; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j (ALiBi). Gates do
             not see it.
-        ranges: what each row sees, int32 (B, 1, Q + K, 2), see `kernel_flash`; None: causal, row i sees the keys
-            up to K - Q + i. Keys that are not seen are not counted.
         knots: (P - 1,), floating, ascending, without gradients, the largest position last: where z_i bends, in place of
             the integers. Piece n has the positions that are larger than n knots; at the largest position and in the
             last piece z_i is constant. The table is then (D, 2 P): at the left end of each piece, or at 0 where that is
             negative, what is multiplied for the value there; and what is for the slope, 0 in the last piece.
         num_positions: with knots, the largest position + 1, at least 2.
-        scaling: the factor on q.k, in content and gates.
         position_scale: the factor on r.e.
-        dropout: the probability that a weight is dropped.
+        ranges, scaling, dropout: see `kernel_flash`. Keys that are not seen are not counted; the scaling is that of the
+            gates, too.
 
     Returns:
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
-
-    Raises:
-        ValueError: shapes or types do not fit, scaling is not positive, the decay requires a gradient, or dropout is
-            not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges)
     if knots is not None:

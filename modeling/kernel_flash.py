@@ -13,6 +13,9 @@ values, n blocks of rows that share a bound, S splits of the keys in decoding. Q
 Row i sees, without `ranges`, the keys j <= K - Q + i. With `ranges`, int32 (B, 1, Q + K, 2), it sees key j if
 ranges[b, 0, i, 0] <= j < ranges[b, 0, i, 1] and ranges[b, 0, Q + j, 0] != 0, causal or not. With a `bound` in addition
 it sees only keys j < start[b, h, i // rows]. A row that sees no key has output 0 and log-sum-exp +1e30.
+
+Functions of all files of kernels take these `ranges`; `scaling`, the positive factor on q.k; and `dropout`, the
+probability in [0, 1] that a weight is dropped. They raise ValueError for what they do not support.
 """
 
 import dataclasses

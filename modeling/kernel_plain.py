@@ -116,16 +116,10 @@ def plain_attention(
         relative: relative positions: a table e (P, D) of the distances of positions, in any of the query's types, and
             the positions of rows and keys, integers (1 or B, Q) and (1 or B, K), below 2^29; scaling * q_i.e[distance]
             is added to the logits. Negative distances have the first entry, larger ones the last. Not with a decay.
-        ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
-            end of the keys.
-        scaling: the factor on q.k and q.e, positive.
-        dropout: the probability that a weight is dropped.
+        scaling: the factor on q.k and q.e; for it, ranges and dropout see `kernel_flash`.
 
     Returns:
         (B, H, Q, V) in the type of the query; 0 in rows that see nothing.
-
-    Raises:
-        ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     check_inputs(query, key, value, scaling, ranges, as_wide=False)
     check_added(decay, relative, query, key)

@@ -77,40 +77,29 @@ def turn_kernel(
 _TURN = Tiles(32, 16)
 
 
-def _launch_turn(
-    features: torch.Tensor, turned: torch.Tensor, grads: tuple[Any, Any], phases: tuple[torch.Tensor, ...], shift: Any
-) -> None:
-    B, H, T, D = features.shape
-    cos, sin = phases
+def _turn(
+    features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: Any, *, grad: torch.Tensor | None = None
+) -> Any:
+    """Returns (B, H, T, W) for features (B, H, T, D), phases (cos, sin), each (B, T, R), and shift (H, R) or None.
+
+    Or, if its gradient is given, the gradients of features and of shift.
+    """
+    (B, H, T, D), (cos, sin) = features.shape, phases
+    R, blocks = cos.shape[-1], triton.cdiv(T, _TURN.rows)
+    turned, grad_features, parts = grad, None, None
+    if grad is None:
+        turned = features.new_empty(B, H, T, D + R)
+    else:
+        grad_features = features.new_empty(features.shape)
+        parts = None if shift is None else features.new_empty(B, H, blocks, R, dtype=torch.float32)
     launch(
         turn_kernel,
-        (triton.cdiv(T, _TURN.rows) * B * H,),
+        (blocks * B * H,),
         [_TURN],
-        (heads(features), turned, *grads, cos, sin, shift, cos.stride(0), H, T),
-        {"BACKWARD": grads[0] is not None, "D": D, "R": cos.shape[-1], "BLOCK_D": block_width(D)},
+        (heads(features), turned, grad_features, parts, cos, sin, shift, cos.stride(0), H, T),
+        {"BACKWARD": grad is not None, "D": D, "R": R, "BLOCK_D": block_width(D)},
     )
-
-
-def _turn(features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: torch.Tensor | None) -> torch.Tensor:
-    """Returns (B, H, T, W) for features (B, H, T, D), phases (cos, sin), each (B, T, R), and shift (H, R) or None."""
-    B, H, T, D = features.shape
-    turned = torch.empty(B, H, T, D + phases[0].shape[-1], dtype=features.dtype, device=features.device)
-    _launch_turn(features, turned, (None, None), phases, shift)
-    return turned
-
-
-def _turn_backward(
-    grad: torch.Tensor, features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the gradients of features (B, H, T, D), and of shift (H, R), from that of `_turn`."""
-    B, H, T, _ = shape = features.shape
-    grad_features = torch.empty(shape, dtype=features.dtype, device=features.device)
-    parts = None
-    if shift is not None:
-        size = (B, H, triton.cdiv(T, _TURN.rows), phases[0].shape[-1])
-        parts = torch.empty(size, dtype=torch.float32, device=features.device)
-    _launch_turn(features, grad, (grad_features, parts), phases, shift)
-    return grad_features, None if parts is None else parts.sum((0, 2))
+    return turned if grad is None else (grad_features, None if parts is None else parts.sum((0, 2)))
 
 
 def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
@@ -176,11 +165,11 @@ def _backward(
         grad_query, grad_key, grad_value, _ = flash_backward(
             grad[at], *turned, part_value, lse[at], delta, scaling=scaling, **options
         )
-        grad_query, part_shift = _turn_backward(grad_query, *of_query)
+        grad_query, part_shift = _turn(*of_query, grad=grad_query)
         if grad_shift is not None and part_shift is not None:
             grad_shift[at[1]] += part_shift
         queries.append((at, grad_query))
-        keys.append((at_keys, _turn_backward(grad_key, *of_key)[0]))
+        keys.append((at_keys, _turn(*of_key, grad=grad_key)[0]))
         values.append((at_keys, grad_value))
     gradients = [_join(queries, query.shape), _join(keys, key.shape), _join(values, value.shape)]
     return gradients if grad_shift is None else [*gradients, grad_shift]
@@ -232,17 +221,10 @@ def pope_attention(
         tables: cosines and sines of the queries (1 or B, Q, R), cosines and sines of the keys (1 or B, K, R), float32,
             or float16 beside half precision; then the shift (H, R), subtracted from the phases of the queries, float32,
             or None.
-        ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
-            end of the keys.
-        scaling: the factor on the scores, positive.
-        dropout: the probability that a weight is dropped.
+        ranges, scaling, dropout: see `kernel_flash`.
 
     Returns:
         (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
-
-    Raises:
-        ValueError: shapes or types do not fit, a table requires a gradient, scaling is not positive, or dropout is not
-            in [0, 1].
     """
     *phases, shift = tables
     check_inputs(query, key, value, scaling, ranges)

@@ -547,16 +547,10 @@ def cope_alibi_attention(
         query: (B, H, Q, D), float32, bfloat16 or float16.
         key, value: (B, G, K, D), the same type, H a multiple of G, K at least Q.
         slopes: (H,), m.
-        ranges: int32 (B, 1, Q + K, 2), what each row sees (see `kernel_flash`), or None: causal, rows aligned to the
-            end of the keys. Keys that are not seen are not counted.
-        scaling: the factor on q.k, positive.
-        dropout: the probability that a weight is dropped.
+        ranges, scaling, dropout: see `kernel_flash`. Keys that are not seen are not counted.
 
     Returns:
         (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
-
-    Raises:
-        ValueError: shapes or types do not fit, scaling is not positive, or dropout is not in [0, 1].
     """
     if slopes.shape != query.shape[1:2]:
         raise ValueError(f"slopes={tuple(slopes.shape)!r} is not valid: it must be {(query.shape[1],)!r}.")
@@ -577,7 +571,7 @@ def stick_attention(
 
         A_ij = sigmoid(s_ij) * product of 1 - sigmoid(s_il) over the keys l that row i sees and that are newer than j
 
-    Differentiable in query, key and value. Arguments and errors are those of `cope_alibi_attention`.
+    Differentiable in query, key and value. Arguments are those of `cope_alibi_attention`.
 
     Args:
         inclusive: rows see their own key, the last of what they see, as well.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -18,19 +17,16 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.processing_utils import Unpack
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import TransformersKwargs, can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils import TransformersKwargs
 
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, prepare_forward, register
+from .pretrained_model import CausalLM, Decoder, WhatWherePreTrainedModel, register
 
 
 def _norm(config: WhatWhereGPT2Config) -> nn.Module:
@@ -114,7 +110,7 @@ class WhatWhereGPT2PreTrainedModel(WhatWherePreTrainedModel):
             init.zeros_(module.bias)
 
 
-class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
+class WhatWhereGPT2Model(Decoder, WhatWhereGPT2PreTrainedModel):
     """The decoder without a head."""
 
     def __init__(self, config: WhatWhereGPT2Config) -> None:
@@ -128,73 +124,25 @@ class WhatWhereGPT2Model(WhatWhereGPT2PreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(  # type: ignore[misc]
-        self,
-        input_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
-        """Runs the decoder; see `prepare_forward`. The embeddings of `token_type_ids`, int64 (B, Q), are added, too."""
-        hidden_states, inputs = prepare_forward(
-            self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
-        )
+    # The names that `Decoder` uses.
+    layers = property(lambda self: self.h)
+    norm = property(lambda self: self.ln_f)
+
+    def embed(
+        self, embeddings: torch.Tensor, position_ids: torch.Tensor, token_type_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the input of the first layer (B, Q, E)."""
         if self.wpe is not None:
-            hidden_states = self.wpe(hidden_states, inputs["position_ids"])
+            embeddings = self.wpe(embeddings, position_ids)
         if token_type_ids is not None:
-            hidden_states = hidden_states + self.wte(token_type_ids)
-        hidden_states = self.drop(hidden_states)
-        for block in self.h:
-            hidden_states = block(hidden_states, **inputs, **kwargs)
-        return BaseModelOutputWithPast(self.ln_f(hidden_states), inputs["past_key_values"])
+            embeddings = embeddings + self.wte(token_type_ids)
+        return self.drop(embeddings)
 
 
-class WhatWhereGPT2ForCausalLM(WhatWhereGPT2PreTrainedModel, GenerationMixin):
+class WhatWhereGPT2ForCausalLM(CausalLM, WhatWhereGPT2PreTrainedModel, GenerationMixin):
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
-    _fsdp_plan = {"lm_head": "keep_full_weight"}
-
-    def __init__(self, config: WhatWhereGPT2Config) -> None:
-        super().__init__(config)
-        self.transformer = WhatWhereGPT2Model(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(  # type: ignore[misc]
-        self,
-        input_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
-        """Runs the decoder, see `WhatWhereGPT2Model.forward`, and the head, see `causal_lm_output`."""
-        outputs: BaseModelOutputWithPast = self.transformer(
-            input_ids=input_ids,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        return causal_lm_output(self, outputs, labels, logits_to_keep, **kwargs)
 
 
 class WhatWhereGPT2ForSequenceClassification(GenericForSequenceClassification, WhatWhereGPT2PreTrainedModel):

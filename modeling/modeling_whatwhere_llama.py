@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -16,17 +15,14 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils import TransformersKwargs
 
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import WhatWherePreTrainedModel, causal_lm_output, first_own_layer, prepare_forward, register
+from .pretrained_model import CausalLM, Decoder, WhatWherePreTrainedModel, register
 
 
 class WhatWhereLlamaAttention(AttentionBlock):
@@ -76,7 +72,7 @@ class WhatWhereLlamaPreTrainedModel(WhatWherePreTrainedModel):
     _can_record_outputs = {"hidden_states": WhatWhereLlamaDecoderLayer, "attentions": WhatWhereLlamaAttention}
 
 
-class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
+class WhatWhereLlamaModel(Decoder, WhatWhereLlamaPreTrainedModel):
     """The decoder without a head."""
 
     def __init__(self, config: WhatWhereLlamaConfig) -> None:
@@ -89,68 +85,17 @@ class WhatWhereLlamaModel(WhatWhereLlamaPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(  # type: ignore[misc]
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
-        """Runs the decoder; see `prepare_forward` for the arguments."""
-        hidden_states, inputs = prepare_forward(
-            self, input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache
-        )
-        # Later pipeline stages get hidden states in place of embeddings.
-        if self.embed_positions is not None and first_own_layer(self) == 0:
-            hidden_states = self.embed_positions(hidden_states, inputs["position_ids"])
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(hidden_states, **inputs, **kwargs)
-        return BaseModelOutputWithPast(self.norm(hidden_states), inputs["past_key_values"])
+    def embed(
+        self, embeddings: torch.Tensor, position_ids: torch.Tensor, token_type_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the input of the first layer (B, Q, E)."""
+        return embeddings if self.embed_positions is None else self.embed_positions(embeddings, position_ids)
 
 
-class WhatWhereLlamaForCausalLM(WhatWhereLlamaPreTrainedModel, GenerationMixin):
+class WhatWhereLlamaForCausalLM(CausalLM, WhatWhereLlamaPreTrainedModel, GenerationMixin):
     """The decoder with a language-modelling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
-    _fsdp_plan = {"lm_head": "keep_full_weight"}
-
-    def __init__(self, config: WhatWhereLlamaConfig) -> None:
-        super().__init__(config)
-        self.model = WhatWhereLlamaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(  # type: ignore[misc]
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
-        """Runs the decoder, see `WhatWhereLlamaModel.forward`, and the head, see `causal_lm_output`."""
-        outputs: BaseModelOutputWithPast = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        return causal_lm_output(self, outputs, labels, logits_to_keep, **kwargs)
 
 
 class WhatWhereLlamaForSequenceClassification(GenericForSequenceClassification, WhatWhereLlamaPreTrainedModel):

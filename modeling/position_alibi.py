@@ -56,9 +56,7 @@ class ALiBiTerm(Term):
     differentiable = (False, False, False)
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         slopes, query_positions, key_positions = tensors
         # Negative distances are masked.
         distance = (query_positions[:, :, None] - key_positions[:, None, :]).clamp(min=0)[:, None]

@@ -280,24 +280,15 @@ class PositionEncoding(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no term")
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        context: PositionContext,
-        *,
-        scaling: float,
-        dropout: float,
-        implementation: str,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Computes attention in the encoding's own way; called before `after_cache`.
 
         Args:
             query: (B, H, Q, D). key: (B, G, K, D), as cached. value: (B, G, K, V).
             mask: see `attention_mask`. context: the context of this layer.
-            scaling: the factor on q.k. dropout: the probability of dropping an attention weight; 0 outside training.
-            implementation: "eager", "blockwise", "sdpa" or "flex_attention".
+            options: `scaling`, the factor on q.k; `dropout`, the probability of dropping an attention weight, 0 outside
+                training; `implementation`, "eager", "blockwise", "sdpa" or "flex_attention".
 
         Returns:
             The output (B, H, Q, V) and the weights (B, H, Q, K) or None; or None: softmax attention does it.

@@ -88,9 +88,7 @@ class CoPETerm(Term):
     required: ClassVar[int] = 1
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         query = tensors[1] if len(tensors) > 1 else query
         return interpolated(torch.sigmoid(content), query, tensors[0], settings[0])
 
@@ -109,7 +107,6 @@ class CoPETerm(Term):
             self.grad_position_query = torch.zeros_like(self.position_query)
         # With gates near 0.5, and some rows.
         self.guess = 3 * (self.last + 1)
-        self.state: tuple[torch.Tensor, ...] = ()
 
     def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sets `last`, the largest position; returns what q is multiplied with for values and slopes, (D, S) each.
@@ -241,9 +238,7 @@ class GatedCoPETerm(CoPETerm):
     required = 2
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         table, gate_key, *_ = tensors
         B, H, Q, D = query.shape
         G = gate_key.shape[1]

@@ -49,9 +49,7 @@ class CoPEALiBiTerm(Term):
     differentiable: ClassVar[tuple[bool, ...]] = (True,)
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         gates = torch.sigmoid(content)
         positions = gates.flip(-1).cumsum(-1).flip(-1)
         return tensors[0][: query.shape[1], None, None].to(content.dtype) * positions
@@ -60,7 +58,6 @@ class CoPEALiBiTerm(Term):
         super().__init__(tensors, settings, attention)
         self.slopes = attention.of_heads(tensors[0])
         self.grad_slopes = torch.zeros_like(self.slopes)
-        self.state: tuple[torch.Tensor, ...] = ()
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         gates = torch.sigmoid(logits)

@@ -106,9 +106,7 @@ class CoPEMLPTerm(CoPETerm):
     required = 3
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         scale, last = settings
         weight, bias, output = (tensor.to(content.dtype) for tensor in tensors)
         weight = weight / last

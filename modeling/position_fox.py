@@ -50,9 +50,7 @@ class FoXTerm(Term):
     differentiable = (True,)
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         (log_forget,) = tensors
         gates = torch.where(content > HIDDEN, log_forget[:, :, None].to(content.dtype), 0.0)
         return _newer(gates.flip(-1)).flip(-1)

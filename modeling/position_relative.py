@@ -52,9 +52,7 @@ class RelativeTerm(Term):
     differentiable = (True, False, False)
 
     @staticmethod
-    def bias(
-        content: torch.Tensor, query: torch.Tensor, tensors: Sequence[torch.Tensor], settings: Sequence[float]
-    ) -> torch.Tensor:
+    def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         table, query_positions, key_positions = tensors
         scale, capped = settings
         P = table.shape[0]

@@ -20,6 +20,10 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
 from .attention import choose_implementation
 from .model_card import PIPELINES, card_tags, complete_card
@@ -220,7 +224,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 def register(*classes: Any) -> None:
     """Registers a family's classes, the decoder first, with the Auto classes: in this process, and in what is saved."""
     classes[0].config_class.register_for_auto_class()
-    classes[0].__base__._decoder_class = classes[0]
+    classes[0].__bases__[-1]._decoder_class = classes[0]
     for cls in classes:
         name = "AutoModel" + re.sub("WhatWhere(GPT2|Llama)(Model)?", "", cls.__name__)
         cls.register_for_auto_class(name)
@@ -237,77 +241,143 @@ def refusal(message: str) -> ValueError:
     return type("RequestError", (ValueError, server.HTTPException), fields)(message)
 
 
-def prepare_forward(
-    model: Any,
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    past_key_values: Cache | None,
-    use_cache: bool | None,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns the token embeddings (B, Q, E) of a forward pass, and the arguments of every layer.
+class Decoder:
+    """The forward pass of the decoders of both families, which define `layers`, `norm` and `embed`."""
 
-    Args:
-        model: the decoder.
-        input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
-        inputs_embeds: (B, Q, E).
-        attention_mask: (B, past + Q) with 0 for padding; 4D (B, 1, Q, K); or what `create_masks_for_generate` returned.
-        position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
-            attention_mask nor anything in the cache.
-        past_key_values: the cache.
-        use_cache: whether to return a cache.
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(  # type: ignore[misc]
+        self: Any,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """Runs the decoder.
 
-    Raises:
-        ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
-            than the encoding supports.
-    """
-    if (input_ids is None) ^ (inputs_embeds is not None):
-        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-    if inputs_embeds is None:
-        inputs_embeds = model.get_input_embeddings()(input_ids)
-    config = model.config
-    batch, length = inputs_embeds.shape[:2]
-    if use_cache and past_key_values is None:
-        past_key_values = DynamicCache(config=config)
-    first = first_own_layer(model)
-    past_length: Any = past_key_values.get_seq_length(first) if past_key_values is not None else 0
-    if isinstance(past_length, torch.Tensor):
-        # A static cache returns its live counter, which every layer's update changes.
-        past_length = past_length.clone().to(inputs_embeds.device)
-    consecutive = position_ids is None
-    if position_ids is None:
-        position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
-    _check_positions(position_ids, batch, length)
-    _check_length(config, model.shared_encodings.max_length, position_ids)
-    key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
-    _check_mask(config, attention_mask, batch, length, past_length, key_length, past_key_values is None)
-    _check_context_parallel(config)
-    given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
-    context = PositionContext(position_ids, given, past_length, key_length, consecutive)
-    context = model.shared_encodings(inputs_embeds, context)
-    # Transformers detects packed documents only without a cache; an empty cache is equivalent.
-    empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
-    mask: Any = create_causal_mask(
-        config=config,
-        inputs_embeds=inputs_embeds,
-        attention_mask=attention_mask,
-        past_key_values=None if empty and not consecutive else past_key_values,
-        position_ids=None if consecutive else position_ids,
-    )
-    return inputs_embeds, {
-        "attention_mask": mask,
-        "position_context": context,
-        "position_ids": position_ids,
-        "past_key_values": past_key_values,
-        "use_cache": use_cache,
-    }
+        Args:
+            input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
+            attention_mask: (B, past + Q) with 0 for padding; 4D (B, 1, Q, K); or from `create_masks_for_generate`.
+            position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
+                attention_mask nor anything in the cache.
+            past_key_values: the cache.
+            inputs_embeds: (B, Q, E).
+            use_cache: whether to return a cache.
+            token_type_ids: int64 (B, Q); GPT-2-style models add their embeddings, Llama-style ones ignore them.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
+                than the encoding supports.
+        """
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        config = self.config
+        batch, length = inputs_embeds.shape[:2]
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=config)
+        first = first_own_layer(self)
+        past_length: Any = past_key_values.get_seq_length(first) if past_key_values is not None else 0
+        if isinstance(past_length, torch.Tensor):
+            # A static cache returns its live counter, which every layer's update changes.
+            past_length = past_length.clone().to(inputs_embeds.device)
+        consecutive = position_ids is None
+        positions: Any = position_ids
+        if consecutive:
+            positions = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
+        _check_positions(positions, batch, length)
+        _check_length(config, self.shared_encodings.max_length, positions)
+        key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
+        _check_mask(config, attention_mask, batch, length, past_length, key_length, past_key_values is None)
+        _check_context_parallel(config)
+        given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
+        context = PositionContext(positions, given, past_length, key_length, consecutive)
+        context = self.shared_encodings(inputs_embeds, context)
+        # Transformers detects packed documents only without a cache; an empty cache is equivalent.
+        empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
+        mask: Any = create_causal_mask(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=None if empty and not consecutive else past_key_values,
+            position_ids=None if consecutive else positions,
+        )
+        # Later pipeline stages get hidden states in place of embeddings.
+        hidden_states = self.embed(inputs_embeds, positions, token_type_ids) if first == 0 else inputs_embeds
+        for layer in self.layers[: config.num_hidden_layers]:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                position_context=context,
+                position_ids=positions,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(self.norm(hidden_states), past_key_values)
+
+
+class CausalLM:
+    """The decoder with a language-modelling head, of both families."""
+
+    _tp_plan: Any = {"lm_head": "colwise_gather_output"}
+    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan: Any = {"lm_head": "keep_full_weight"}
+
+    def __init__(self: Any, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        setattr(self, self.base_model_prefix, self._decoder_class(config))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(  # type: ignore[misc]
+        self: Any,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        token_type_ids: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Runs the decoder, see `Decoder`, and the head.
+
+        Args:
+            labels: int64 (B, Q), -100 where ignored; shifted here.
+            logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
+            kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
+        """
+        outputs: BaseModelOutputWithPast = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            token_type_ids=token_type_ids,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states: Any = outputs.last_hidden_state
+        logits = self.lm_head(hidden_states[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
 
 
 def first_own_layer(model: Any) -> int:
     """Returns the index of the first decoder layer that this process has: not 0 on later pipeline stages."""
-    layers = model.layers if hasattr(model, "layers") else model.h
-    return next((index for index, layer in enumerate(layers) if isinstance(layer, GradientCheckpointingLayer)), 0)
+    return next((index for index, layer in enumerate(model.layers) if isinstance(layer, GradientCheckpointingLayer)), 0)
 
 
 def _check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None:
@@ -383,26 +453,3 @@ def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) ->
             f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
             f"({limit} tokens). Shorten it, or use an encoding other than 'absolute' and 'relative'."
         )
-
-
-def causal_lm_output(
-    model: Any,
-    outputs: BaseModelOutputWithPast,
-    labels: torch.Tensor | None,
-    logits_to_keep: int | torch.Tensor,
-    **kwargs: Any,
-) -> CausalLMOutputWithPast:
-    """Returns logits (B, kept, V) and the loss, a scalar or None, from the decoder's outputs.
-
-    Args:
-        labels: int64 (B, Q), -100 where ignored; shifted here.
-        logits_to_keep: compute the logits of the last so many tokens only; 0 for all; or indices.
-        kwargs: `num_items_in_batch` divides the loss by that number instead of the mean.
-    """
-    kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-    hidden_states: Any = outputs.last_hidden_state
-    logits = model.lm_head(hidden_states[:, kept])
-    loss = None
-    if labels is not None:
-        loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **kwargs)
-    return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)

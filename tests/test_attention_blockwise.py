@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 import whatwhere.attention_blockwise as blockwise
-import whatwhere.position_stick_breaking
 from tiny import LargestTensor, causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
 from whatwhere.position_cope import GatedCoPETerm
@@ -476,8 +475,7 @@ def as_on_a_gpu(monkeypatch):
 
     def start():
         monkeypatch.setattr(blockwise, "decides_by_data", lambda device: False)
-        for module in (blockwise, whatwhere.position_stick_breaking):
-            monkeypatch.setattr(module, "_without_autocast", guarded)
+        monkeypatch.setattr(blockwise, "_without_autocast", guarded)
 
     return start
 
@@ -536,10 +534,9 @@ def test_models_on_the_path_of_a_gpu(encoding, as_on_a_gpu):
 @pytest.fixture
 def on_meta(monkeypatch):
     """The meta device as a GPU: what is in its tensors cannot be read, and operators run as they are there."""
-    for operators in (blockwise, whatwhere.position_stick_breaking):
-        monkeypatch.setattr(operators, "_without_autocast", lambda device: contextlib.nullcontext())
-        for operator in (operators._attention.forward, operators._attention.backward):
-            monkeypatch.setattr(operator, "_abstract_fn", operator._init_fn)
+    monkeypatch.setattr(blockwise, "_without_autocast", lambda device: contextlib.nullcontext())
+    for operator in (blockwise._attention.forward, blockwise._attention.backward):
+        monkeypatch.setattr(operator, "_abstract_fn", operator._init_fn)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)
 
 
