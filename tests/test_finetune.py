@@ -565,7 +565,7 @@ def test_a_corpus_by_name_is_streamed(corpus, stock, tmp_path):
     [
         (["--data", "pg19", "--splits", '{"train": "x"}'], "splits={'train': 'x'}"),
         (["--data", "pg19", "--text-field", "page"], "text_field='page'"),
-        (["--data", "wikitext103"], "split='train' of corpus 'wikitext103' is not known"),
+        (["--data", "wikitext103"], "split='train' of corpus 'wikitext103' is not"),
         (["--data", "pg19", "--train-file", "a.txt"], r"train_file=\['a.txt'\]"),
         (["--train-file", "a.txt"], "data_dir=.* has no effect"),
         (["--data", "stdlib"], "data_dir=.* has no effect"),
