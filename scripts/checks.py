@@ -27,13 +27,9 @@ NotNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
 class Refused(ValueError):
     """User input is not valid; the message has all known problems."""
 
-    # What is not valid, for the message.
-    what = "the input"
-
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        lines = [f"{self.what} has {len(problems)} errors:", *problems]
-        super().__init__(problems[0] if len(problems) == 1 else "\n- ".join(lines))
+        super().__init__(problems[0] if len(problems) == 1 else "\n- ".join([f"{len(problems)} errors:", *problems]))
 
 
 class Checked(pydantic.BaseModel):
@@ -55,12 +51,12 @@ class Checked(pydantic.BaseModel):
         return self
 
 
-def parse(cls: type[C], values: Any, *, path: str = "", error: type[Refused] = Refused) -> C:
-    """Builds an instance from a mapping, or raises `error` with all problems; `path` is a prefix of field names."""
+def parse(cls: type[C], values: Any, *, path: str = "") -> C:
+    """Builds an instance from a mapping, or raises Refused with all problems; `path` is a prefix of field names."""
     try:
         return cls.model_validate(values)
     except pydantic.ValidationError as found:
-        raise error(*_messages(cls, found, path)) from None
+        raise Refused(*_messages(cls, found, path)) from None
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

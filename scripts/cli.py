@@ -1,10 +1,11 @@
 """The command `whatwhere`, which imports and runs a sub-command."""
 
-import difflib
 import importlib
 import os
 import sys
 from typing import Any
+
+from whatwhere.position_base import suggest
 
 from .training.errors import reported
 
@@ -71,9 +72,7 @@ def _run(arguments: list[str]) -> Any:
         return None
     name, *rest = arguments
     if name not in _MODULES:
-        near = difflib.get_close_matches(name, _MODULES, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        sys.exit(f"error: command={name!r} is not valid. {hint}Allowed: {', '.join(_MODULES)}.")
+        sys.exit(f"error: command={name!r} is not valid. {suggest(name, _MODULES)}")
     again = " with --resume auto" if name in ("train", "finetune") else ""
     with reported(f"Run the same command again{again}."):
         result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)

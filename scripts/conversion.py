@@ -171,14 +171,12 @@ def convert(
     return result, list(missing), sorted(weights.keys() - kept.keys())
 
 
-def convert_checkpoint(
-    source: str,
-    position_encoding: str | list[str] | None = None,
-    parameters: dict[str, Any] | None = None,
-    rope_parameters: dict[str, Any] | None = None,
-) -> tuple[Any, list[str], list[str]]:
-    """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new."""
-    model, new, dropped = convert(load_source(source), position_encoding, parameters, rope_parameters)
+def convert_checkpoint(source: str, *encoding: Any) -> tuple[Any, list[str], list[str]]:
+    """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new.
+
+    `encoding` are the arguments of `convert` after the model.
+    """
+    model, new, dropped = convert(load_source(source), *encoding)
     optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
     record: Any = cached_file(source, RECORD, **optional)
     known = json.loads(Path(record).read_text(encoding="utf-8"))["new_parameters"] if record else ()
@@ -226,18 +224,13 @@ def _reorder(weights: dict[str, torch.Tensor], model: Any, index: int, order: to
     config = model.config
     width, heads, key_heads = head_dim(config), config.num_attention_heads, config.num_key_value_heads
 
-    def rows(count: int, first: int = 0) -> torch.Tensor:
-        return (first + torch.arange(count)[:, None] * width + order).flatten()
+    def rows(count: int) -> torch.Tensor:
+        return (torch.arange(count)[:, None] * width + order).flatten()
 
     if config.model_type == "whatwhere_gpt2":
         name = f"transformer.h.{index}.attn."
-        merged = torch.cat(
-            (
-                rows(heads),
-                rows(key_heads, heads * width),
-                torch.arange((heads + key_heads) * width, (heads + 2 * key_heads) * width),
-            )
-        )
+        values = torch.arange(key_heads * width) + (heads + key_heads) * width
+        merged = torch.cat((rows(heads), rows(key_heads) + heads * width, values))
         weights[f"{name}c_attn.weight"] = weights[f"{name}c_attn.weight"][:, merged]
         weights[f"{name}c_attn.bias"] = weights[f"{name}c_attn.bias"][merged]
     else:

@@ -17,6 +17,7 @@ import datasets
 from processes import python
 from whatwhere.scripts.data import corpus
 from whatwhere.scripts.data import tokenize as tokens
+from whatwhere.scripts.data.corpus import TextSource, find_files
 from whatwhere.scripts.data.pack import (
     IGNORED,
     Packer,
@@ -24,7 +25,6 @@ from whatwhere.scripts.data.pack import (
     add_labels,
 )
 from whatwhere.scripts.data.prepared import TextBlocks, prepare
-from whatwhere.scripts.data.source import TextSource, find_files
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]

@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 from layout_worker import copy_unfinished
 from processes import TORCHRUN, python
+from whatwhere.scripts.checks import Refused
 from whatwhere.scripts.training import distributed
 from whatwhere.scripts.training import model as training_model
 from whatwhere.scripts.training.distributed import check_layout
 from whatwhere.scripts.training.errors import TrainingError
 from whatwhere.scripts.training.loop import train
 from whatwhere.scripts.training.model import build_config, build_model
-from whatwhere.scripts.training.recipe import RecipeError, parse_recipe
+from whatwhere.scripts.training.recipe import parse_recipe
 
 ENCODINGS = ("rope", "pope", "cope")
 
@@ -179,7 +180,7 @@ def test_layouts_that_do_not_fit(layout, family, message):
     if family == "tied":
         recipe["model"]["tie_word_embeddings"] = True
     recipe = parse_recipe(recipe)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(Refused, match=message):
         check_layout(recipe, build_config(recipe), 4)
 
 
@@ -234,7 +235,7 @@ def test_chunked_loss(kind, autocast):
 
 def test_what_liger_needs(monkeypatch, tmp_path):
     recipe = values("rope", chunked_loss="liger", compile=True)
-    with pytest.raises(RecipeError, match=r"training\.compile=True .*'layers'"):
+    with pytest.raises(Refused, match=r"training\.compile=True .*'layers'"):
         parse_recipe(recipe)
     monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TrainingError, match=r"training\.chunked_loss='liger' .*whatwhere\[liger\]"):

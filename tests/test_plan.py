@@ -17,9 +17,10 @@ import whatwhere
 from processes import TORCHRUN, python
 from tiny import FAMILIES, causal_lm_class, tiny_config
 from whatwhere.scripts import cli
+from whatwhere.scripts.checks import Refused
 from whatwhere.scripts.training.flops import flops_per_token, peak_flops
 from whatwhere.scripts.training.plan import plan
-from whatwhere.scripts.training.recipe import RecipeError, load_recipe
+from whatwhere.scripts.training.recipe import load_recipe
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "launch"
 
@@ -142,7 +143,7 @@ def test_printed_plan(capsys):
 
 
 def test_tokenizer_is_not_needed_with_a_vocabulary():
-    with pytest.raises(RecipeError, match=r"model\.vocab_size"):
+    with pytest.raises(Refused, match=r"model\.vocab_size"):
         plan(small("data.tokenizer=./no"))
     assert plan(small("data.tokenizer=./no", "model.vocab_size=300")).parameters
 

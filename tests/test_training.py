@@ -28,7 +28,7 @@ from processes import TORCHRUN, python
 from tiny import slow_but
 from toys import SOLVABLE, toy_recipe, with_changes
 from whatwhere.scripts import cli
-from whatwhere.scripts.training import data, estimate, loop, progress
+from whatwhere.scripts.training import data, loop, plan, progress
 from whatwhere.scripts.training.checkpoint import Checkpoints
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.flops import flops_per_token
@@ -223,17 +223,17 @@ def test_progress_in_a_log(data_dir, tmp_path, monkeypatch, capsys):
 def test_estimate(monkeypatch):
     """With a clock that advances by a second at each call: passes and updates take one second each."""
     ticks = itertools.count()
-    monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(plan, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     state = torch.get_rng_state()
     # 6 steps of 4 sequences, 2 evaluations of 3 and one of 9, at a third of the cost; 6 updates
-    seconds = estimate.estimate_seconds(recipe(evaluation__final_blocks=9))
+    seconds = plan.estimate_seconds(recipe(evaluation__final_blocks=9))
     assert seconds == pytest.approx((6 * 4 + (2 * 3 + 9) / 3) / 4 + 6)
     assert torch.equal(torch.get_rng_state(), state)
     large = recipe(data__sequence_length=2048, model__hidden_size=768, model__num_hidden_layers=4)
-    assert estimate.estimate_seconds(large) is None or torch.accelerator.is_available()
+    assert plan.estimate_seconds(large) is None or torch.accelerator.is_available()
     monkeypatch.undo()
-    assert estimate.estimate_seconds(recipe(training__chunked_loss=True)) > 0
-    assert [estimate.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
+    assert plan.estimate_seconds(recipe(training__chunked_loss=True)) > 0
+    assert [plan.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
 
 
 # --- resume

@@ -35,6 +35,16 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
 
 
+def recipe_of(options: argparse.Namespace) -> Any:
+    """Returns the recipe of the options of `add_recipe`."""
+    from ..training.recipe import load_recipe
+
+    own = {"train_file": options.train_file, "validation_file": options.validation_file}
+    recipe = load_recipe(options.recipe, options.set, **own)
+    check_data_dir(options.data_dir, recipe.data.texts())
+    return recipe
+
+
 def check_data_dir(data_dir: str | None, texts: Iterable[Any]) -> None:
     """Raises ValueError if the option is given and none of the texts, of `TextSource`, is read from that folder."""
     if data_dir is not None and not any(text.splits and text.source in ("local", "corpus") for text in texts):

@@ -25,7 +25,6 @@ are learned by fine-tuning. `cope+rope` starts with the source's logits, if that
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
     result = command_parser("convert", "SOURCE --position-encoding NAME --output DIR [OPTIONS]", DESCRIPTION)
     result.add_argument("source", metavar="SOURCE", help="a folder or a Hub id")
     result.add_argument(
@@ -42,7 +41,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
     options = parser().parse_args(arguments)
     if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
         raise ValueError(f"output={str(options.output)!r} is not valid: it must be an empty or new folder.")

@@ -4,7 +4,7 @@ import argparse
 import typing
 
 from ..checks import parse
-from ..training.finetune import FinetuneError, Settings, finetune
+from ..training.finetune import Settings, finetune
 from .common import add_resume, check_data_dir, command_parser, json_value, name_or_list
 
 DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qwen3: CHECKPOINT is a folder or a Hub id.
@@ -32,12 +32,10 @@ def parser() -> argparse.ArgumentParser:
             result.add_argument(option, action="store_true", help=text)
         elif name == "position_encoding":
             result.add_argument(option, type=name_or_list, metavar="NAME", help=text)
-        elif name == "mixture":
+        elif kind is dict or name == "mixture":
             result.add_argument(option, type=json_value, metavar="JSON", help=text)
         elif kind is list:
             result.add_argument(option, nargs="+", metavar="FILE", help=text)
-        elif kind is dict:
-            result.add_argument(option, type=json_value, metavar="JSON", help=text)
         else:
             kind = kind if kind in (int, float) else str
             result.add_argument(option, type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind], help=text)
@@ -50,11 +48,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
     values = {key: value for key, value in vars(options).items() if key not in others}
     found = [source for name, source in (("mixture", "mixture"), ("train_file", "local")) if values.get(name)]
     values.setdefault("data", (*found, "stdlib")[0])
-    return parse(Settings, values, error=FinetuneError)
+    return parse(Settings, values)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
     options = parser().parse_args(arguments)
     settings = settings_of(options)
     check_data_dir(options.data_dir, settings.text(options.data_dir).texts())

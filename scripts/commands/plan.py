@@ -18,7 +18,6 @@ USABLE = 0.9
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
     result = command_parser("plan", "RECIPE [OPTIONS]", DESCRIPTION)
     result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
@@ -33,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
     options = parser().parse_args(arguments)
     from ..training.plan import plan
     from ..training.recipe import load_recipe
@@ -65,7 +63,7 @@ def _peak(options: argparse.Namespace) -> float | None:
 
 
 def _report(recipe: Any, found: Any, options: argparse.Namespace, peak: float | None) -> list[str]:
-    from ..training.estimate import describe_seconds
+    from ..training.plan import describe_seconds
 
     training, memory, devices = recipe.training, found.memory, options.devices
     tokens, layout = found.tokens_per_step, found.layout

@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from .common import add_recipe, check_data_dir, command_parser
+from .common import add_recipe, command_parser, recipe_of
 
 DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
 
@@ -16,7 +16,6 @@ checks the SHA-256 of all files."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
     result = command_parser("prepare", "RECIPE [OPTIONS]", DESCRIPTION)
     add_recipe(result)
     result.add_argument("--processes", type=int, metavar="N", help="number of processes; default: one for each core")
@@ -24,17 +23,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
     options = parser().parse_args(arguments)
     from ..data.prepared import MixedBlocks, PreparedText
     from ..training.data import load_data
-    from ..training.recipe import load_recipe
 
     if options.processes is not None and options.processes < 1:
         raise ValueError(f"--processes={options.processes!r} is not valid: it must be at least 1.")
-    own = {"train_file": options.train_file, "validation_file": options.validation_file}
-    recipe = load_recipe(options.recipe, options.set, **own)
-    check_data_dir(options.data_dir, recipe.data.texts())
+    recipe = recipe_of(options)
     if recipe.data.source == "task" or recipe.data.streaming:
         field = "streaming=True" if recipe.data.streaming else "source='task'"
         advice = " Use --set data.streaming=false, also with `whatwhere train`." if recipe.data.streaming else ""

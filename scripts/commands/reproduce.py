@@ -8,7 +8,7 @@ from ..evaluation.results import check_writable, provenance
 from ..reproduction import measures, report, runs
 from ..reproduction.runs import Run
 from ..reproduction.tables import TABLES, Table
-from ..training.estimate import describe_seconds, estimate_seconds
+from ..training.plan import describe_seconds, estimate_seconds
 from .common import command_parser
 
 DESCRIPTION = f"""Train the models of a table, and compare our results with the paper's, or the table's systems.

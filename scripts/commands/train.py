@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from .common import add_recipe, add_resume, check_data_dir, command_parser
+from .common import add_recipe, add_resume, command_parser, recipe_of
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -20,7 +20,6 @@ last 5 % of each."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
     result = command_parser("train", "RECIPE [OPTIONS]", DESCRIPTION, epilog=EPILOG)
     add_recipe(result)
     result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
@@ -29,14 +28,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
     options = parser().parse_args(arguments)
     from ..training.loop import train
-    from ..training.recipe import load_recipe
 
-    own = {"train_file": options.train_file, "validation_file": options.validation_file}
-    recipe = load_recipe(options.recipe, options.set, **own)
-    check_data_dir(options.data_dir, recipe.data.texts())
+    recipe = recipe_of(options)
     output = options.output or os.path.join("runs", recipe.name)
     continued = {"resume": options.resume, "resume_from": options.resume_from}
     results = train(recipe, output, **continued, data_dir=options.data_dir, arguments=arguments)

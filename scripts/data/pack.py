@@ -1,10 +1,12 @@
 """Blocks for training: of fixed length from joined documents, or padded blocks of single documents."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from .tokenize import tokenize_pieces
@@ -114,6 +116,19 @@ class ShuffledBatches:
         first, stop = (step * self.batch_size + part * self.batch_size // share[1] for part in (share[0], share[0] + 1))
         return self.blocks[[self._index(place) for place in range(first, stop)]]
 
+    def loader(
+        self, share: tuple[int, int], steps: range, *, workers: int = 0, pin_memory: bool = False
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Returns an iterator over a process's share of the batches of `steps`, with labels, read ahead of time."""
+        dataset: Any = steps
+        # With a generator: otherwise, `DataLoader` draws a random number of the training's.
+        options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
+        options["collate_fn"] = functools.partial(self._labelled, share)
+        return iter(DataLoader(dataset, batch_size=None, num_workers=workers, **options))
+
+    def _labelled(self, share: tuple[int, int], step: int) -> dict[str, torch.Tensor]:
+        return add_labels(self(step, share))
+
     def visited(self, steps: int) -> np.ndarray:
         """Returns the sorted indices of the blocks of the first steps, each once."""
         return np.unique([self._index(place) for place in range(steps * self.batch_size)])
@@ -158,16 +173,6 @@ class MixedBatches(ShuffledBatches):
         part = int(self._drawn[slot])
         within = self._parts[part]._index(page * int(self._counts[part]) + int(self._ranks[slot]))
         return int(self.blocks.starts[part]) + within
-
-
-class Steps(torch.utils.data.Dataset):
-    """A process's share of the batch of each step, with labels."""
-
-    def __init__(self, batches: Callable[..., dict[str, torch.Tensor]], share: tuple[int, int]) -> None:
-        self.batches, self.share = batches, share
-
-    def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        return add_labels(self.batches(step, self.share))
 
 
 def add_labels(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -48,10 +48,6 @@ CACHE_VARIABLE = "WHATWHERE_CACHE"
 SHARD_DOCUMENTS, SHARDS = 8192, 64
 
 
-class DamagedShard(ValueError):
-    """A file of prepared text is missing, cut or changed."""
-
-
 def cache_folder() -> Path:
     """Returns the folder of prepared text: `WHATWHERE_CACHE`, by default beside the cache of `datasets`."""
     default = Path(datasets.config.HF_DATASETS_CACHE).parent / "whatwhere"
@@ -325,9 +321,9 @@ def _stamp(file: Path) -> dict[str, int]:
     return {"bytes": stat.st_size, "written_ns": stat.st_mtime_ns}
 
 
-def _damaged(file: Path, reason: object) -> DamagedShard:
+def _damaged(file: Path, reason: object) -> ValueError:
     advice = f"Remove its folder {str(file.parent)!r}: the text is then tokenised again."
-    return DamagedShard(f"{str(file)!r} is damaged: {reason}. {advice}")
+    return ValueError(f"{str(file)!r} is damaged: {reason}. {advice}")
 
 
 def _read_json(file: Path) -> Any:

@@ -55,12 +55,14 @@ def build_tokenizer(
     if kind in ("bytes", "bpe"):
         return byte_level(_byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts))
     if kind == "jsb":
-        return _word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
+        return word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
     if kind == "remi":
         names = {f"{name}_token": f"{name.upper()}_None" for name in ("pad", "bos", "eos", "mask")}
-        return _word_tokenizer(remi_words(), **names)
+        return word_tokenizer(remi_words(), **names)
     if kind == "6mer":
-        return _genome_tokenizer()
+        # Other letters become <unk>, as in the Nucleotide Transformer.
+        names = {f"{name}_token": f"<{name}>" for name in ("unk", "pad", "mask", "cls")}
+        return word_tokenizer(GENOME_WORDS, GENOME_PATTERN, **names)
     try:
         tokenizer = load_tokenizer(kind)
     except (OSError, ValueError) as error:
@@ -245,10 +247,16 @@ def byte_level(backend: Tokenizer) -> PreTrainedTokenizerFast:
     return wrapped(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING)
 
 
-def _word_tokenizer(words: Sequence[str], **special_tokens: str) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # Without a decoder, words are joined by spaces again.
+def word_tokenizer(words: Sequence[str], pattern: str | None = None, **special_tokens: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of words between white space, or with `pattern` of the parts of a text that match it."""
+    unknown = special_tokens.get("unk_token", "<unk>")
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=unknown))
+    if pattern is None:
+        # Without a decoder, words are joined by spaces again.
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        backend.decoder = decoders.Fuse()
     return wrapped(backend, **special_tokens)
 
 
@@ -260,14 +268,6 @@ def _check_words(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -
                 f"a document contains the word {min(unknown)!r}, which is not in the tokenizer's vocabulary of "
                 f"{len(known)} words, such as {', '.join(map(repr, sorted(known)[:3]))}."
             )
-
-
-def _genome_tokenizer() -> PreTrainedTokenizerFast:
-    # Other letters become <unk>, as in the Nucleotide Transformer.
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(GENOME_WORDS)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(GENOME_PATTERN), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return wrapped(backend, **{f"{name}_token": f"<{name}>" for name in ("unk", "pad", "mask", "cls")})
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

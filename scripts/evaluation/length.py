@@ -80,8 +80,7 @@ def iterate_texts(
     if source == "stdlib":
         yield from load_text()["test"]["text"]
     elif source == "local":
-        from ..data.files import find_all, read_found
-        from ..data.rows import DATA_DIR_VARIABLE, data_folder
+        from ..data.rows import DATA_DIR_VARIABLE, data_folder, find_all, read_found
 
         option, root = "--test-files" if files else "--data-dir", None
         if data_dir or not files:

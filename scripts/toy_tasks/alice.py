@@ -65,7 +65,6 @@ class AliceConfig(SampleConfig):
     as_in_paper: bool = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the parameters together."""
         if self.as_in_paper and self.sentences != 2:
             yield "sentences", "with as_in_paper it must be 2"
 

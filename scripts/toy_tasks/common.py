@@ -10,11 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import datasets
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ..checks import Checked, Count, NotNegative
-from ..data.tokenize import END_OF_TEXT, PADDING, wrapped
+from ..data.tokenize import END_OF_TEXT, PADDING, word_tokenizer
 
 UNKNOWN = "<|unknown|>"
 # Part of every sample's seed, so that splits have independent random numbers.
@@ -123,15 +122,8 @@ def build_tokenizer(config: TaskConfig) -> PreTrainedTokenizerFast:
 
     Token i is symbol i of `config.symbols`. `decode(encode(text)) == text` for the text of any sample.
     """
-    symbols = config.symbols
-    vocabulary = {token: index for index, token in enumerate([*symbols, END_OF_TEXT, PADDING, UNKNOWN])}
-    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=UNKNOWN))
-    if config.separator:
-        # Without a decoder, tokens are joined with spaces.
-        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    else:
-        # Longest symbols first, since one may be the beginning of another. Other characters are unknown tokens.
-        pattern = "|".join(re.escape(symbol) for symbol in sorted(symbols, key=len, reverse=True))
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{pattern}|[\s\S]"), behavior="isolated")
-        backend.decoder = decoders.Fuse()
-    return wrapped(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PADDING, unk_token=UNKNOWN)
+    # Longest symbols first, since one may be the beginning of another. Other characters are unknown tokens.
+    symbols = map(re.escape, sorted(config.symbols, key=len, reverse=True))
+    pattern = None if config.separator else "|".join([*symbols, r"[\s\S]"])
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PADDING, "unk_token": UNKNOWN}
+    return word_tokenizer([*config.symbols, END_OF_TEXT, PADDING, UNKNOWN], pattern, **special)

@@ -43,7 +43,6 @@ class CountingConfig(TaskConfig):
     increment_weight: NotNegativeFloat = 7.0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the parameters together."""
         if self.min_steps > self.max_steps:
             yield "min_steps", f"it must be at most max_steps={self.max_steps!r}"
 

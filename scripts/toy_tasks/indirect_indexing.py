@@ -37,7 +37,6 @@ class IndirectIndexingConfig(TaskConfig):
     letters: Annotated[int, Field(ge=1, le=len(_LETTERS))] = len(_LETTERS)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields what is wrong with the parameters together."""
         if self.min_length > self.max_length:
             yield "min_length", f"it must be at most max_length={self.max_length!r}"
         if self.max_length > self.letters:

@@ -13,7 +13,6 @@ are written in the background. The folder gets its name when all of its files ar
 import contextlib
 import datetime
 import json
-import os
 import shutil
 import sys
 import warnings
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..data.prepared import file_sha256
+from ..evaluation.results import write_json
 from .errors import TrainingError
 from .run_folder import RunFolder, step_of
 
@@ -117,7 +117,9 @@ class Checkpoints:
         digests = {name: digest for each in self._gathered(own) for name, digest in each.items()}
         with self._agreed(folder, draft):
             if _is_first():
-                _write_state(draft, state, digests)
+                write_json(draft / "run.json", state)
+                digests["run.json"] = file_sha256(draft / "run.json")
+                write_json(draft / MANIFEST, {"format": FORMAT, "sha256": digests})
                 draft.rename(folder)
         if _is_first():
             self._remove_old()
@@ -258,15 +260,6 @@ def _alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _write_state(folder: Path, state: dict[str, Any], digests: dict[str, str]) -> None:
-    (folder / "run.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
-    sha256 = {**digests, "run.json": file_sha256(folder / "run.json")}
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "sha256": sha256}, indent=2) + "\n", encoding="utf-8")
-    for name in ("run.json", MANIFEST):
-        with (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def _is_first() -> bool:

@@ -1,4 +1,4 @@
-"""Training in several processes: the layout of a recipe's `distributed` section, and errors of stopped processes.
+"""Training in several processes: the layout of a recipe's `distributed` section.
 
 | dimension | meaning | applied by |
 |---|---|---|
@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,9 @@ from torch.distributed.tensor import DTensor
 from whatwhere.attention_triton import runs_on
 from whatwhere.position_base import suggest
 
+from ..checks import Refused
 from .errors import TrainingError
-from .recipe import Recipe, RecipeError, TrainingRecipe
-
-# Parts of error messages of gloo and NCCL.
-_TIMED_OUT = ("Timed out waiting", "timed out", "timeout")
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+from .recipe import Recipe, TrainingRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +59,7 @@ def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> 
     """Returns the layout of a recipe on this number of processes; it must fit the model and the batch, too."""
     wanted, training = recipe.distributed, recipe.training
     if wanted.cp > 1:
-        raise RecipeError(
+        raise Refused(
             f"distributed.cp={wanted.cp!r} is not valid with position_encoding={config.position_encoding!r}: context "
             "parallelism ignores masks and biases. Allowed: 1."
         )
@@ -71,13 +68,13 @@ def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> 
     fixed = wanted.dp_shard * wanted.tp
     replicas = wanted.dp_replicate or processes // fixed
     if not replicas or replicas * fixed != processes:
-        raise RecipeError(
+        raise Refused(
             f"distributed: dp_replicate={wanted.dp_replicate!r}, dp_shard={wanted.dp_shard!r} and tp={wanted.tp!r} are "
             f"not valid: their product must be the number of processes, {processes}."
         )
     shares = replicas * wanted.dp_shard
     if training.batch_size % (shares * (training.micro_batch_size or 1)):
-        raise RecipeError(
+        raise Refused(
             f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of micro_batch_size="
             f"{training.micro_batch_size!r} times the number of data-parallel processes, {shares}."
         )
@@ -87,20 +84,20 @@ def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> 
 def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
     tp = recipe.distributed.tp
     if config.base_model_tp_plan is None:
-        raise RecipeError(
+        raise Refused(
             f"distributed.tp={tp!r} is not valid: model.family={recipe.model['family']!r} has no tensor-parallel plan."
         )
     if config.tie_word_embeddings:
-        raise RecipeError(
+        raise Refused(
             f"distributed.tp={tp!r} is not valid with model.tie_word_embeddings=True: embeddings and output layer are "
             "divided in different ways. Allowed: False."
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if getattr(config, name) % tp:
-            raise RecipeError(f"distributed.tp={tp!r} is not valid: it must divide {name}={getattr(config, name)!r}.")
+            raise Refused(f"distributed.tp={tp!r} is not valid: it must divide {name}={getattr(config, name)!r}.")
     for name, refused in (("chunked_loss", (True, "liger")), ("compile", (True,))):
         if (value := getattr(recipe.training, name)) in refused:
-            raise RecipeError(f"training.{name}={value!r} is not valid with distributed.tp={tp!r}. Allowed: False.")
+            raise Refused(f"training.{name}={value!r} is not valid with distributed.tp={tp!r}. Allowed: False.")
 
 
 def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
@@ -230,33 +227,3 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None
         for group in groups:
             torch.nn.utils.clip_grads_with_norm_(group, limit, norm)
     return norm
-
-
-@contextlib.contextmanager
-def explained(accelerator: Accelerator, timeout: int, where: Callable[[], str]) -> Iterator[None]:
-    """Converts errors of communication between processes into a TrainingError; `where` returns how to continue."""
-    try:
-        yield
-    except RuntimeError as error:
-        text, processes = str(error), accelerator.num_processes
-        if processes == 1 or isinstance(error, TrainingError):
-            raise
-        if any(words in text for words in _TIMED_OUT):
-            what = f"has not answered for {timeout} seconds (training.ddp_timeout)"
-        elif any(words in text for words in _GONE):
-            what = "has ended"
-        else:
-            raise
-        raise TrainingError(
-            f"another of {processes} processes {what}. Process {accelerator.process_index} stops {where()} "
-            f"({text.splitlines()[0]})"
-        ) from error
-
-
-def any_process(accelerator: Accelerator, here: bool) -> bool:
-    """Returns whether the condition is true in any process, so that all leave the loop at the same step."""
-    if accelerator.num_processes == 1:
-        return here
-    if here:
-        accelerator.set_trigger()
-    return accelerator.check_trigger()

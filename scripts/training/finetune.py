@@ -21,35 +21,27 @@ from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig
 
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.position_registry import max_length
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
 from ..conversion import RECORD, card_metadata, convert_checkpoint, load_source
 from ..data.corpora import CORPORA
+from ..data.corpus import SOURCES, TextSource
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
-from ..data.source import SOURCES, TextSource
 from ..data.tokenize import build_tokenizer, load_tokenizer
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
 from .errors import TrainingError
-from .loop import Run, file_problems
-from .model import build_optimizer, count_parameters, prepare_model
+from .loop import Run, file_problems, train
+from .model import build_optimizer, check_length, count_parameters, prepare_model
 from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Mixture, Recipe, Schedule, TrainingRecipe
-from .run_folder import RunFolder
 
 # Tokens drawn from a source's predictions; deleted at the end.
 TARGETS = "targets-{}.bin"
 
 Length = Annotated[int, Field(ge=2)]
-
-
-class FinetuneError(Refused):
-    """Fine-tuning cannot run; the message gives the reasons."""
-
-    what = "the command"
 
 
 class Settings(Checked):
@@ -96,7 +88,6 @@ class Settings(Checked):
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yields (field, reason) for problems across fields."""
         if self.data in CORPORA:
             for name in {*TextSource.model_fields, "mixture"} - {"source", "streaming"}:
                 if getattr(self, name) != DataRecipe.model_fields[name].default:
@@ -128,6 +119,9 @@ class Settings(Checked):
         if self.lora and self.dp_shard > 1:
             yield "dp_shard", "adapters are not sharded. Allowed with lora: 1"
 
+    def resolved(self) -> dict[str, Any]:
+        return self.model_dump()
+
     def text(self, data_dir: str | None = None, **changes: Any) -> DataRecipe:
         options = {name: getattr(self, name) for name in DataRecipe.model_fields if name in Settings.model_fields}
         options["source"] = self.data
@@ -139,33 +133,19 @@ class Settings(Checked):
         return DataRecipe.model_construct(**{**options, **changes})
 
 
-def finetune(
-    settings: Settings,
-    output: str | os.PathLike[str],
-    *,
-    resume: bool | Literal["auto"] = False,
-    resume_from: int | None = None,
-    data_dir: str | None = None,
-    arguments: list[str] | None = None,
-) -> dict[str, Any]:
-    """Fine-tunes a checkpoint into the folder `output` and returns the contents of `results.json`.
-
-    Other arguments and errors are those of `loop.train`.
-    """
-    if problems := [*file_problems(settings.text(), data_dir)]:
-        raise FinetuneError(*problems)
-    folder = RunFolder(Path(output), Finetuning.record)
-    with folder.lock():
-        resume, results = folder.begin(resume_from is not None or resume, settings.model_dump())
-        if results is not None:
-            return results
-        return Finetuning(settings, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
+def finetune(settings: Settings, output: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+    """Fine-tunes a checkpoint into the folder `output`; the other arguments, result and errors are those of `train`."""
+    return train(settings, output, **options, kind=Finetuning)
 
 
 class Finetuning(Run):
     """The state of a run that begins with a checkpoint."""
 
     command, record = "finetune", "finetune.json"
+
+    @staticmethod
+    def problems(recipe: Any, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
+        yield from file_problems(recipe.text(), data_dir)
 
     def __init__(self, options: Settings, output: Path, data_dir: str | None, **resume: Any) -> None:
         set_seed(options.seed)
@@ -174,14 +154,14 @@ class Finetuning(Run):
         self.attention: AttentionTargets | None = None
         self.before: dict[str, Any] = {}
         if options.new_learning_rate is not None and not self.fresh:
-            raise FinetuneError(f"new_learning_rate={options.new_learning_rate!r} is not valid: no parameter is new.")
+            raise Refused(f"new_learning_rate={options.new_learning_rate!r} is not valid: no parameter is new.")
         recipe = _recipe(options, self.loaded.config, data_dir)
         if options.distill_from is not None:
             _check_vocabulary(options.distill_from, recipe.data.tokenizer, self.loaded.config.vocab_size)
         super().__init__(recipe, output, data_dir, **resume)
 
     def settings(self) -> dict[str, Any]:
-        return self.options.model_dump()
+        return self.options.resolved()
 
     def config(self) -> Any:
         return self.loaded.config
@@ -379,11 +359,11 @@ def _fingerprint(checkpoint: str) -> str | None:
 
 
 def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
-    """Raises FinetuneError if a source of distillation has other tokens than the model, except for added ones."""
+    """Raises Refused if a source of distillation has other tokens than the model, except for added ones."""
     with checked_loading(source, "distill_from"):
         size = AutoConfig.from_pretrained(source).vocab_size
     if size != vocab_size:
-        raise FinetuneError(
+        raise Refused(
             f"distill_from={source!r} is not valid: it has {size} tokens (vocab_size), the model has {vocab_size}."
         )
     try:
@@ -396,28 +376,23 @@ def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
         for one in (theirs, build_tokenizer(tokenizer))
     ]
     if vocabularies[0] != vocabularies[1]:
-        raise FinetuneError(
+        raise Refused(
             f"distill_from={source!r} is not valid: its tokenizer has other tokens than tokenizer={tokenizer!r}."
         )
 
 
 def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
-    limit = max_length(config)
-    if limit is not None and length > limit:
-        raise FinetuneError(
-            f"sequence_length={length!r} is not valid: position_encoding={config.position_encoding!r} supports at "
-            f"most {limit} tokens."
-        )
+    check_length(config, length, "sequence_length")
     name = options.tokenizer or options.checkpoint
     try:
         tokenizer = build_tokenizer(name)
     except ValueError as error:
         if options.tokenizer is None and error.__cause__ is not None:
-            raise FinetuneError(f"checkpoint={name!r} has no tokenizer: give one with --tokenizer.") from error
+            raise Refused(f"checkpoint={name!r} has no tokenizer: give one with --tokenizer.") from error
         raise
     if len(tokenizer) > config.vocab_size:
-        raise FinetuneError(
+        raise Refused(
             f"tokenizer={name!r} is not valid: it has {len(tokenizer)} tokens, the model has {config.vocab_size}."
         )
     processes = int(os.environ.get("WORLD_SIZE", "1"))

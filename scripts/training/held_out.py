@@ -16,12 +16,11 @@ HOPELESS = 700.0
 
 
 @torch.no_grad()
-def evaluate(run: Any, split: str, *, batch_size: int, limit: int | None) -> dict[str, float]:
+def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]:
     """Scores `limit` evenly spaced blocks of a held-out split; by default all.
 
     Args:
         split: its name in `run.data.held_out`.
-        batch_size: blocks per batch and process.
 
     Returns:
         for a toy task, `loss` (nats per answer token) and the result of `summarise`. For text, `bits_per_byte` (all
@@ -30,14 +29,15 @@ def evaluate(run: Any, split: str, *, batch_size: int, limit: int | None) -> dic
         `bits_per_byte`.
     """
     data, model, device = run.data, run.whole_model, run.accelerator.device
+    per_batch = run.micro_batch_size * run.layout.data_share[1]
     model.eval()
     blocks, is_task = data.held_out[split], data.unit == "samples"
     count = min(limit or len(blocks), len(blocks))
     chosen = [i * len(blocks) // count for i in range(count)]
     index, shares = run.layout.data_share
     sums = torch.zeros(5 if is_task else 3, dtype=torch.float64)
-    for start in range(0, count, batch_size * shares):
-        rows = chosen[start : start + batch_size * shares]
+    for start in range(0, count, per_batch):
+        rows = chosen[start : start + per_batch]
         mine = rows[index * len(rows) // shares : (index + 1) * len(rows) // shares]
         # A sharded model needs all processes in each forward pass; one without a block repeats the first.
         if not mine and not run.layout.is_sharded:

@@ -28,10 +28,11 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from whatwhere.model_card import weights_fingerprint
 
 from ..cards.folder import write_card
+from ..checks import Refused
 from ..conversion import FAMILIES
-from ..data.pack import IGNORED, Steps
+from ..data.corpus import find_files
+from ..data.pack import IGNORED
 from ..data.rows import DATA_DIR_VARIABLE
-from ..data.source import find_files
 from ..evaluation.results import provenance, write_json, write_text
 from .checkpoint import (
     Checkpoints,
@@ -45,12 +46,10 @@ from .checkpoint import (
 from .data import load_data
 from .distributed import (
     accumulating,
-    any_process,
     build_accelerator,
     check_layout,
     clip_gradients,
     distribute,
-    explained,
     whole,
 )
 from .errors import Interrupted, TrainingError
@@ -58,18 +57,23 @@ from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate
 from .model import build_config, build_model, build_optimizer, count_parameters
 from .progress import Progress, peak_memory, stop_signals
-from .recipe import DataRecipe, Recipe, RecipeError
+from .recipe import DataRecipe, Recipe
 from .run_folder import RunFolder, step_of
+
+# Parts of error messages of gloo and NCCL.
+_TIMED_OUT = ("Timed out waiting", "timed out", "timeout")
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 def train(
-    recipe: Recipe,
+    recipe: Any,
     output: str | os.PathLike[str],
     *,
     resume: bool | Literal["auto"] = False,
     resume_from: int | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     arguments: list[str] | None = None,
+    kind: type["Run"] | None = None,
 ) -> dict[str, Any]:
     """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
 
@@ -77,6 +81,7 @@ def train(
     `torch.distributed.destroy_process_group()`, as the command line does.
 
     Args:
+        recipe: a `Recipe`, or the settings of another `kind` of run.
         output: a folder that does not exist or is empty, or with `resume` the folder of the interrupted run.
         resume: continue from the newest checkpoint. "auto" also begins a new run, and only returns the results of a
             finished one.
@@ -87,23 +92,15 @@ def train(
         Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
         ValueError: the recipe's model or data are not valid.
     """
-    folder = RunFolder(Path(output))
+    kind = kind or Run
+    folder = RunFolder(Path(output), kind.record)
     with folder.lock():
         resume, results = folder.begin(resume_from is not None or resume, recipe.resolved())
         if results is not None:
             return results
-        _check_text_and_model(recipe, data_dir)
-        return Run(recipe, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
-
-
-def _check_text_and_model(recipe: Recipe, data_dir: str | os.PathLike[str] | None) -> None:
-    problems = [f"data.{problem}" for problem in file_problems(recipe.data, data_dir)]
-    try:
-        build_config(recipe)
-    except RecipeError as error:
-        problems = [*error.problems, *problems]
-    if problems:
-        raise RecipeError(*problems)
+        if problems := list(kind.problems(recipe, data_dir)):
+            raise Refused(*problems)
+        return kind(recipe, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
 
 
 def file_problems(data: DataRecipe, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
@@ -120,6 +117,16 @@ class Run:
     """The state of one training run."""
 
     command, record = "train", "recipe.yaml"
+
+    @staticmethod
+    def problems(recipe: Any, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
+        """Yields what is wrong with the settings."""
+        try:
+            build_config(recipe)
+        except Refused as error:
+            yield from error.problems
+        for problem in file_problems(recipe.data, data_dir):
+            yield f"data.{problem}"
 
     def __init__(
         self,
@@ -183,10 +190,25 @@ class Run:
         if self.accelerator.is_main_process:
             print(f"{self.recipe.name}: {message}", file=sys.stderr, flush=True)
 
-    def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def explaining_errors(self) -> Iterator[None]:
         """Converts errors of communication between processes into a TrainingError."""
-        timeout = self.recipe.training.ddp_timeout
-        return explained(self.accelerator, timeout, lambda: f"after step {self.step}. {self.checkpoints.advice()}")
+        try:
+            yield
+        except RuntimeError as error:
+            text, processes = str(error), self.accelerator.num_processes
+            if processes == 1 or isinstance(error, TrainingError):
+                raise
+            if any(words in text for words in _TIMED_OUT):
+                what = f"has not answered for {self.recipe.training.ddp_timeout} seconds (training.ddp_timeout)"
+            elif any(words in text for words in _GONE):
+                what = "has ended"
+            else:
+                raise
+            raise TrainingError(
+                f"another of {processes} processes {what}. Process {self.accelerator.process_index} stops after step "
+                f"{self.step}. {self.checkpoints.advice()} ({text.splitlines()[0]})"
+            ) from error
 
     def execute(self, arguments: list[str] | None = None) -> dict[str, Any]:
         """Begins or resumes the run, trains, and returns the results."""
@@ -251,7 +273,12 @@ class Run:
                 improved = False
                 if every and (last or self.step % every == 0):
                     improved = self._validate(progress)
-                stop = any_process(self.accelerator, bool(received) or self.checkpoints.has_failed)
+                stop = bool(received) or self.checkpoints.has_failed
+                if self.accelerator.num_processes > 1:
+                    # All processes leave the loop at the same step.
+                    if stop:
+                        self.accelerator.set_trigger()
+                    stop = self.accelerator.check_trigger()
                 self.seconds = time.monotonic() - started
                 due = training.checkpoint_every and self.step % training.checkpoint_every == 0
                 if due or improved or last or stop:
@@ -279,22 +306,12 @@ class Run:
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Returns an iterator over this process's share of the batches from the current step on, read ahead of time."""
-        accelerator, workers, streaming = self.accelerator, self.recipe.data.workers, self.recipe.data.streaming
-        on_cpu = accelerator.device.type == "cpu"
-        if workers is None:
-            workers = 2 if not on_cpu else int(streaming)
-        if streaming:
-            return self.data.batches.loader(self.layout.data_share, workers=workers, pin_memory=not on_cpu)
-        loader = torch.utils.data.DataLoader(
-            Steps(self.data.batches, self.layout.data_share),
-            batch_size=None,
-            sampler=range(self.step, self.recipe.training.steps),
-            num_workers=workers,
-            pin_memory=not on_cpu,
-            # Otherwise, it draws a random number of the training's.
-            generator=torch.Generator(),
-        )
-        return iter(loader)
+        batches, data, on_gpu = self.data.batches, self.recipe.data, self.accelerator.device.type != "cpu"
+        default = 2 if on_gpu else int(data.streaming)
+        options = {"workers": default if data.workers is None else data.workers, "pin_memory": on_gpu}
+        if data.streaming:
+            return batches.loader(self.layout.data_share, **options)
+        return batches.loader(self.layout.data_share, range(self.step, self.recipe.training.steps), **options)
 
     def train_step(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Performs one step on this process's share of a batch, with `labels`.
@@ -354,7 +371,7 @@ class Run:
 
     def _validate(self, progress: Progress) -> bool:
         """Evaluates on the validation split; returns whether the recipe keeps the model, as the best so far."""
-        scores = self.evaluate("validation", self.recipe.evaluation.blocks)
+        scores = evaluate(self, "validation", self.recipe.evaluation.blocks)
         self.log({f"validation_{name}": value for name, value in scores.items()})
         loss, keep = scores["loss"], self.recipe.evaluation.keep
         improved = keep == "best" and (self.best is None or loss < self.best["validation_loss"])
@@ -366,9 +383,6 @@ class Run:
             progress.bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
         progress.mark(self.step)
         return improved
-
-    def evaluate(self, split: str, limit: int | None = None) -> dict[str, float]:
-        return evaluate(self, split, batch_size=self.micro_batch_size, limit=limit)
 
     def log(self, values: dict[str, float]) -> None:
         """Appends a line to `metrics.jsonl`, and logs to the trackers."""
@@ -468,11 +482,11 @@ class Run:
         """Returns the data and scores of `results.json`."""
         data, samples = self.recipe.data, self.step * self.recipe.training.batch_size
         if self.data.unit == "samples":
-            scores = {name: self.evaluate(f"test set {name}") for name in data.test_sets or {}}
+            scores = {name: evaluate(self, f"test set {name}") for name in data.test_sets or {}}
             return {**about_task(data, self.data.tokenizer, scores), "samples_trained": samples}
         split = "test" if "test" in self.data.held_out else "validation"
         about = about_text(
-            data, split, self.evaluate(split, self.recipe.evaluation.final_blocks), local=bool(self.data_dir)
+            data, split, evaluate(self, split, self.recipe.evaluation.final_blocks), local=bool(self.data_dir)
         )
         if data.source == "local":
             # Names of the user's own files do not say which text they are.

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from whatwhere.position_registry import max_length
 
+from ..checks import Refused
 from ..conversion import FAMILIES
 from ..data.pack import IGNORED
 from .distributed import by_mesh, decoder_layers
-from .recipe import Recipe, RecipeError, TrainingRecipe, model_problem
+from .recipe import Recipe, TrainingRecipe, model_problem
 
 
 def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
@@ -37,23 +38,25 @@ def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = Non
         }
         if not isinstance(fields["vocab_size"], int) or fields["vocab_size"] < len(tokenizer):
             key = "task" if recipe.data.source == "task" else "tokenizer"
-            raise RecipeError(
+            raise Refused(
                 f"model.vocab_size={fields['vocab_size']!r} is not valid: data.{key}={getattr(recipe.data, key)!r} has "
                 f"{len(tokenizer)} tokens."
             )
     if problem := model_problem({"family": family, **fields}):
-        raise RecipeError(problem)
+        raise Refused(problem)
     config = FAMILIES[family].config_class(**fields)
+    is_longer = length > recipe.data.sequence_length
+    check_length(config, length, "the longest sample of data.test_sets" if is_longer else "data.sequence_length")
+    return config
+
+
+def check_length(config: Any, length: int, field: str) -> None:
     limit = max_length(config)
     if limit is not None and length > limit:
-        what = (
-            "data.sequence_length" if length == recipe.data.sequence_length else "the longest sample of data.test_sets"
+        raise Refused(
+            f"{field}={length!r} is not valid: position_encoding={config.position_encoding!r} supports at most {limit} "
+            "tokens. Shorten it, or use a model with a larger max_position_embeddings."
         )
-        raise RecipeError(
-            f"{what}={length!r} is not valid: position_encoding={config.position_encoding!r} supports at most "
-            f"{limit} tokens. Shorten it, or set a larger model.max_position_embeddings."
-        )
-    return config
 
 
 def build_model(recipe: Recipe, config: Any) -> Any:

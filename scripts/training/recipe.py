@@ -8,24 +8,17 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
 from whatwhere.position_base import suggest
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused, parse
-from ..data.source import MixedText, TextSource
+from ..conversion import FAMILIES
+from ..data.corpus import MixedText, TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 
-CONFIGURATIONS: dict[str, Any] = {"gpt2": WhatWhereGPT2Config, "llama": WhatWhereLlamaConfig}
 Mixture = Annotated[list[MixedText], Field(min_length=1)]
 Schedule = Literal["cosine", "linear", "constant"]
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-
-
-class RecipeError(Refused):
-    """A recipe is not valid; the message has all known problems."""
-
-    what = "the recipe"
 
 
 class DataRecipe(TextSource):
@@ -89,10 +82,10 @@ class DataRecipe(TextSource):
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
         """Returns the task's `TaskConfig` with the parameters of training, or of a test set."""
         if self.task not in TASKS:
-            raise RecipeError(f"data.task={self.task!r} is not valid. {suggest(str(self.task), TASKS)}")
+            raise Refused(f"data.task={self.task!r} is not valid. {suggest(str(self.task), TASKS)}")
         where, values = "task_parameters", self.task_parameters or {}
         if fixed := {"seed", "train_samples", "validation_samples", "test_samples"} & set(values):
-            raise RecipeError(f"data.task_parameters={values!r} is not valid: the recipe has its own {min(fixed)}.")
+            raise Refused(f"data.task_parameters={values!r} is not valid: the recipe has its own {min(fixed)}.")
         if test_set is not None:
             where, values = f"test_sets[{test_set!r}]", {**values, **(self.test_sets or {})[test_set]}
             if self.test_samples is not None:
@@ -100,7 +93,7 @@ class DataRecipe(TextSource):
         try:
             return task_config(self.task, {**values, "seed": seed})
         except ValueError as error:
-            raise RecipeError(f"data.{where} is not valid: {error}") from error
+            raise Refused(f"data.{where} is not valid: {error}") from error
 
     def longest_input(self) -> int:
         """Returns the maximum number of tokens in a sequence of training or evaluation."""
@@ -113,17 +106,17 @@ class DataRecipe(TextSource):
         training = self.task_config()
         if self.sequence_length < training.longest and not training.may_be_cut:
             reason = f"samples have up to {training.longest} tokens"
-            raise RecipeError(f"data.sequence_length={self.sequence_length!r} is not valid: {reason}.")
+            raise Refused(f"data.sequence_length={self.sequence_length!r} is not valid: {reason}.")
         test_sets = training.test_sets() if self.test_sets is None else self.test_sets
         known = self.model_copy(update={"task_parameters": shape(training), "test_sets": test_sets})
         filled = {}
         for name, changes in test_sets.items():
             refused = f"data.test_sets[{name!r}]={changes!r} is not valid"
             if not isinstance(name, str) or not isinstance(changes, dict) or "seed" in changes:
-                raise RecipeError(f"{refused}: it must be a mapping, without `seed`.")
+                raise Refused(f"{refused}: it must be a mapping, without `seed`.")
             tested = known.task_config(test_set=name)
             if unknown := set(tested.symbols) - set(training.symbols):
-                raise RecipeError(f"{refused}: training has no symbols {', '.join(map(repr, sorted(unknown)))}.")
+                raise Refused(f"{refused}: training has no symbols {', '.join(map(repr, sorted(unknown)))}.")
             # The default size, too: later changes of defaults do not affect old recipes.
             filled[name] = {**changes, "test_samples": tested.test_samples}
         return known.model_copy(update={"test_sets": filled, "loss": self.loss or "answer"})
@@ -256,7 +249,7 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise RecipeError(f"the key {key!r} is given twice (line {node.start_mark.line + 1} and below).")
+                raise Refused(f"the key {key!r} is given twice (line {node.start_mark.line + 1} and below).")
         return super().construct_mapping(node, deep=deep)
 
 
@@ -283,18 +276,18 @@ def load_recipe(
     if not path.suffix and not path.exists():
         shipped = sorted(file.stem for file in RECIPES.glob("*.yaml"))
         if str(source) not in shipped:
-            raise RecipeError(
+            raise Refused(
                 f"recipe {str(source)!r} is neither a file nor a shipped recipe. {suggest(str(source), shipped)}"
             )
         path = RECIPES / f"{source}.yaml"
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise RecipeError(f"recipe {str(source)!r} cannot be read: {error.strerror}.") from error
+        raise Refused(f"recipe {str(source)!r} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"recipe {str(source)!r} is not valid YAML: {error}") from error
+        raise Refused(f"recipe {str(source)!r} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise RecipeError(f"recipe {str(source)!r} is not valid: it must be a mapping of keys to values.")
+        raise Refused(f"recipe {str(source)!r} is not valid: it must be a mapping of keys to values.")
     if train_file or validation_file:
         data = values.get("data")
         if isinstance(data, dict):
@@ -313,16 +306,16 @@ def load_recipe(
 def _apply(values: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
     if not separator or not key:
-        raise RecipeError(f"--set {override!r} is not valid: it must be key.sub=value.")
+        raise Refused(f"--set {override!r} is not valid: it must be key.sub=value.")
     *sections, last = key.split(".")
     for section in sections:
         if not isinstance(values.setdefault(section, {}), dict):
-            raise RecipeError(f"--set {override!r} is not valid: {section!r} is not a section of the recipe.")
+            raise Refused(f"--set {override!r} is not valid: {section!r} is not a section of the recipe.")
         values = values[section]
     try:
         values[last] = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override!r} is not valid: the value is not valid YAML.") from error
+        raise Refused(f"--set {override!r} is not valid: the value is not valid YAML.") from error
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -331,14 +324,14 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     model = values.get("model")
     problems: list[str] = []
     try:
-        recipe = parse(Recipe, values, error=RecipeError)
-    except RecipeError as error:
+        recipe = parse(Recipe, values)
+    except Refused as error:
         problems += error.problems
     # Errors of the model alone are reported when it is built; here only together with other errors.
     if isinstance(model, dict) and (problems or not isinstance(model.get("family"), str)):
         problems += filter(None, [model_problem(model)])
     if problems:
-        raise RecipeError(*problems)
+        raise Refused(*problems)
     if recipe.data.source == "task":
         recipe = recipe.model_copy(update={"data": recipe.data.with_task_defaults()})
     return recipe
@@ -348,10 +341,10 @@ def model_problem(fields: Mapping[str, Any]) -> str | None:
     """Returns the error in the fields of a recipe's `model` (including `family`), or None."""
     fields = dict(fields)
     family = fields.pop("family", None)
-    if family not in CONFIGURATIONS:
-        return f"model.family={family!r} is not valid. {suggest(str(family), CONFIGURATIONS)}"
+    if family not in FAMILIES:
+        return f"model.family={family!r} is not valid. {suggest(str(family), FAMILIES)}"
     try:
-        CONFIGURATIONS[family](**fields)
+        FAMILIES[family].config_class(**fields)
     except (TypeError, ValueError) as error:
         return f"model is not valid: {error}"
     return None
