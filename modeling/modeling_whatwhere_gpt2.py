@@ -47,8 +47,13 @@ class WhatWhereGPT2Attention(AttentionBlock):
             self.scaling /= layer_idx + 1
         self.c_attn = Conv1D(sum(self.split_sizes), config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
-        self.dropout = config.attn_pdrop
+        # A module, so that what turns off dropout by modules (TRL's DPO does) finds it.
+        self.attn_dropout = nn.Dropout(config.attn_pdrop)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
+
+    @property
+    def dropout(self) -> float:  # type: ignore[override]
+        return self.attn_dropout.p
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         projected = self.c_attn(hidden)

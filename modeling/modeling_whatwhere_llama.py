@@ -77,6 +77,8 @@ class WhatWhereLlamaModel(Decoder, WhatWhereLlamaPreTrainedModel):
 
     def __init__(self, config: WhatWhereLlamaConfig) -> None:
         super().__init__(config)
+        # Public attributes of stock Llama.
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.embed_positions = embedding(config)
         self.layers = nn.ModuleList([WhatWhereLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])

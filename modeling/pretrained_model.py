@@ -332,6 +332,7 @@ class CausalLM:
     def __init__(self: Any, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         setattr(self, self.base_model_prefix, self._decoder_class(config))
+        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

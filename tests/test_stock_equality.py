@@ -233,6 +233,25 @@ def test_registered_with_the_auto_classes(tmp_path):
     assert AutoConfig.from_pretrained(tmp_path, position_encoding="cope").position_encoding == "cope"
 
 
+def test_dropout_is_turned_off_by_modules():
+    # As TRL's DPO does.
+    config = WhatWhereGPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, position_encoding="cope")
+    model = WhatWhereGPT2ForCausalLM(config).train()
+    ids = torch.randint(61, (2, 16))
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_public_attributes_of_stock_llama():
+    model = WhatWhereLlamaForCausalLM(
+        whatwhere.WhatWhereLlamaConfig(vocab_size=61, num_hidden_layers=1, pad_token_id=1)
+    )
+    assert (model.vocab_size, model.model.vocab_size, model.model.padding_idx) == (61, 61, 1)
+
+
 def test_rmsnorm_and_grouped_heads_of_the_gpt2_family():
     config = WhatWhereGPT2Config(**GPT2, norm_type="rmsnorm", num_key_value_heads=2, position_encoding="pope")
     model = WhatWhereGPT2ForCausalLM(config)
