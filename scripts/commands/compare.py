@@ -200,7 +200,7 @@ def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, An
             limit = f", the first {how['text_tokens']:,} tokens" if how["text_tokens"] else ""
             title = f"{how['corpus']}, {how['split']}, documents: {how['documents']}{limit}"
             changed = reasons_for(basis, how)
-            if any(title == other for other, _ in tables.values()):
+            if changed and any(title == other for other, _ in tables.values()):
                 title += f" ({changed})"
             tables[stem + f"_{number}" * (number > 1)] = title, entries
             if changed:
