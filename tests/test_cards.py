@@ -17,6 +17,7 @@ from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import complete_card, weights_fingerprint
 from whatwhere.scripts.cards import command, curves
 from whatwhere.scripts.cards.content import model_card
+from whatwhere.scripts.commands import convert
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data, is_transfer
@@ -326,6 +327,26 @@ def test_the_short_card(tmp_path):
     (tmp_path / "it's *x*" / "README.md").write_text(edited, encoding="utf-8")
     model.save_pretrained(tmp_path / "it's *x*")
     assert text_of(tmp_path / "it's *x*") == edited
+
+
+def test_a_converted_model_is_untrained(tmp_path):
+    run_folder(tmp_path / "source", encoding="rope")
+    stated = "---\nlicense: mit\nbase_model: someone/model\n---\n# Source\n"
+    (tmp_path / "source" / "README.md").write_text(stated, encoding="utf-8")
+    folder = tmp_path / "converted"
+    convert.main([str(tmp_path / "source"), "--position-encoding", "pope", "--output", str(folder)])
+    for _ in range(2):
+        command.main([str(folder)])
+        card = ModelCard.load(folder / "README.md")
+        assert "encoding `pope`, converted from `source`. It was not trained after the conversion: its 16 " in card.text
+        assert "16 new parameters are untrained, and it needs fine-tuning" in card.text
+        assert (card.data.license, card.data.base_model) == ("mit", "someone/model")
+    # Trained in the same folder, it is no longer untrained.
+    results = {**TRAINING, "base_folder": "source", "weights_sha256": weights_fingerprint(folder)}
+    write_json(folder / "results.json", results)
+    command.main([str(folder)])
+    assert "fine-tuned from `source`" in text_of(folder)
+    assert "untrained" not in text_of(folder)
 
 
 def test_a_generic_card_is_replaced_and_one_by_hand_is_not(place):

@@ -455,7 +455,7 @@ def test_own_files(root, tmp_path, monkeypatch, refused):
 
 
 def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
-    """Perplexities per token are not comparable between tokenizers; bits per byte are."""
+    """Perplexities per token are not comparable between tokenizers; bits per byte are, on the same text."""
     texts = [(root / "code" / "a.txt").read_text()]
     small("rope", vocab_size=300).save_pretrained(root / "bpe")
     build_tokenizer("bpe", vocab_size=270, texts=texts).save_pretrained(root / "bpe")
@@ -463,13 +463,35 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     content = run(["pope", "bpe"], *arguments, data="local", data_dir="code")
     one, two = content["checkpoints"]
     assert one["tokens_sha256"] != two["tokens_sha256"]
-    first, second = capsys.readouterr().out.split("Other tokens, so the perplexity is not comparable")
+    first, second = capsys.readouterr().out.split("Other tokens, so perplexity cannot be compared")
     assert ("| pope" in first, "| bpe" in first) == (True, False)
     assert ("| pope" in second, "| bpe" in second) == (False, True)
     assert b"<!-- pope -->" in (tmp_path / "length.svg").read_bytes()
     assert b"<!-- bpe -->" in (tmp_path / "length_2.svg").read_bytes()
+    # So many tokens of each tokenizer are other text.
     run(["pope", "bpe"], *arguments, "--metric", "bits_per_byte", data="local", data_dir="code")
-    assert "not comparable" not in capsys.readouterr().out
+    counts = [entry["cells"][0]["bytes"] for entry in (one, two)]
+    assert f"Other text ({counts[1]} bytes scored; {counts[0]} in the first table), so" in capsys.readouterr().out
+    assert (tmp_path / "length_2.svg").is_file()
+    (tmp_path / "length.json").unlink()
+    (tmp_path / "length_2_notes.svg").touch()
+    size = len(texts[0])
+    run(
+        ["pope", "bpe"],
+        "--windows",
+        "1",
+        "--tokens",
+        f"{size}",
+        "--metric",
+        "bits_per_byte",
+        data="local",
+        data_dir="code",
+    )
+    assert "Other text" not in capsys.readouterr().out
+    for name in (b"<!-- pope -->", b"<!-- bpe -->"):
+        assert name in (tmp_path / "length.svg").read_bytes()
+    # The earlier run's second figure is gone, and nothing else.
+    assert {path.name for path in tmp_path.glob("length_*")} == {"length_2_notes.svg"}
 
 
 def test_entries_are_those_of_their_weights(tmp_path):
@@ -511,6 +533,7 @@ def test_entries_are_those_of_their_weights(tmp_path):
         (["{root}/nowhere"], "nowhere"),
         (["{root}/broken", "--windows", "16"], "broken"),
         (["{root}/rope/config.json"], "config.json' is not valid: it is a file"),
+        (["{root}/adapter"], "a full model with --lora --merge)."),
         (["{root}/smaller", "--windows", "16"], "its tokenizer has 257 tokens, the model has 200"),
     ],
 )
@@ -522,6 +545,8 @@ def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, a
         (root / "broken" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
         small("rope", vocab_size=200).save_pretrained(root / "smaller")
         build_tokenizer("bytes").save_pretrained(root / "smaller")
+        (root / "adapter").mkdir()
+        (root / "adapter" / "adapter_config.json").write_text("{}")
     names = [] if arguments[0].startswith("{root}") else ["rope"]
     with pytest.raises(SystemExit) as stop:
         run(names, *(argument.format(root=root) for argument in arguments))

@@ -481,6 +481,8 @@ def test_the_command_on_one_task(tmp_path, monkeypatch, capsys, local_data):
     assert (task["samples"], task["limit"]) == (2, 2)
     assert "| chance |" in table
     assert "**Only the first 2 questions of each task" in table
+    assert "earlier table" not in printed
+    assert "zero_shot.md, in place of an earlier table." in run_command(options, capsys)
 
 
 def test_scores_of_more_questions_and_of_other_tasks_are_kept(tmp_path):

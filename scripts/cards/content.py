@@ -33,6 +33,7 @@ def model_card(
     weights: str,
     place: str | None = None,
     is_adapter: bool = False,
+    conversion: Mapping[str, Any] | None = None,
     compared: Sequence[Mapping[str, Any]] = (),
     **files: Any,
 ) -> ModelCard:
@@ -42,6 +43,8 @@ def model_card(
         results: from `read_results`; empty for a model without measurements.
         place: the output folder of training; None if the weights are in the card's folder.
         is_adapter: whether the weights are a LoRA adapter (peft).
+        conversion: of weights that were converted and not trained since: `source`, `new` (the number of new parameters)
+            and `card_metadata`.
         compared: entries of other cards for the first length results, measured on the same text.
         files: for the template: `has_tokenizer`, and the names of `figure` and `recipe_file`.
     """
@@ -54,13 +57,14 @@ def model_card(
     tasks = {name: {**task, "metrics": _with_meaning(task, config)} for name, task in lm_eval.get("tasks", {}).items()}
     found = [*_trained(training), *_lengths(results), *_tasks(tasks)]
     auto, pipeline = card_head(config)
+    stated = {**conversion, "licence": conversion.get("license", "unknown")} if conversion else training
     metadata = ModelCardData(
-        license=licence_of(training),
-        license_name=training.get("license_name"),
-        license_link=training.get("license_link"),
+        license=licence_of(stated),
+        license_name=stated.get("license_name"),
+        license_link=stated.get("license_link"),
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=pipeline,
-        base_model=training.get("base_model"),
+        base_model=stated.get("base_model"),
         datasets=_datasets(data) or None,
         metrics=sorted({result.metric_type for result in found}) or None,
         tags=[*card_tags(config), *(["lora"] if is_adapter else [])],
@@ -91,6 +95,7 @@ def model_card(
         path=place or name,
         is_here=place is None,
         is_adapter=is_adapter,
+        conversion=conversion,
         **files,
         limit=max_length(config),
         is_transfer=is_transfer(*(data.get("described", {}).get(key, {}).get("corpus") for key in ("train", split))),

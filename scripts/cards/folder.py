@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 import yaml
 
 from ...model_card import weights_fingerprint
+from ..conversion import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import describe_data
 from ..evaluation.length_report import draw as draw_length
@@ -61,9 +63,22 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
         recipe_file="recipe.yaml" if (folder / "recipe.yaml").is_file() else None,
         place=about["weights"] if about else None,
         is_adapter=is_adapter,
+        conversion=None if "results" in results else _conversion(folder, config),
     )
     write_text(path, str(card))
     return path
+
+
+def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any] | None:
+    """Returns what `whatwhere convert` recorded in a folder for the template, and the metadata of its card; or None."""
+    record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    # Fine-tuning records only the new parameters.
+    if "source" not in record:
+        return None
+    with torch.device("meta"):
+        parameters = transformers.AutoModelForCausalLM.from_config(config).named_parameters()
+    new = sum(parameter.numel() for name, parameter in parameters if name in record["new_parameters"])
+    return {"source": record["source"], "new": new, **card_metadata(str(folder))}
 
 
 def results_of(folder: pathlib.Path) -> tuple[dict[str, Any], str]:

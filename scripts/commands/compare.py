@@ -20,7 +20,7 @@ from ..cards.folder import own_entries, results_of
 from ..checks import differences
 from ..evaluation.checkpoints import names_of
 from ..evaluation.figures import save_figure
-from ..evaluation.length_report import draw
+from ..evaluation.length_report import draw, remove_numbered_figures
 from ..evaluation.length_report import table as length_table
 from ..evaluation.results import check_writable, markdown_table, read_json, result_files
 from ..training.recipe import IMMATERIAL
@@ -31,6 +31,8 @@ FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "
 _NOTES = ("described", "example", "kind", "prompt", "splits")
 # Keys of a toy task's recipe that say which samples are scored, and how.
 _TASK = ("loss", "task_parameters", "test_samples", "test_sets", "validation_samples")
+# Differences of digests, in words.
+_WORDS = {"train_sha256": "other training text", "tokens_sha256": "other evaluated text"}
 
 
 class Run(NamedTuple):
@@ -128,12 +130,40 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
             yield f"{name}, {metric}", f"{score['value']:.4g}{error}", how
 
 
+def tokenizers(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns what tells tokenizers of runs apart: the tokenizer itself if all have it, else what is known of it."""
+    key = ("sha256",) if all("sha256" in run.tokenizer for run in runs) else ("name", "vocab_size", "trained_on")
+    return [{part: run.tokenizer[part] for part in key} for run in runs]
+
+
+def reasons_for(basis: Mapping[str, Any], how: Mapping[str, Any]) -> str:
+    """Returns in words how two measurements differ; empty if they do not."""
+    found = []
+    for line in differences(basis, how):
+        key = line.partition(": ")[0]
+        if key.startswith("tokenizer."):
+            found.append("another tokenizer" if "'of " not in line else "a tokenizer that is not known")
+        else:
+            found.append(_WORDS.get(key, line))
+    if "another tokenizer" in found:
+        # Its tokens are others in any case.
+        found = [text for text in found if text != _WORDS["tokens_sha256"]]
+    return "; ".join(dict.fromkeys(found))
+
+
+def titles_of(rows: Sequence[str]) -> str:
+    """Returns the titles of rows with what several have in common at their end once: `loss, perplexity, test`."""
+    by_end: dict[str, list[str]] = {}
+    for row in rows:
+        *start, end = row.rsplit(", ", 1)
+        by_end.setdefault(end, []).extend(start)
+    return ", ".join(", ".join([*starts, end]) for end, starts in by_end.items())
+
+
 def table(runs: Sequence[Run]) -> tuple[str, list[str]]:
     """Returns the table, one column for each run, and the reasons for its marks."""
-    key = ("sha256",) if all("sha256" in run.tokenizer for run in runs) else ("name", "vocab_size", "trained_on")
     columns = []
-    for run in runs:
-        tokenizer = {part: run.tokenizer[part] for part in key}
+    for run, tokenizer in zip(runs, tokenizers(runs)):
         columns.append({title: (text, how) for title, text, how in scores(run, tokenizer)})
     rows, reasons = [["", *(run.name for run in runs)]], dict[str, list[str]]()
     for title in dict.fromkeys(itertools.chain(*columns)):
@@ -141,35 +171,41 @@ def table(runs: Sequence[Run]) -> tuple[str, list[str]]:
         first, _, basis = found[0]
         texts = dict.fromkeys((run.name for run in runs), "-")
         for name, text, how in found:
-            changed = differences(basis, how)
+            changed = reasons_for(basis, how)
             texts[name] = text + " (!)" * bool(changed)
             if changed:
-                reason = f"of {name}: not comparable with {first}: {'; '.join(changed)}."
+                reason = f"of {name}: not comparable with {first}: {changed}."
                 reasons.setdefault(reason, []).append(title)
         rows.append([title, *texts.values()])
-    return markdown_table(rows, aligned=True), [f"{', '.join(titles)} {text}" for text, titles in reasons.items()]
+    return markdown_table(rows, aligned=True), [f"{titles_of(titles)} {text}" for text, titles in reasons.items()]
 
 
 def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, Any]]]], list[str]]:
     """Returns results by length: by file name the title and the entries, all on the same tokens; and warnings."""
     groups: dict[str, dict[str, list[Any]]] = {}
-    for run in runs:
+    for run, tokenizer in zip(runs, tokenizers(runs)):
         for stem, content in run.results.items():
             for entry in content["checkpoints"] if stem.startswith("length") else []:
                 how = {key: value for key, value in content["data"].items() if key not in _NOTES}
                 how |= {"dtype": entry.get("dtype"), "tokens_sha256": _short(entry["tokens_sha256"])}
-                group = groups.setdefault(stem, {}).setdefault(json.dumps(how, sort_keys=True), [how])
+                group = groups.setdefault(stem, {}).setdefault(
+                    json.dumps(how, sort_keys=True), [{**how, "tokenizer": tokenizer}]
+                )
                 group.append({**entry, "name": run.name})
-    tables, warnings = {}, []
+    tables: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+    warnings = []
     for stem, found in groups.items():
         (basis, *_), *_ = found.values()
         for number, (how, *entries) in enumerate(found.values(), 1):
             limit = f", the first {how['text_tokens']:,} tokens" if how["text_tokens"] else ""
             title = f"{how['corpus']}, {how['split']}, documents: {how['documents']}{limit}"
+            changed = reasons_for(basis, how)
+            if changed and any(title == other for other, _ in tables.values()):
+                title += f" ({changed})"
             tables[stem + f"_{number}" * (number > 1)] = title, entries
-            if changed := differences(basis, how):
+            if changed:
                 names = ", ".join(dict.fromkeys(entry["name"] for entry in entries))
-                warnings.append(f"{stem} of {names}: not comparable with its first table: {'; '.join(changed)}.")
+                warnings.append(f"{stem} of {names}: not comparable with its first table: {changed}.")
     return tables, warnings
 
 
@@ -216,4 +252,6 @@ def main(arguments: list[str] | None = None) -> None:
             paths += save_figure(curves_figure(curves, title=title), options.output / "curves")
         for stem, (title, entries) in by_length.items():
             paths += draw(entries, options.output / stem, title=title)
+        for stem in by_length:
+            remove_numbered_figures(options.output / stem, paths)
         print(f"\nIn {options.output}:", ", ".join(path.name for path in paths) or "no figure, for lack of curves")

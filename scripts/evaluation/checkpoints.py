@@ -62,10 +62,13 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        where = "" if os.path.exists(checkpoint) else " (there is no such folder here, so it was looked up on the Hub)"
         folder = pathlib.Path(checkpoint)
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-            where = " (it is an adapter: `whatwhere finetune` saves a full model with --lora --merge)"
+            raise ValueError(
+                f"{field}={checkpoint!r} cannot be loaded (it is an adapter: `whatwhere finetune` saves a full model "
+                "with --lora --merge)."
+            ) from error
+        where = "" if folder.exists() else " (there is no such folder here, so it was looked up on the Hub)"
         raise ValueError(f"{field}={checkpoint!r} cannot be loaded{where}: {error}") from error
 
 

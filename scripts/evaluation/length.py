@@ -35,7 +35,7 @@ from .checkpoints import (
     trained_length_of,
     weights_of,
 )
-from .length_report import METRICS, comparable, draw, label, table
+from .length_report import METRICS, comparable, draw, label, remove_numbered_figures, scored_bytes, table
 from .processes import ALONE, Processes
 from .results import check_writable, provenance, read_json, write_json
 from .schema import Cell
@@ -419,12 +419,17 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
     if not loading.processes.is_first:
         return results
     metric, files = options.metric, [results.path]
-    for number, entries in enumerate(comparable(results.checkpoints, metric), 1):
+    groups = comparable(results.checkpoints, metric)
+    for number, entries in enumerate(groups, 1):
         if number > 1:
-            print(f"\nOther tokens, so the {METRICS[metric]} is not comparable with that above:\n")
+            what = "tokens"
+            if metric == "bits_per_byte":
+                what = f"text ({scored_bytes(entries):,} bytes scored; {scored_bytes(groups[0]):,} in the first table)"
+            print(f"\nOther {what}, so {METRICS[metric]} cannot be compared with the values above:\n")
         print(table(entries, metric=metric))
         stem = results.path.with_name(results.path.stem + f"_{number}" * (number > 1))
         files += draw(entries, stem, metric=metric, title=f"{source}, {split}")
+    remove_numbered_figures(results.path.with_suffix(""), files)
     written = ", ".join(file.name for file in files)
     print(f"{METRICS[metric]} ± standard error. In {options.output}: {written}")
     return results

@@ -48,14 +48,35 @@ def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity", alig
 
 
 def comparable(entries: Sequence[dict[str, Any]], metric: str) -> list[list[dict[str, Any]]]:
-    """Returns the entries in groups for a table and a figure each: perplexities of different tokens are not comparable.
+    """Returns the entries in groups for a table and a figure each; a group is on the same tokens.
 
-    Tokens differ between tokenizers. Bits per byte are comparable, and are in one group.
+    Bits per byte are also comparable between tokenizers: if the numbers of bytes scored differ by at most 1 %.
     """
-    groups: dict[str | None, list[dict[str, Any]]] = {}
+    groups: list[list[dict[str, Any]]] = []
     for entry in entries:
-        groups.setdefault(entry["tokens_sha256"] if metric == "perplexity" else None, []).append(entry)
-    return list(groups.values())
+        for group in groups:
+            if entry["tokens_sha256"] == group[0]["tokens_sha256"]:
+                break
+            counts = scored_bytes([entry]), scored_bytes(group)
+            if metric == "bits_per_byte" and (0 in counts or max(counts) <= 1.01 * min(counts)):
+                break
+        else:
+            groups.append(group := [])
+        group.append(entry)
+    return groups
+
+
+def scored_bytes(entries: Sequence[dict[str, Any]]) -> int:
+    """Returns the number of bytes scored, of all windows of one length; 0 if unknown."""
+    return max((cell.get("bytes") or 0 for entry in entries for cell in entry["cells"]), default=0)
+
+
+def remove_numbered_figures(stem: pathlib.Path, kept: Sequence[pathlib.Path]) -> None:
+    """Removes the figures `STEM_2.png`, `STEM_2.svg`, ... of an earlier run that are not in `kept`."""
+    for path in stem.parent.glob(f"{stem.name}_*"):
+        number = path.stem.removeprefix(f"{stem.name}_")
+        if number.isdecimal() and path.suffix in (".png", ".svg") and path not in kept:
+            path.unlink()
 
 
 def draw(

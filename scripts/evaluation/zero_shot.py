@@ -296,10 +296,12 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
     options.output = options.output or output_of(options.checkpoints, "zero_shot")
     names_of(options.checkpoints)
+    file = options.output / "zero_shot.md"
+    replaced = ", in place of an earlier table" if file.is_file() else ""
     text = evaluate(options, provenance("zero-shot", arguments))
     if text is not None:
         print(text)
-        print(f"Written: {options.output / 'zero_shot.md'}. Model cards: whatwhere card FOLDER")
+        print(f"Written: {file}{replaced}. Model cards: whatwhere card FOLDER")
 
 
 def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
