@@ -307,9 +307,10 @@ class WhatWhereConfig(PreTrainedConfig):
         config_dict = dict(config_dict)
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type not in (cls.model_type, cls.stock_model_type):
+            hint = " Convert it with `whatwhere convert`." if model_type in ("qwen2", "qwen3") else ""
             raise ValueError(
-                f"The checkpoint's model_type={model_type!r} can not be loaded as {cls.__name__}. "
-                f"Allowed: {cls.model_type!r} and {cls.stock_model_type!r}."
+                f"The checkpoint's model_type={model_type!r} cannot be loaded as {cls.__name__}. "
+                f"Allowed: {cls.model_type!r} and {cls.stock_model_type!r}.{hint}"
             )
         names = cls.field_names() | set(GenerationConfig().to_dict())
         for key in [key for key in config_dict if key not in names and not key.startswith("_")]:

@@ -245,6 +245,9 @@ def test_bad_input(tmp_path):
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match=r"^checkpoint=.*gpt2' is not valid: it has no tokenizer\.$"):
         main([str(tmp_path / "gpt2"), *options])
+    (tmp_path / "gpt2/tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"gpt2' is not valid: its tokenizer cannot be read: Expecting .*[^.]\.$"):
+        main([str(tmp_path / "gpt2"), *options])
     assert not (tmp_path / "out/config.json").exists()
     build_tokenizer("bytes").save_pretrained(tmp_path / "no_tokenizer")
     main([str(tmp_path / "no_tokenizer"), *options])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tracemalloc
 
 import pytest
 
@@ -224,6 +225,16 @@ def test_wikitext_is_cut_before_titles(tmp_path):
         " = One = \n \n A b . \n \n = = Part = = \n \n c = d \n \n",
         " = Two = \n \n e \n = no title = \n",
     ]
+
+
+def test_wikitext_is_read_by_lines(tmp_path):
+    """A file of 8 MB in articles of 8 KB."""
+    file = tmp_path / "wiki.test.raw"
+    file.write_text(" \n = One = \n \n A b c . \n" + 1000 * (" \n = Two = \n \n" + 1000 * " A b c .\n"))
+    tracemalloc.start()
+    assert sum(1 for _ in wikitext_articles(file, "test")) == 1001
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
 
 
 def test_real_corpora(data_dir):

@@ -211,18 +211,16 @@ def test_files_without_text_are_named(textless, name, streaming):
 
 
 def test_some_documents_without_text(textless):
-    """They are documents like others; a part without any text is refused."""
+    """Empty ones do not count, for the rule and for the parts; null is refused."""
     lines = [json.dumps({"text": text}) + "\n" for text in ["", "some text " * 50, "", "more text " * 50]]
     (textless / "some.jsonl").write_text("".join(lines))
     loaded = corpus.load_text("local", train_file="some.jsonl")
-    assert [len(loaded[split].unique("document")) for split in ("train", "validation")] == [2, 4]
+    assert [len(loaded[split].unique("document")) for split in ("train", "validation")] == [2, 2]
     (textless / "most.jsonl").write_text("".join(lines[:1] * 300 + lines[1:2]))
-    with pytest.raises(
-        ValueError, match=r"^train_file='most.jsonl' \(the part held out\) is not valid: it has no text"
-    ):
-        corpus.load_text("local", train_file="most.jsonl")
+    loaded = corpus.load_text("local", train_file="most.jsonl")
+    assert documents_of(loaded["train"])[0] + documents_of(loaded["validation"])[0] == "some text " * 50
     (textless / "nulls.jsonl").write_text(lines[1] * 9 + '{"text": null}\n{"other": 1}\n')
-    with pytest.raises(ValueError, match=r"^train_file='nulls.jsonl' is not valid: 2 documents have no text"):
+    with pytest.raises(ValueError, match=r"^train_file='nulls.jsonl' is not valid: 2 documents .* in row 10;"):
         corpus.load_text("local", train_file="nulls.jsonl")
 
 
@@ -314,6 +312,25 @@ def test_own_text_of_many_documents(tmp_path, kind, count):
         assert documents_of(again["validation"]) == validation
 
 
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("count", [3, 19, 60])
+def test_empty_documents_of_own_text_do_not_count(tmp_path, kind, count):
+    texts = [f"document {i} " + "word " * 100 for i in range(count)]
+    for i, text in enumerate(["", *texts, ""] if kind == "txt" else []):
+        (tmp_path / f"{i:02d}.txt").write_text(text)
+    if kind == "jsonl":
+        lines = [json.dumps({"text": text}) + "\n" for text in ["", *texts, ""]]
+        (tmp_path / "a.jsonl").write_text("".join(lines))
+    loaded = corpus.load_text("local", train_file=str(tmp_path))
+    train, validation = documents_of(loaded["train"]), documents_of(loaded["validation"])
+    if count < 20:
+        assert [one + end for one, end in zip(train, validation)] == texts
+        assert all(validation)
+    else:
+        assert sorted(train + validation) == sorted(texts)
+        assert "3 of 60 documents" in loaded["validation"].info.description
+
+
 def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
     monkeypatch.chdir(folder)
     books = {"validation_file": "valid.jsonl", "text_field": "body"}
@@ -330,7 +347,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"train_file": "valid.jsonl", "validation_file": "nix"}, "validation_file='nix'"),
         ({"train_file": "empty"}, "the folder has no .txt"),
         ({"train_file": "table.csv"}, "'table.csv' has an unknown ending"),
-        ({"train_file": "."}, "train_file='.' mixes json and text files"),
+        ({"train_file": "."}, "train_file='.' is not valid: it has files of several formats, such as .*`mixture`"),
         ({"validation_file": "valid.jsonl"}, "validation_file='valid.jsonl'"),
         ({"train_file": "valid.jsonl", "splits": {"train": "a"}}, "splits={'train': 'a'}"),
         ({"train_file": "valid.jsonl", "streaming": True}, "streaming=True"),
@@ -362,7 +379,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl", "dev": "x"}}, "'dev'"),
         (
             {"source": "local", "splits": {"train": ["valid.jsonl", "books/1.txt"], "validation": "valid.jsonl"}},
-            "mixes",
+            "several formats",
         ),
         ({"source": "local", "splits": {"train": "valid.jsonl", "validation": "valid.jsonl"}}, "text_field='text'"),
         ({"source": "local", "splits": {"train": "table.csv", "validation": "valid.jsonl"}}, "table.csv"),
@@ -732,3 +749,5 @@ def test_shuffling_visits_everything_once_an_epoch():
 def test_documents_without_a_text():
     with pytest.raises(ValueError, match="a document has text=None; it must be a string"):
         corpus.text_of({"text": None, "id": 3})
+    with pytest.raises(ValueError, match=r"a document has text=\['aaa.{35}\.\.\.; it must be a string"):
+        corpus.text_of({"text": ["a" * 1000]})

@@ -12,6 +12,7 @@ pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
 
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,7 +33,7 @@ from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.commands.compare import main as compare
 from whatwhere.scripts.conversion import convert_checkpoint
-from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.data.tokenize import build_tokenizer, byte_level
 from whatwhere.scripts.training import distillation, loop
 from whatwhere.scripts.training import finetune as script
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
@@ -807,6 +808,19 @@ def test_bad_options(run, stock, arguments, message):
         run(stock["llama"], *arguments)
 
 
+def test_tokens_that_are_not_the_checkpoints_are_noticed(run, stock, tmp_path, capsys):
+    content = json.loads(build_tokenizer("bytes").backend_tokenizer.to_str())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    byte_level(Tokenizer.from_str(json.dumps(content))).save_pretrained(tmp_path / "other")
+    run(stock["llama"], "--tokenizer", "bytes", "--steps", "1", output="same")
+    assert "warning" not in capsys.readouterr().err
+    run(stock["llama"], "--tokenizer", str(tmp_path / "other"), "--steps", "1")
+    heard = capsys.readouterr().err
+    assert heard.count(f"other' has other tokens than the tokenizer of checkpoint={stock['llama']!r}") == 1
+    assert heard.index("warning:") < heard.index("reading and tokenising the data")
+
+
 def test_bad_checkpoints(run, tmp_path, stock, capsys):
     with pytest.raises(ValueError, match=r"checkpoint=.*config\.json' is not valid: it is a file\. Allowed: a folder"):
         run(f"{stock['llama']}/config.json")
@@ -815,7 +829,10 @@ def test_bad_checkpoints(run, tmp_path, stock, capsys):
     with pytest.raises(ValueError, match=r"tokenizer=.*smaller' is not valid: it has 258 tokens"):
         run(str(tmp_path / "smaller"))
     LlamaForCausalLM(LlamaConfig.from_pretrained(stock["llama"])).save_pretrained(tmp_path / "weights")
-    with pytest.raises(ValueError, match=r"^checkpoint=.*weights' has no tokenizer: give one with --tokenizer\.$"):
+    with pytest.raises(ValueError, match=r"^checkpoint=.*weights' is not valid: it has no tokenizer\. Give .*--tok.*$"):
+        run(str(tmp_path / "weights"))
+    (tmp_path / "weights/tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"weights' is not valid: its tokenizer cannot be read: Expecting .*\. Give"):
         run(str(tmp_path / "weights"))
     with pytest.raises(ValueError, match="no/such/folder"):
         run("./no/such/folder")

@@ -18,6 +18,7 @@ from transformers import (
     LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
+    Qwen2Config,
 )
 from transformers.utils import logging
 
@@ -220,8 +221,11 @@ def test_foreign_checkpoints_are_refused(tmp_path):
     BertConfig().save_pretrained(tmp_path / "bert")
     GPT2Config().save_pretrained(tmp_path / "gpt2")
     for folder in ("bert", "gpt2"):
-        with pytest.raises(ValueError, match=rf"model_type='{folder}' can not be loaded as WhatWhereLlamaConfig"):
+        with pytest.raises(ValueError, match=rf"model_type='{folder}' cannot be loaded as WhatWhereLlamaConfig"):
             WhatWhereLlamaForCausalLM.from_pretrained(tmp_path / folder)
+    Qwen2Config().save_pretrained(tmp_path / "qwen2")
+    with pytest.raises(ValueError, match=r"model_type='qwen2' cannot be loaded .* with `whatwhere convert`\.$"):
+        WhatWhereLlamaForCausalLM.from_pretrained(tmp_path / "qwen2")
 
 
 def test_registered_with_the_auto_classes(tmp_path):

@@ -1,6 +1,5 @@
 """The training loop: exact resume, interruption, processes, accumulation, records, and what it refuses."""
 
-import concurrent.futures
 import itertools
 import json
 import os
@@ -12,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -370,7 +370,7 @@ def test_what_resume_refuses(finished, data_dir, tmp_path):
         train(recipe(training__learning_rate=0.02), output, resume=True, data_dir=data_dir)
     with pytest.raises(TrainingError, match=r"is not empty.*--resume"):
         train(recipe(), output, data_dir=data_dir)
-    with pytest.raises(TrainingError, match="finished run"):
+    with pytest.raises(TrainingError, match=r"finished run.* nothing to resume; to train further, fine-tune"):
         train(recipe(), finished[0], resume=True, data_dir=data_dir)
     with pytest.raises(TrainingError, match="no run to resume"):
         train(recipe(), tmp_path / "nothing", resume=True, data_dir=data_dir)
@@ -485,7 +485,7 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
         result = train_step(self, batch)
         if self.step == 4:
             # Written in the background.
-            concurrent.futures.wait([self.checkpoints._written])
+            self.checkpoints._thread.join()
         return result
 
     with monkeypatch.context() as patch:
@@ -498,6 +498,42 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
     train(changed, output, resume=True, data_dir=data_dir)
     assert_same_run(output, finished[0])
+
+
+def test_checkpoints_are_written_in_the_background(tmp_path, monkeypatch):
+    """A file system that does not answer keeps no failed process alive; a step may be saved again."""
+    checkpoints, write = Checkpoints(RunFolder(tmp_path), keep=2, timeout=0), Checkpoints._write
+    draft = tmp_path / "checkpoints" / ".step-00000001"
+    draft.mkdir(parents=True)
+    (draft / "shard-00001-of-00009.safetensors").write_text("of a killed run")
+    state = {"step": 1, "best": None}
+    for value in (1.0, 2.0):
+        checkpoints.save({"model.weight": torch.full((2,), value)}, state)
+        checkpoints.wait()
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    (shard,) = folder.glob("*.safetensors")
+    assert load_file(shard)["model.weight"].tolist() == [2, 2]
+    assert checkpoints.read(None) == state
+
+    answer = threading.Event()
+
+    def waiting(self, *arguments):
+        answer.wait()
+        raise OSError("no answer")
+
+    monkeypatch.setattr(Checkpoints, "_write", waiting)
+    checkpoints.save({}, state)
+    checkpoints.wait(failed=True)
+    assert checkpoints._thread.is_alive()
+    assert checkpoints._thread.daemon
+    assert not checkpoints.has_failed
+    answer.set()
+    checkpoints._thread.join()
+    assert checkpoints.has_failed
+    monkeypatch.setattr(Checkpoints, "_write", write)
+    with pytest.raises(OSError, match="no answer"):
+        checkpoints.wait()
+    assert not checkpoints.has_failed
 
 
 def test_leftovers_are_removed(finished, copied, data_dir):
@@ -541,6 +577,14 @@ def test_files_are_replaced_as_a_whole(copied, data_dir, monkeypatch):
         with pytest.raises(TrainingError, match=r"metrics\.jsonl' cannot be written: No space left.*step-00000004'"):
             train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
     assert before == {name: (copied / name).read_bytes() for name in before}
+
+
+@pytest.mark.parametrize("line", ["half", "{}", "1"], ids=["cut", "without a step", "a number"])
+def test_damaged_metrics(copied, data_dir, line):
+    file = copied / "metrics.jsonl"
+    file.write_text(f"{line}\n{file.read_text()}")
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl' is damaged: not every .*Remove that line, and resume"):
+        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
 
 
 @pytest.mark.parametrize("content", ["", "- 1", "{"], ids=["empty", "a list", "cut"])

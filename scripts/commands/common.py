@@ -27,7 +27,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         "--train-file",
         nargs="+",
         metavar="FILE",
-        help="your text: UTF-8 text, jsonl or parquet files, folders, patterns",
+        help="your text: UTF-8 text, jsonl or parquet files of one format, folders, patterns",
     )
     parser.add_argument(
         "--validation-file", nargs="+", metavar="FILE", help="text to evaluate on; default: a part of --train-file"

@@ -6,12 +6,13 @@ import pathlib
 import re
 
 from huggingface_hub import ModelCard
+from transformers import AutoConfig
 
 from ...model_card import weights_fingerprint
 from ...position_registry import check_name
 from ..conversion import RECORD, card_metadata, convert_checkpoint
-from ..data.tokenize import load_tokenizer
-from ..evaluation.checkpoints import check_vocabulary
+from ..data.tokenize import load_tokenizer, why_not_loaded
+from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..evaluation.results import check_writable, write_json
 from .common import command_parser, json_value, name_or_list
 
@@ -49,13 +50,17 @@ def main(arguments: list[str] | None = None) -> None:
     names = options.position_encoding
     for name in names if isinstance(names, list) else [names]:
         check_name(name)
-    model, new, dropped = convert_checkpoint(
-        options.source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
-    )
+    with checked_loading(options.source):
+        AutoConfig.from_pretrained(options.source)
     try:
         tokenizer = load_tokenizer(options.source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint={options.source!r} is not valid: it has no tokenizer.") from error
+        raise ValueError(
+            f"checkpoint={options.source!r} is not valid: {why_not_loaded(options.source, error)}."
+        ) from error
+    model, new, dropped = convert_checkpoint(
+        options.source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
+    )
     check_vocabulary(options.source, tokenizer, model.config)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)

@@ -5,7 +5,6 @@ available in one place only.
 """
 
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -69,17 +68,25 @@ class Corpus:
         return read_hub(dataset, config, str(theirs), chosen, **form)
 
 
-# After an empty line.
-_TITLE = re.compile(r"(?:(?<=\n\n)|(?<=\n \n)) = [^=\n](?:.*[^=\n])? = $", re.MULTILINE)
+_TITLE = re.compile(r" = [^=\n](?:.*[^=\n])? = \n?")
 
 
 def wikitext_articles(file: Path, split: str) -> Iterator[str]:
     """Yields the articles of a WikiText file, each starting with its title (` = Title = `, after an empty line)."""
+    article: list[str] | None = None
     # A file may begin with its first title.
-    text = "\n\n" + file.read_text(encoding="utf-8-sig")
-    starts = [title.start() for title in _TITLE.finditer(text)]
-    for start, stop in itertools.pairwise([*starts, len(text)]):
-        yield text[start:stop]
+    before = ""
+    with file.open(encoding="utf-8-sig") as lines:
+        for line in lines:
+            if before in ("", "\n", " \n") and _TITLE.fullmatch(line):
+                if article is not None:
+                    yield "".join(article)
+                article = []
+            if article is not None:
+                article.append(line)
+            before = line
+    if article is not None:
+        yield "".join(article)
 
 
 # Readers of files with other formats than one document per row: functions of the file and the split.

@@ -18,6 +18,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 
@@ -135,7 +136,11 @@ def with_text(rows: Any, text_field: str, what: str) -> Any:
 def check_text(rows: Any, what: str) -> Any:
     """Raises Refused if all documents are empty, or one is not a string (in a stream, one before the first text)."""
     if isinstance(rows, datasets.Dataset) and (nulls := rows.data["text"].null_count):
-        raise Refused(f"{what} is not valid: {nulls} documents have no text (null); it must be a string.")
+        first = pc.index(pc.is_null(rows.data["text"]), True).as_py() + 1
+        raise Refused(
+            f"{what} is not valid: {nulls} documents have no text (null), the first one in row {first}; it must be a "
+            "string."
+        )
     try:
         has_text = any(text_of(row) for row in rows)
     except ValueError as error:
@@ -177,10 +182,13 @@ def kind_of_all(files: Sequence[str], what: str) -> str:
     for file in files:
         if _kind(file) is None:
             raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {', '.join(_KINDS)}.")
-    first, *others = sorted({str(_kind(file)) for file in files})
-    if others:
-        raise ValueError(f"{what} mixes {' and '.join([first, *others])} files: a split must have a single format.")
-    return first
+    examples = {str(_kind(file)): repr(Path(file).name) for file in files}
+    if len(examples) > 1:
+        raise ValueError(
+            f"{what} is not valid: it has files of several formats, such as {' and '.join(examples.values())}. Give "
+            "files of one format, or a `mixture` of texts with one format each."
+        )
+    return next(iter(examples))
 
 
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
@@ -257,11 +265,16 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
 
     The choice depends only on the number of documents.
     """
+    # Empty documents do not count.
+    sizes = pc.binary_length(rows.data["text"]).to_numpy()
+    rows = rows if sizes.all() else rows.select(np.flatnonzero(sizes))
     few = len(rows.unique("document")) if "document" in rows.column_names else len(rows)
     if few < _FEW and "document" not in rows.column_names:
         form = {"remove_columns": rows.column_names, "features": _FEATURES}
         rows = rows.map(_pieces, with_indices=True, batched=True, batch_size=1, **form)
-    numbers = np.array(rows["document"]) if "document" in rows.column_names else np.arange(len(rows))
+    numbers = np.arange(len(rows))
+    if "document" in rows.column_names:
+        numbers = np.unique(rows["document"], return_inverse=True)[1]
     if few < _FEW:
         # The last pieces of each document: at least one, with a share of characters as close as possible to _HELD_OUT.
         held_out = np.zeros(len(numbers), dtype=bool)
@@ -275,8 +288,7 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         held_out = np.isin(numbers, chosen)
     if held_out.all():
         raise ValueError(f"{what} is too short to hold out a part for validation. Give more text.")
-    train = check_text(rows.select(np.flatnonzero(~held_out)), f"{what} (the part for training)")
-    validation = check_text(rows.select(np.flatnonzero(held_out)), f"{what} (the part held out)")
+    train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
     if few < _FEW:
         what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
     else:
@@ -289,6 +301,5 @@ def _pieces(rows: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[An
     """Returns the pieces of a document, as in `read_text`."""
     text = rows["text"][0]
     size = len(text) // _PIECES + 1
-    # At least one: an empty document is a document.
-    pieces = [text[start : start + size] for start in range(0, max(1, len(text)), size)]
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
     return {"text": pieces, "document": numbers * len(pieces)}

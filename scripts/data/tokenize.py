@@ -14,6 +14,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import cached_file
 
 from .genome import GENOME_PATTERN, GENOME_WORDS
 from .music import CHORALE_WORDS, remi_words
@@ -31,6 +32,9 @@ _PIECE = 1 << 16
 _BATCH = 2 * _PIECE
 # Characters on each side of a cut that are tokenised to check it.
 _CONTEXT = 200
+
+# Files that a tokenizer can be read from.
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
 _BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 
@@ -81,7 +85,9 @@ def text_of(row: Mapping[str, Any]) -> str:
     """Returns the text of a document; raises ValueError if it is not a string."""
     text = row.get("text")
     if not isinstance(text, str):
-        raise ValueError(f"a document has text={text!r}; it must be a string.")
+        shown = repr(text)
+        shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+        raise ValueError(f"a document has text={shown}; it must be a string.")
     return text
 
 
@@ -281,6 +287,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise ValueError("There are no tokenizer files.")
     return tokenizer
+
+
+def why_not_loaded(path: str, error: BaseException) -> str:
+    """Returns why a folder or Hub id has no tokenizer; `error` is from `load_tokenizer`."""
+    optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+    if not any(cached_file(path, name, **optional) for name in _FILES):
+        return "it has no tokenizer"
+    cause, *_ = str(error).split("\n")
+    return f"its tokenizer cannot be read: {cause.rstrip(' .:')}"
 
 
 def _byte_tokenizer() -> Tokenizer:

@@ -15,10 +15,10 @@ import datetime
 import json
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ class Checkpoints:
 
     def __init__(self, folder: RunFolder, keep: int, timeout: int) -> None:
         self.folder, self.keep, self.timeout = folder, keep, timeout
-        self._pool = ThreadPoolExecutor(1)
-        self._written: Future[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
         # The training's own group is used by another thread.
         limit = datetime.timedelta(seconds=timeout)
         self._group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
@@ -59,7 +59,7 @@ class Checkpoints:
     @property
     def has_failed(self) -> bool:
         """Whether writing the last checkpoint failed in this process; `wait` raises the error."""
-        return self._written is not None and self._written.done() and self._written.exception() is not None
+        return self._error is not None
 
     def save(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Begins to write a checkpoint with copies of the tensors; old ones are deleted when it is complete.
@@ -76,7 +76,16 @@ class Checkpoints:
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
         copied: Any = DefaultStager(options).stage(tensors)
-        self._written = self._pool.submit(self._write, copied, state)
+
+        def write() -> None:
+            try:
+                self._write(copied, state)
+            except BaseException as error:
+                self._error = error
+
+        # A daemon: a file system that does not answer must not keep a failed process alive.
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
 
     def path_of(self, state: dict[str, Any]) -> Path:
         return self.folder.path / "checkpoints" / f"step-{state['step']:08d}"
@@ -98,16 +107,20 @@ class Checkpoints:
         Args:
             failed: the run has failed: wait no longer than for communication, and raise nothing.
         """
-        written, self._written = self._written, None
-        if written is not None and failed:
-            futures.wait([written], self.timeout)
-        elif written is not None:
-            written.result()
+        if self._thread is not None:
+            self._thread.join(self.timeout if failed else None)
+        if failed:
+            return
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
 
     def _write(self, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Writes a checkpoint; raises TrainingError in all processes if one cannot write a file."""
         folder = self.path_of(state)
         draft = folder.with_name(f".{folder.name}")
+        if _is_first():
+            shutil.rmtree(draft, ignore_errors=True)
         with self._agreed(folder, draft):
             writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
             with _alone():
@@ -120,6 +133,7 @@ class Checkpoints:
                 write_json(draft / "run.json", state)
                 digests["run.json"] = file_sha256(draft / "run.json")
                 write_json(draft / MANIFEST, {"format": FORMAT, "sha256": digests})
+                shutil.rmtree(folder, ignore_errors=True)
                 draft.rename(folder)
         if _is_first():
             self._remove_old()

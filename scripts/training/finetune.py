@@ -29,7 +29,7 @@ from ..data.corpus import SOURCES, TextSource
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
-from ..data.tokenize import build_tokenizer, load_tokenizer
+from ..data.tokenize import build_tokenizer, load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
@@ -51,7 +51,9 @@ class Settings(Checked):
     position_encoding: str | list[str] | None = Field(None, description="a name, or '[rope, cope]'; default: the same")
     position_encoding_parameters: dict | None = Field(None, description="parameters of the encoding")
     rope_parameters: dict | None = Field(None, description="default: the checkpoint's own")
-    train_file: list[str] | None = Field(None, description="your text: text, jsonl or parquet files, folders, patterns")
+    train_file: list[str] | None = Field(
+        None, description="text, jsonl or parquet files of one format, folders, patterns"
+    )
     validation_file: list[str] | None = Field(None, description="text to evaluate on; default: a part of --train-file")
     data: str = Field("stdlib", description="stdlib (default), hub, local, mixture, or a corpus such as pg19")
     dataset: str | None = Field(None, description="data set of --data hub")
@@ -180,6 +182,12 @@ class Finetuning(Run):
             self.loaded.float()
 
     def _load_data_and_model(self) -> None:
+        checkpoint, tokenizer = self.options.checkpoint, self.options.tokenizer
+        if tokenizer is not None and _has_other_tokens(checkpoint, tokenizer):
+            self.say(
+                f"warning: tokenizer={tokenizer!r} has other tokens than the tokenizer of checkpoint={checkpoint!r}, "
+                "whose embeddings do not fit them"
+            )
         if self.options.distill == "attention":
             model = self.loaded.to(self.accelerator.device)
             self.attention = AttentionTargets(str(self.options.distill_from), model)
@@ -366,19 +374,23 @@ def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
         raise Refused(
             f"distill_from={source!r} is not valid: it has {size} tokens (vocab_size), the model has {vocab_size}."
         )
-    try:
-        theirs = load_tokenizer(source)
-    except (OSError, ValueError):
-        # A source without tokenizer files has the size only.
-        return
-    vocabularies = [
-        {token: index for token, index in one.get_vocab().items() if token not in one.get_added_vocab()}
-        for one in (theirs, build_tokenizer(tokenizer))
-    ]
-    if vocabularies[0] != vocabularies[1]:
+    if _has_other_tokens(source, tokenizer):
         raise Refused(
             f"distill_from={source!r} is not valid: its tokenizer has other tokens than tokenizer={tokenizer!r}."
         )
+
+
+def _has_other_tokens(checkpoint: str, tokenizer: str) -> bool:
+    """Whether a checkpoint has a tokenizer whose tokens, except for added ones, are not those of `tokenizer`."""
+    try:
+        own = load_tokenizer(checkpoint)
+    except (OSError, ValueError):
+        return False
+    vocabularies = []
+    for one in (own, build_tokenizer(tokenizer)):
+        added = one.get_added_vocab()
+        vocabularies.append({token: index for token, index in one.get_vocab().items() if token not in added})
+    return vocabularies[0] != vocabularies[1]
 
 
 def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
@@ -389,7 +401,8 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
         tokenizer = build_tokenizer(name)
     except ValueError as error:
         if options.tokenizer is None and error.__cause__ is not None:
-            raise Refused(f"checkpoint={name!r} has no tokenizer: give one with --tokenizer.") from error
+            reason = why_not_loaded(name, error.__cause__)
+            raise Refused(f"checkpoint={name!r} is not valid: {reason}. Give one with --tokenizer.") from error
         raise
     if len(tokenizer) > config.vocab_size:
         raise Refused(

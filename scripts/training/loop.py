@@ -474,7 +474,13 @@ class Run:
         if not metrics.exists():
             return
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        try:
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.step]
+        except (ValueError, TypeError, KeyError) as error:
+            raise TrainingError(
+                f"{str(metrics)!r} is damaged: not every line is JSON with a step ({error}). Remove that line, and "
+                "resume again."
+            ) from error
         with self.checkpoints.writing(metrics):
             write_text(metrics, "".join(kept))
 

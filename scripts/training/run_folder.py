@@ -90,7 +90,10 @@ class RunFolder:
         if self.record not in names:
             raise TrainingError(f"output={str(self.path)!r} has no run to resume: it has no {self.record}.")
         if "results.json" in names:
-            raise TrainingError(f"output={str(self.path)!r} has a finished run: there is nothing to resume.")
+            raise TrainingError(
+                f"output={str(self.path)!r} has a finished run: there is nothing to resume; to train further, "
+                "fine-tune this folder."
+            )
         self._compare(self._read(self.record), settings)
         return True, None
 
