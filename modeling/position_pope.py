@@ -179,7 +179,7 @@ class PolarTables(nn.Module):
         if length > KEPT_POSITIONS:
             return self._compute(positions[:, None])
         if self.kept is None or self.kept[0].shape[0] < length:
-            # Autograd can not save inference tensors, and this forward pass may be followed by a training step.
+            # Autograd cannot save inference tensors, and this forward pass may be followed by a training step.
             with torch.inference_mode(False), torch.no_grad():
                 self.kept = self._compute(torch.arange(min(KEPT_POSITIONS, max(256, 2 * length))))
         first = int(positions[0, 0])
