@@ -274,7 +274,7 @@ folder = pathlib.Path(out).parent / "changed"
 snapshot_download(shared, local_dir=folder)
 code = folder / "pretrained_model.py"
 text = code.read_text()
-head = "logits = model.lm_head(hidden_states[:, kept])"
+head = "logits = self.lm_head(hidden_states[:, kept])"
 assert text.count(head) == 1
 code.write_text(text.replace(head, head + " * 2"))
 changed = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
