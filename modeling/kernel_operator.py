@@ -1,4 +1,4 @@
-"""Operators of PyTorch for attention with gradients written by hand: autograd and torch.compile take them as they are.
+"""PyTorch operators for attention with hand-written gradients, which work with autograd and torch.compile.
 
 Axes: B batch, H query heads, Q query rows, V channels of values.
 """
@@ -57,8 +57,8 @@ class Operator:
         decode: Callable[..., torch.Tensor] | None = None, *,
         empty: Callable[[Sequence[Any]], list[torch.Tensor]] = empty_results, saved: slice = slice(None),
     ) -> None:  # fmt: skip
-        # PyTorch finds no gradients in lists with None: operators take the tensors that are present, first those that
-        # get gradients, which are `count`.
+        # Autograd does not support lists of tensors with None: operators take the tensors that are present. The first
+        # `count` of them get gradients.
         given = f"Tensor[] tensors, bool[] present, int count, {settings}"
 
         @torch.library.custom_op(f"{_NAMESPACE}::{name}_forward", mutates_args=(), schema=f"({given}) -> Tensor[]")
@@ -87,7 +87,7 @@ class Operator:
             ctx.save_for_backward(*tensors, *output[saved])
 
         def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
-            # Read once: activation checkpointing allows no second time.
+            # Activation checkpointing allows reading this only once.
             read, size = list(ctx.saved_tensors), sum(ctx.settings[0])
             tensors, results = read[:size], read[size:]
             grad, grad_numbers, *_ = grads
@@ -95,7 +95,7 @@ class Operator:
             if grad is not None or grad_numbers is not None:
                 grad = torch.zeros_like(empty_results(tensors)[0]) if grad is None else grad
                 gradients = run_backward(grad, grad_numbers, results, tensors, *ctx.settings)
-            # An empty list is one of tensors to PyTorch.
+            # PyTorch takes an empty list for a list of tensors.
             rest: list[Any] = [[] if isinstance(setting, list) and not setting else None for setting in ctx.settings]
             return [*gradients, *[None] * (size - len(gradients))], *rest
 

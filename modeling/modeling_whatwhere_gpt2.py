@@ -25,8 +25,9 @@ from transformers.utils import TransformersKwargs
 
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
+from .decoder import CausalLM, Decoder
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import CausalLM, Decoder, WhatWherePreTrainedModel, register
+from .pretrained_model import WhatWherePreTrainedModel, register
 
 
 def _norm(config: WhatWhereGPT2Config) -> nn.Module:

@@ -21,8 +21,9 @@ from transformers.utils import TransformersKwargs
 
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
+from .decoder import CausalLM, Decoder
 from .position_registry import SharedPositionEncodings, embedding
-from .pretrained_model import CausalLM, Decoder, WhatWherePreTrainedModel, register
+from .pretrained_model import WhatWherePreTrainedModel, register
 
 
 class WhatWhereLlamaAttention(AttentionBlock):

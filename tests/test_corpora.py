@@ -11,8 +11,8 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 import datasets
 
 from whatwhere.scripts.data.corpora import CORPORA, Corpus, load_corpus, parse_choice, wikitext_articles
-from whatwhere.scripts.data.corpus import SPLITS, load_text
 from whatwhere.scripts.data.rows import on_disk
+from whatwhere.scripts.data.source import SPLITS, load_text
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,8 @@ pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 import datasets
 
 from processes import python
-from whatwhere.scripts.data import corpus
+from whatwhere.scripts.data import source
 from whatwhere.scripts.data import tokenize as tokens
-from whatwhere.scripts.data.corpus import TextSource, find_files
 from whatwhere.scripts.data.pack import (
     IGNORED,
     Packer,
@@ -25,6 +24,7 @@ from whatwhere.scripts.data.pack import (
     add_labels,
 )
 from whatwhere.scripts.data.prepared import TextBlocks, prepare
+from whatwhere.scripts.data.source import TextSource, find_files
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
@@ -32,7 +32,7 @@ TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttab
 
 @pytest.fixture(scope="session")
 def stdlib():
-    return corpus.load_text()
+    return source.load_text()
 
 
 @pytest.fixture(scope="session", params=["bytes", "bpe"])
@@ -46,14 +46,14 @@ def tokenizer(request):
 
 
 def test_stdlib_splits_are_disjoint_and_hold_the_library(stdlib):
-    paths = {split: set(stdlib[split]["path"]) for split in corpus.SPLITS}
+    paths = {split: set(stdlib[split]["path"]) for split in source.SPLITS}
     assert all(paths.values())
     together = set().union(*paths.values())
     assert len(together) == sum(map(len, paths.values()))
     assert {"argparse.py", "json/decoder.py", "asyncio/events.py"} <= together
     folders = {folder for path in together for folder in path.split("/")[:-1]}
     assert not folders & {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-    texts = [text for split in corpus.SPLITS for text in stdlib[split]["text"]]
+    texts = [text for split in source.SPLITS for text in stdlib[split]["text"]]
     assert len(set(texts)) > 0.98 * len(texts), "many equal files: train leaks into test"
 
 
@@ -61,15 +61,15 @@ def test_stdlib_split_depends_on_the_path_alone():
     # Written down once: a change would move files between train and test under existing checkpoints.
     pinned = {"argparse.py": "train", "ast.py": "test", "json/decoder.py": "validation", "enum.py": "train"}
     pinned |= {"inspect.py": "test", "typing.py": "train", "os.py": "validation", "heapq.py": "train"}
-    assert {name: corpus.stdlib_split(name) for name in pinned} == pinned
-    shares = [corpus.stdlib_split(f"module_{i}.py") for i in range(4000)]
+    assert {name: source.stdlib_split(name) for name in pinned} == pinned
+    shares = [source.stdlib_split(f"module_{i}.py") for i in range(4000)]
     assert 0.88 < shares.count("train") / 4000 < 0.92
     assert 0.04 < shares.count("test") / 4000 < 0.06
 
 
 def test_stdlib_order_is_by_path(stdlib):
     # not by what the file system or a set happens to give
-    for split in corpus.SPLITS:
+    for split in source.SPLITS:
         assert stdlib[split]["path"] == sorted(stdlib[split]["path"])
 
 
@@ -93,7 +93,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
 def test_local_jsonl(folder, streaming):
     splits = {"train": "train-*.jsonl.gz", "validation": ["valid.jsonl"]}
-    loaded = corpus.load_text("local", data_dir=folder, splits=splits, text_field="body", streaming=streaming)
+    loaded = source.load_text("local", data_dir=folder, splits=splits, text_field="body", streaming=streaming)
     assert set(loaded) == {"train", "validation"}
     for split in loaded.values():
         assert [row["text"] for row in split] == [f"document {i}\nline" for i in range(3)]
@@ -103,7 +103,7 @@ def test_local_jsonl(folder, streaming):
 def test_local_text_is_one_document_a_file(folder, streaming, monkeypatch):
     monkeypatch.setenv("WHATWHERE_DATA_DIR", str(folder))
     splits = {"train": "books/*.txt*", "validation": "books/1.txt", "test": "books/2.txt.gz"}
-    loaded = corpus.load_text("local", splits=splits, streaming=streaming)
+    loaded = source.load_text("local", splits=splits, streaming=streaming)
     assert [row["text"] for row in loaded["train"]] == ["one\ntwo\n", "three\n\nfour é"]
     assert [row["text"] for row in loaded["test"]] == ["three\n\nfour é"]
 
@@ -116,7 +116,7 @@ def test_line_ends_and_byte_order_mark_of_text_files(tmp_path, name, streaming):
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     splits = {"train": name, "validation": name}
     for pieces in (False, True):
-        loaded = corpus.load_text("local", data_dir=tmp_path, splits=splits, streaming=streaming, pieces=pieces)
+        loaded = source.load_text("local", data_dir=tmp_path, splits=splits, streaming=streaming, pieces=pieces)
         assert "".join(row["text"] for row in loaded["train"]) == "one\ntwo\nthree \ufeff\n"
 
 
@@ -125,7 +125,7 @@ def test_text_of_jsonl_is_taken_as_it_is(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\n")
     splits = {"train": "a.jsonl", "validation": "mark.jsonl"}
-    loaded = corpus.load_text("local", data_dir=tmp_path, splits=splits)
+    loaded = source.load_text("local", data_dir=tmp_path, splits=splits)
     assert loaded["train"]["text"][:] == loaded["validation"]["text"][:] == [row["text"]]
 
 
@@ -169,14 +169,14 @@ def test_files_that_are_no_text(tmp_path, name, content, message, streaming):
     (tmp_path / name).write_bytes(content)
     splits = {"train": name, "validation": name}
     with pytest.raises(ValueError, match=message):
-        list(corpus.load_text("local", data_dir=tmp_path, splits=splits, streaming=streaming)["train"])
+        list(source.load_text("local", data_dir=tmp_path, splits=splits, streaming=streaming)["train"])
 
 
 @pytest.mark.parametrize("pattern", ["../secret.txt", "books/../../secret.txt", "..", "/etc/passwd"])
 def test_patterns_stay_inside_the_data_folder(folder, pattern):
     (folder.parent / "secret.txt").write_text("secret")
     with pytest.raises(ValueError, match=r"relative to the data folder and without '\.\.'"):
-        corpus.load_text("local", data_dir=folder, splits={"train": pattern, "validation": "valid.jsonl"})
+        source.load_text("local", data_dir=folder, splits={"train": pattern, "validation": "valid.jsonl"})
 
 
 TEXTLESS = {
@@ -205,31 +205,31 @@ def textless(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", TEXTLESS)
 def test_files_without_text_are_named(textless, name, streaming):
     with pytest.raises(ValueError, match=f"^train_file='{name}' is not valid: it has no text, and so no tokens"):
-        corpus.load_text("local", train_file=name, validation_file="good.txt", streaming=streaming)
+        source.load_text("local", train_file=name, validation_file="good.txt", streaming=streaming)
     with pytest.raises(ValueError, match=f"^validation_file='{name}' is not valid: it has no text"):
-        corpus.load_text("local", train_file="good.txt", validation_file=name, streaming=streaming)
+        source.load_text("local", train_file="good.txt", validation_file=name, streaming=streaming)
 
 
 def test_some_documents_without_text(textless):
     """Empty ones do not count, for the rule and for the parts; null is refused."""
     lines = [json.dumps({"text": text}) + "\n" for text in ["", "some text " * 50, "", "more text " * 50]]
     (textless / "some.jsonl").write_text("".join(lines))
-    loaded = corpus.load_text("local", train_file="some.jsonl")
+    loaded = source.load_text("local", train_file="some.jsonl")
     assert [len(loaded[split].unique("document")) for split in ("train", "validation")] == [2, 2]
     (textless / "most.jsonl").write_text("".join(lines[:1] * 300 + lines[1:2]))
-    loaded = corpus.load_text("local", train_file="most.jsonl")
+    loaded = source.load_text("local", train_file="most.jsonl")
     assert documents_of(loaded["train"])[0] + documents_of(loaded["validation"])[0] == "some text " * 50
     (textless / "nulls.jsonl").write_text(lines[1] * 9 + '{"text": null}\n{"other": 1}\n')
     with pytest.raises(ValueError, match=r"^train_file='nulls.jsonl' is not valid: 2 documents .* in row 10;"):
-        corpus.load_text("local", train_file="nulls.jsonl")
+        source.load_text("local", train_file="nulls.jsonl")
 
 
 def test_a_file_that_vanishes_is_named(textless, monkeypatch):
     found = find_files(TextSource(train_file="good.txt"), None)
     (textless / "good.txt").unlink()
-    monkeypatch.setattr(corpus, "find_files", lambda *_: found)
+    monkeypatch.setattr(source, "find_files", lambda *_: found)
     with pytest.raises(OSError, match=r"No such file.*good\.txt"):
-        corpus.load_text("local", train_file="good.txt")
+        source.load_text("local", train_file="good.txt")
 
 
 # --- own text
@@ -249,14 +249,14 @@ def test_own_text_of_one_file(tmp_path, monkeypatch):
     text = "".join(f"line {i}, café\n" for i in range(4000))
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.chdir(tmp_path)
-    loaded = corpus.load_text("local", train_file="a.txt")
+    loaded = source.load_text("local", train_file="a.txt")
     (train,), (validation,) = documents_of(loaded["train"]), documents_of(loaded["validation"])
     assert train + validation == text
     assert validation[0].isspace()
     assert 0.03 < len(validation) / len(text) < 0.07
     note = loaded["validation"].info.description
     assert note.startswith("no validation file given: the last 5% of the document are held out")
-    given = corpus.load_text("local", train_file=["a.txt"], validation_file="a.txt")
+    given = source.load_text("local", train_file=["a.txt"], validation_file="a.txt")
     assert given["train"]["text"][:] == given["validation"]["text"][:] == [text]
     blocks = [block["input_ids"] for block in Packer(build_tokenizer("bytes"), 8, "concat")(loaded["train"])]
     assert bytes(torch.from_numpy(numpy.concatenate(blocks)).tolist()) == train.encode()[: 8 * len(blocks)]
@@ -275,7 +275,7 @@ def test_held_out_part_of_own_text(tmp_path, monkeypatch, text):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     monkeypatch.chdir(tmp_path)
     for pieces in (False, True):
-        loaded = corpus.load_text("local", train_file="a.txt", pieces=pieces)
+        loaded = source.load_text("local", train_file="a.txt", pieces=pieces)
         train, validation = ("".join(loaded[split]["text"][:]) for split in ("train", "validation"))
         assert train + validation == text.replace("\r\n", "\n")
         assert 0.025 < len(validation) / len(train + validation) < 0.08
@@ -297,7 +297,7 @@ def test_own_text_of_many_documents(tmp_path, kind, count):
         rows.to_json(tmp_path / "a.jsonl")
     else:
         rows.to_parquet(tmp_path / "a.parquet")
-    loaded = corpus.load_text("local", train_file=str(tmp_path), text_field=field)
+    loaded = source.load_text("local", train_file=str(tmp_path), text_field=field)
     train, validation = documents_of(loaded["train"]), documents_of(loaded["validation"])
     note = loaded["validation"].info.description
     if count == 3:
@@ -308,7 +308,7 @@ def test_own_text_of_many_documents(tmp_path, kind, count):
         assert sorted(train + validation) == sorted(texts)
         assert len(validation) == 3
         assert "3 of 60 documents, drawn at random" in note
-        again = corpus.load_text("local", train_file=str(tmp_path), text_field=field)
+        again = source.load_text("local", train_file=str(tmp_path), text_field=field)
         assert documents_of(again["validation"]) == validation
 
 
@@ -321,7 +321,7 @@ def test_empty_documents_of_own_text_do_not_count(tmp_path, kind, count):
     if kind == "jsonl":
         lines = [json.dumps({"text": text}) + "\n" for text in ["", *texts, ""]]
         (tmp_path / "a.jsonl").write_text("".join(lines))
-    loaded = corpus.load_text("local", train_file=str(tmp_path))
+    loaded = source.load_text("local", train_file=str(tmp_path))
     train, validation = documents_of(loaded["train"]), documents_of(loaded["validation"])
     if count < 20:
         assert [one + end for one, end in zip(train, validation)] == texts
@@ -334,7 +334,7 @@ def test_empty_documents_of_own_text_do_not_count(tmp_path, kind, count):
 def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
     monkeypatch.chdir(folder)
     books = {"validation_file": "valid.jsonl", "text_field": "body"}
-    loaded = corpus.load_text("local", train_file="books/*", validation_file="books/1.txt", streaming=True)
+    loaded = source.load_text("local", train_file="books/*", validation_file="books/1.txt", streaming=True)
     assert [row["text"] for row in loaded["train"]] == ["one\ntwo\n", "three\n\nfour é"]
     (folder / "empty").mkdir()
     (folder / "table.csv").write_text("a,b")
@@ -363,7 +363,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({}, "splits=None"),
     ):
         with pytest.raises(ValueError, match=message):
-            corpus.load_text("local", **options)
+            source.load_text("local", **options)
 
 
 @pytest.mark.parametrize(
@@ -403,13 +403,13 @@ def test_bad_sources(folder, options, message):
     for name, content in {"table.csv": "a,b\n", "cut.jsonl": '{"text": "a"}\n{"text"', "empty.jsonl": ""}.items():
         (folder / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        corpus.load_text(**{"data_dir": folder, **options})
+        source.load_text(**{"data_dir": folder, **options})
 
 
 def test_local_needs_a_folder(monkeypatch):
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     with pytest.raises(ValueError, match="WHATWHERE_DATA_DIR"):
-        corpus.load_text("local", splits={"train": "a", "validation": "b"})
+        source.load_text("local", splits={"train": "a", "validation": "b"})
 
 
 @pytest.mark.skipif(
@@ -421,7 +421,7 @@ def test_public_data():
         "validation": "wikipedia_en/valid.jsonl.gz",
         "test": "pg19/test/*.txt",
     }
-    loaded = corpus.load_text("local", splits=splits, streaming=True)
+    loaded = source.load_text("local", splits=splits, streaming=True)
     assert "\r" not in next(iter(loaded["test"]))["text"]
     assert len(list(loaded["validation"])) == 63
     assert len(next(iter(loaded["train"]))["text"]) > 100
@@ -442,14 +442,14 @@ def test_hub_slices(monkeypatch):
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda dataset, config: ["train"])
     splits = {"train": "train[4:]", "validation": "train[:2]", "test": "train[2:4]"}
     for streaming in (False, True):
-        loaded = corpus.load_text("hub", dataset="me/text", splits=splits, text_field="content", streaming=streaming)
+        loaded = source.load_text("hub", dataset="me/text", splits=splits, text_field="content", streaming=streaming)
         assert [row["text"] for row in loaded["train"]] == ["4", "5", "6", "7", "8", "9"]
         assert [row["text"] for row in loaded["validation"]] == ["0", "1"]
         assert [row["text"] for row in loaded["test"]] == ["2", "3"]
     # What has an end is streamed, so that no more than it is downloaded.
     assert calls[:3] == [("me/text", None, "train", streaming) for streaming in (False, True, True)]
     with pytest.raises(ValueError, match="has the splits 'train'"):
-        corpus.load_text("hub", dataset="me/text", text_field="content")
+        source.load_text("hub", dataset="me/text", text_field="content")
 
 
 # --- tokenizers
@@ -748,6 +748,6 @@ def test_shuffling_visits_everything_once_an_epoch():
 
 def test_documents_without_a_text():
     with pytest.raises(ValueError, match="a document has text=None; it must be a string"):
-        corpus.text_of({"text": None, "id": 3})
+        source.text_of({"text": None, "id": 3})
     with pytest.raises(ValueError, match=r"a document has text=\['aaa.{35}\.\.\.; it must be a string"):
-        corpus.text_of({"text": ["a" * 1000]})
+        source.text_of({"text": ["a" * 1000]})

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from whatwhere.scripts.data import genome
 from whatwhere.scripts.data.corpora import load_corpus
-from whatwhere.scripts.data.corpus import SPLITS
 from whatwhere.scripts.data.pack import Packer
+from whatwhere.scripts.data.source import SPLITS
 from whatwhere.scripts.data.tokenize import build_tokenizer, tokenize_documents
 
 

@@ -272,7 +272,7 @@ found["untrusted"] = refusal(AutoModelForCausalLM.from_pretrained, shared, trust
 # Somebody changes the code, and pushes it from there.
 folder = pathlib.Path(out).parent / "changed"
 snapshot_download(shared, local_dir=folder)
-code = folder / "pretrained_model.py"
+code = folder / "decoder.py"
 text = code.read_text()
 head = "logits = self.lm_head(hidden_states[:, kept])"
 assert text.count(head) == 1
@@ -325,6 +325,6 @@ def test_another_process_loads_by_name_and_revision(hub, author, saved, tmp_path
         assert private in found[f"private {token}"]
     *_, last = hub.repositories[shared].commits
     assert found["info"] == [False, "unknown", "text-generation", last.oid]
-    assert last.written == ["pretrained_model.py"]
+    assert last.written == ["decoder.py"]
     # Another host stores the weights: it is sent no token.
     assert not [path for method, path, token in hub.requests if method == "GET" and "/storage/" in path and token]

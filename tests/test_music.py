@@ -14,7 +14,7 @@ from whatwhere.scripts.data import music
 from whatwhere.scripts.data.corpora import CORPORA, load_corpus
 from whatwhere.scripts.data.pack import Packer
 from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
-from whatwhere.scripts.training.errors import explain
+from whatwhere.scripts.extras import explain
 
 CHORALES = {
     "train": [[[74, 70, 65, 58], [74, 70, 65, -1]], [[108, 70, 65, 21]]],

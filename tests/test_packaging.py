@@ -17,7 +17,7 @@ import pytest
 
 import whatwhere
 from processes import python
-from whatwhere.scripts.training.errors import EXTRAS
+from whatwhere.scripts.extras import EXTRAS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -226,7 +226,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
     tiny_model(family, name, qk_norm=options).save_pretrained(tmp_path)
     saved = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
     modeling = {"attention", "attention_block", "model_card", "position_base", "position_registry"}
-    modeling |= {f"modeling_whatwhere_{family}", "pretrained_model"} | NEEDED[encoding]
+    modeling |= {f"modeling_whatwhere_{family}", "decoder", "pretrained_model"} | NEEDED[encoding]
     modeling |= {"attention_options", "head_linear"} if options else set()
     configuration = {"configuration_common", f"configuration_whatwhere_{family}"}
     assert set(saved) == modeling | configuration

@@ -112,7 +112,7 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, An
     import datasets
     import lm_eval
 
-    from ..data.corpus import load_text
+    from ..data.source import load_text
 
     rows = load_text()["test"].filter(lambda row: len(row["text"]) < 8000)
     task = {

@@ -75,12 +75,13 @@ def iterate_texts(
     `files` are relative to the current folder, or with `data_dir` to that.
     """
     from ..data.corpora import load_corpus
-    from ..data.corpus import SPLITS, load_text, text_of
+    from ..data.source import SPLITS, load_text, text_of
 
     if source == "stdlib":
         yield from load_text()["test"]["text"]
     elif source == "local":
-        from ..data.rows import DATA_DIR_VARIABLE, data_folder, find_all, read_found
+        from ..data.files import find_all, read_found
+        from ..data.rows import DATA_DIR_VARIABLE, data_folder
 
         option, root = "--test-files" if files else "--data-dir", None
         if data_dir or not files:
@@ -390,7 +391,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         loading,
         trained_length=options.trained_length,
     )
-    from ..data.corpus import DATA_DIR_VARIABLE
+    from ..data.source import DATA_DIR_VARIABLE
 
     is_local = source in ("stdlib", "local") or (
         source != "hub" and (options.data_dir or DATA_DIR_VARIABLE in os.environ)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.corpus import load_text
 from ..data.pack import MixedBatches, ShuffledBatches
 from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
 from ..data.samples import TaskSamples
+from ..data.source import load_text
 from ..data.stream import StreamedBatches, first_rows
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer

@@ -7,16 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from ..checks import Refused
-
-# The extra of pyproject.toml that installs each module.
-EXTRAS = {
-    **dict.fromkeys(("accelerate", "datasets", "filelock", "jinja2", "numpy", "peft", "pyarrow", "pydantic"), "train"),
-    **dict.fromkeys(("fsspec", "tokenizers", "tqdm", "yaml"), "train"),
-    **dict.fromkeys(("lm_eval", "evaluate", "matplotlib", "nltk", "PIL", "wonderwords"), "eval"),
-    **dict.fromkeys(("miditok", "symusic"), "music"),
-    "triton": "kernels",
-    "liger_kernel": "liger",
-}
+from ..extras import explain
 
 
 class TrainingError(RuntimeError):
@@ -45,11 +36,3 @@ def reported(advice: str) -> Iterator[None]:
         if not int(os.environ.get("RANK", "0")):
             print(f"{str(stop).strip() or 'interrupted'}. {advice}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", signal.SIGINT))
-
-
-def explain(error: Exception) -> str:
-    """Returns an error's message; for a missing module of an extra, how to install it."""
-    module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if module in EXTRAS:
-        return f'`{module}` is not installed: pip install "whatwhere[{EXTRAS[module]}]"'
-    return str(error)

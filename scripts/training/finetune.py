@@ -25,10 +25,10 @@ from whatwhere.model_card import weights_fingerprint
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
 from ..conversion import RECORD, card_metadata, convert_checkpoint, load_source
 from ..data.corpora import CORPORA
-from ..data.corpus import SOURCES, TextSource
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
+from ..data.source import SOURCES, TextSource
 from ..data.tokenize import build_tokenizer, load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.results import write_json
@@ -58,7 +58,7 @@ class Settings(Checked):
     data: str = Field("stdlib", description="stdlib (default), hub, local, mixture, or a corpus such as pg19")
     dataset: str | None = Field(None, description="data set of --data hub")
     dataset_config: str | None = Field(None, description="its configuration")
-    splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/corpus.py)")
+    splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/source.py)")
     mixture: Mixture | None = Field(None, description="several texts with weights, as data.mixture in a recipe")
     text_field: str = Field("text", description="column of the documents; default text")
     streaming: bool = Field(False, description="stream the training text")

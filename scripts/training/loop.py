@@ -30,9 +30,9 @@ from whatwhere.model_card import weights_fingerprint
 from ..cards.folder import write_card
 from ..checks import Refused
 from ..conversion import FAMILIES
-from ..data.corpus import find_files
 from ..data.pack import IGNORED
 from ..data.rows import DATA_DIR_VARIABLE
+from ..data.source import find_files
 from ..evaluation.results import provenance, write_json, write_text
 from .checkpoint import (
     Checkpoints,

@@ -12,7 +12,7 @@ from whatwhere.position_base import suggest
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused, parse
 from ..conversion import FAMILIES
-from ..data.corpus import MixedText, TextSource
+from ..data.source import MixedText, TextSource
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 
