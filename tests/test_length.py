@@ -474,7 +474,8 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     assert f"Other text ({counts[1]} bytes scored; {counts[0]} in the first table), so" in capsys.readouterr().out
     assert (tmp_path / "length_2.svg").is_file()
     (tmp_path / "length.json").unlink()
-    (tmp_path / "length_2_notes.svg").touch()
+    for name in ("length_2_notes.svg", "length_65536.png"):
+        (tmp_path / name).touch()
     size = len(texts[0])
     run(
         ["pope", "bpe"],
@@ -491,7 +492,7 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     for name in (b"<!-- pope -->", b"<!-- bpe -->"):
         assert name in (tmp_path / "length.svg").read_bytes()
     # The earlier run's second figure is gone, and nothing else.
-    assert {path.name for path in tmp_path.glob("length_*")} == {"length_2_notes.svg"}
+    assert {path.name for path in tmp_path.glob("length_*")} == {"length_2_notes.svg", "length_65536.png"}
 
 
 def test_entries_are_those_of_their_weights(tmp_path):

@@ -72,11 +72,11 @@ def scored_bytes(entries: Sequence[dict[str, Any]]) -> int:
 
 
 def remove_numbered_figures(stem: pathlib.Path, kept: Sequence[pathlib.Path]) -> None:
-    """Removes the figures `STEM_2.png`, `STEM_2.svg`, ... of an earlier run that are not in `kept`."""
-    for path in stem.parent.glob(f"{stem.name}_*"):
-        number = path.stem.removeprefix(f"{stem.name}_")
-        if number.isdecimal() and path.suffix in (".png", ".svg") and path not in kept:
-            path.unlink()
+    """Removes the figures of further tables, `STEM_2.png` to `STEM_99.svg`, of an earlier run that are not in `kept`."""
+    # Larger numbers are lengths: people name files such as `length_pg19_65536.png`.
+    for name in (f"{stem.name}_{number}{ending}" for number in range(2, 100) for ending in (".png", ".svg")):
+        if stem.with_name(name) not in kept:
+            stem.with_name(name).unlink(missing_ok=True)
 
 
 def draw(
