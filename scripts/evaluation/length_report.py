@@ -72,7 +72,7 @@ def scored_bytes(entries: Sequence[dict[str, Any]]) -> int:
 
 
 def remove_numbered_figures(stem: pathlib.Path, kept: Sequence[pathlib.Path]) -> None:
-    """Removes the figures of further tables, `STEM_2.png` to `STEM_99.svg`, of an earlier run that are not in `kept`."""
+    """Removes `STEM_2.png` to `STEM_99.svg`, the figures of further tables of an earlier run, but for those `kept`."""
     # Larger numbers are lengths: people name files such as `length_pg19_65536.png`.
     for name in (f"{stem.name}_{number}{ending}" for number in range(2, 100) for ending in (".png", ".svg")):
         if stem.with_name(name) not in kept:
