@@ -458,7 +458,7 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     """Perplexities per token are not comparable between tokenizers; bits per byte are, on the same text."""
     texts = [(root / "code" / "a.txt").read_text()]
     small("rope", vocab_size=300).save_pretrained(root / "bpe")
-    build_tokenizer("bpe", vocab_size=270, texts=texts).save_pretrained(root / "bpe")
+    train_bpe(270, texts).save_pretrained(root / "bpe")
     arguments = ["--windows", "16", "--tokens", "32"]
     content = run(["pope", "bpe"], *arguments, data="local", data_dir="code")
     one, two = content["checkpoints"]

@@ -75,12 +75,12 @@ class _Workplace:
     """A temporary folder with texts, a tokenizer and caches, and the commands that use them."""
 
     def __init__(self, root: Path) -> None:
-        from ..data.tokenize import build_tokenizer
+        from ..data.tokenize import train_bpe
 
         self.root, self.held_out = root, root / "held_out.jsonl"
         write_text(self.held_out, 1, seed=1)
         texts = itertools.islice(_documents(1), 400)
-        build_tokenizer("bpe", vocab_size=VOCABULARY, texts=texts).save_pretrained(root / "tokenizer")
+        train_bpe(VOCABULARY, texts).save_pretrained(root / "tokenizer")
         self.settings = [f"data.tokenizer={root / 'tokenizer'}", "data.vocab_size=null"]
 
     def text(self, megabytes: int) -> Path:

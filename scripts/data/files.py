@@ -154,7 +154,7 @@ def read_text(file: str) -> Iterator[str]:
 
 
 def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Splits rows, named `what` in messages, into a training part and a held-out part, described in its `info`.
+    """Splits rows, named `what` in messages, into a training part and a held-out part, and prints how.
 
     The choice depends only on the number of documents.
     """
@@ -183,10 +183,12 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         raise ValueError(f"{what} is too short to hold out a part for validation. Give more text.")
     train, validation = rows.select(np.flatnonzero(~held_out)), rows.select(np.flatnonzero(held_out))
     if few < _FEW:
-        what = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
+        part = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
     else:
-        what = f"{len(chosen)} of {few} documents, drawn at random,"
-    validation.info.description = f"no validation file given: {what} are held out for validation"
+        part = f"{len(chosen)} of {few} documents, drawn at random,"
+    # Once for all processes.
+    if not int(os.environ.get("RANK", "0")):
+        print(f"no validation file given: {part} are held out for validation")
     return train, validation
 
 

@@ -40,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .pack import batch_of
 from .rows import texts_of
-from .tokenize import build_tokenizer, byte_level, single_threaded, tokenize_pieces
+from .tokenize import byte_level, single_threaded, tokenize_pieces, train_bpe
 
 FORMAT = 1
 CACHE_VARIABLE = "WHATWHERE_CACHE"
@@ -166,15 +166,14 @@ def _done_in(shards: Sequence[int], processes: int) -> Iterator[tuple[int, int]]
             pool.shutdown(cancel_futures=True)
 
 
-def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int | None) -> PreTrainedTokenizerBase:
+def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int) -> PreTrainedTokenizerBase:
     """Returns the tokenizer `bpe` trained on the rows of these texts; it is trained once, and then read from a file."""
     what = json.dumps([FORMAT, [rows._fingerprint for rows in texts], vocab_size, tokenizers.__version__])
     file = cache_folder() / f"bpe-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            documents = itertools.chain.from_iterable(map(texts_of, texts))
-            tokenizer = build_tokenizer("bpe", vocab_size=vocab_size, texts=documents)
+            tokenizer = train_bpe(vocab_size, itertools.chain.from_iterable(map(texts_of, texts)))
             with _draft_of(file) as draft:
                 tokenizer.backend_tokenizer.save(str(draft))
         return byte_level(Tokenizer.from_file(str(file)))

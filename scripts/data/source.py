@@ -148,16 +148,15 @@ def load_text(
     text: str | TextSource = "stdlib",
     *,
     data_dir: str | os.PathLike[str] | None = None,
-    pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the splits of a source, tables or streams of `datasets` with documents in `text`; `test` may be missing.
 
+    In a table, a text file of `local` has several rows, with pieces of it and the number of the file in `document`.
+
     Args:
         text: the source, or its name.
         data_dir: the folder of local files; by default the environment variable WHATWHERE_DATA_DIR.
-        pieces: split text files of any size into rows with pieces, where `document` is the number of the file. No
-            effect on jsonl and parquet files, other sources and streams.
         options: the other fields of `TextSource`, if `text` is a name.
     """
     if isinstance(text, str):
@@ -171,8 +170,7 @@ def load_text(
         result = _load_corpora(text, data_dir)
     else:
         files = find_files(text, data_dir)
-        pieces = pieces or "validation" not in files
-        form: dict[str, Any] = {"text_field": text.text_field, "streaming": streaming, "pieces": pieces}
+        form: dict[str, Any] = {"text_field": text.text_field, "streaming": streaming, "pieces": True}
         result = {name: read_found(found, what, **form) for name, (what, found) in files.items()}
         if "validation" not in result:
             result["train"], result["validation"] = hold_out(result["train"], files["train"][0])

@@ -39,25 +39,16 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merge
 _BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 
 
-def build_tokenizer(
-    kind: str = "bytes",
-    *,
-    vocab_size: int | None = None,
-    texts: Iterable[str] = (),
-) -> PreTrainedTokenizerBase:
+def build_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     """Builds a tokenizer that has a padding token and, except for `jsb` and `6mer`, an end-of-text token.
 
     Args:
-        kind: `bytes` (token b is byte b, plus two special tokens), `bpe` (a byte-level BPE trained on `texts`), `jsb`
-            and `remi` (words of chorales and piano performances, see `music.py`), `6mer` (words of genomes, see
-            `genome.py`), or the folder or Hub id of an existing tokenizer.
-        vocab_size: the size of the `bpe` vocabulary with special tokens, at least 258; only for `bpe`.
-        texts: the documents on which `bpe` is trained (the training split).
+        kind: `bytes` (token b is byte b, plus two special tokens), `jsb` and `remi` (words of chorales and piano
+            performances, see `music.py`), `6mer` (words of genomes, see `genome.py`), or the folder or Hub id of an
+            existing tokenizer.
     """
-    if vocab_size is not None and kind != "bpe":
-        raise ValueError(f"vocab_size={vocab_size!r} is not valid: only tokenizer='bpe' takes a vocabulary size.")
-    if kind in ("bytes", "bpe"):
-        return byte_level(_byte_tokenizer() if kind == "bytes" else _train_bpe(vocab_size, texts))
+    if kind == "bytes":
+        return byte_level(_byte_tokenizer())
     if kind == "jsb":
         return word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
     if kind == "remi":
@@ -71,8 +62,8 @@ def build_tokenizer(
         tokenizer = load_tokenizer(kind)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer={kind!r} is not valid: it must be 'bytes', 'bpe', or a folder or Hub id from which a "
-            f"tokenizer loads. ({error})"
+            f"tokenizer={kind!r} is not valid: it must be 'bytes', in a recipe 'bpe', or a folder or Hub id from which "
+            f"a tokenizer loads. ({error})"
         ) from error
     if tokenizer.eos_token is None:
         raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
@@ -309,12 +300,8 @@ def _byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _train_bpe(vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
-    if vocab_size is None or vocab_size < 258:
-        raise ValueError(
-            f"vocab_size={vocab_size!r} is not valid: tokenizer='bpe' needs an integer of at least 258 (256 bytes and "
-            "two special tokens)."
-        )
+def train_bpe(vocab_size: int, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE trained on texts; 256 bytes and two special tokens are among its tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -325,4 +312,4 @@ def _train_bpe(vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    return tokenizer
+    return byte_level(tokenizer)

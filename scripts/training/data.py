@@ -29,7 +29,6 @@ class TrainingData:
         splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
         unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
         bytes_per_token: for bits per byte; None for toy tasks and for symbols that are not text.
-        note: a message to the user about the data; may be empty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -38,7 +37,6 @@ class TrainingData:
     splits_sha256: dict[str, str | None]
     unit: str = "tokens"
     bytes_per_token: torch.Tensor | None = None
-    note: str = ""
 
 
 def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
@@ -51,10 +49,11 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
     texts = []
     for index, text in enumerate(data.texts()):
         try:
-            texts.append(load_text(text, data_dir=data_dir, pieces=True))
+            texts.append(load_text(text, data_dir=data_dir))
         except ValueError as error:
             raise ValueError(f"mixture[{index}].{error}" if data.mixture else str(error)) from error
-    if data.tokenizer == "bpe":
+    # Of `bpe`.
+    if data.vocab_size is not None:
         tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
     else:
         tokenizer = build_tokenizer(data.tokenizer)
@@ -87,11 +86,6 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         train = blocks("train", None)
         batches = MixedBatches(train, **options, weights=weights) if data.mixture else ShuffledBatches(train, **options)
         sha256["train"] = train.sha256
-    own = [
-        text["validation"].info.description
-        for text, source in zip(texts, data.texts())
-        if source.train_file and not source.validation_file
-    ]
     return TrainingData(
         tokenizer=tokenizer,
         batches=batches,
@@ -99,7 +93,6 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         splits_sha256={**sha256, **{split: some.sha256 for split, some in held_out.items()}},
         unit="sequences" if data.pack == "separate" else "tokens",
         bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
-        note="; ".join(own),
     )
 
 

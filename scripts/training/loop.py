@@ -170,8 +170,6 @@ class Run:
         recipe, training = self.recipe, self.recipe.training
         self.say("reading and tokenising the data")
         self.data = load_data(recipe, self.data_dir)
-        if self.data.note:
-            self.accelerator.print(f"{recipe.name}: {self.data.note}")
         if self.state is not None:
             self._check_text(self.state)
         set_seed(recipe.seed)
