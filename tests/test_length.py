@@ -10,7 +10,7 @@ import transformers
 
 from tiny import LargestTensor, tiny_model
 from whatwhere.scripts import cli
-from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.data.tokenize import build_tokenizer, train_bpe
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import length_report, variants, windows
 from whatwhere.scripts.evaluation.checkpoints import Loading, check_vocabulary, longest_length, trained_length_of
