@@ -284,11 +284,9 @@ class TextBlocks:
             result["position_ids"] = slots - begins[np.searchsorted(begins, slots, side="right") - 1]
         return result
 
-    def __getitem__(self, index: int | Sequence[int]) -> dict[str, torch.Tensor]:
-        """Returns `input_ids`, int64 (T), or of several blocks (B, T), with `position_ids` or `labels` (see `pack`)."""
-        if not isinstance(index, Sequence):
-            return {name: rows[0] for name, rows in self[[int(index)]].items()}
-        blocks = [part.block(within) for part, within in map(self._find, index)]
+    def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns `input_ids`, int64 (B, T), of some blocks, with `position_ids` or `labels` (see `pack`)."""
+        blocks = [part.block(within) for part, within in map(self._find, indices)]
         return batch_of(blocks, self.pack, self.pad_token_id, self.sequence_length)
 
     def _find(self, index: int) -> tuple["TextBlocks", int]:

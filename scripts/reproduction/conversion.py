@@ -88,9 +88,7 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     """Trains, converts and measures what is missing; interrupted runs are continued."""
     recipe, root = load_recipe(RECIPE), output / RECIPE
     source = root / "source"
-    folder = RunFolder(source)
-    if folder.results(recipe.resolved()) is None:
-        loop.train(recipe, source, resume=folder.is_begun, data_dir=data_dir)
+    loop.train(recipe, source, resume="auto", data_dir=data_dir)
     _measure(source, data_dir)
     for name in systems:
         system = SYSTEMS[name]

@@ -123,8 +123,6 @@ CHANGES: dict[str, Callable[..., list[str]]] = {
     "half": _half,
     # The sum of the recipe's CoPE and another encoding.
     "sum": lambda recipe, name: _encoding(recipe, f"cope+{name}", f'{{"cope": {json.dumps(_own(recipe))}}}'),
-    # The recipe's CoPE with position logits times 1/sqrt(d).
-    "scaled": lambda recipe: _encoding(recipe, "cope", json.dumps({**_own(recipe), "scale_positions": True})),
     # CoPE_MLP with as many positions as the recipe's CoPE.
     "mlp": lambda recipe, layers: _encoding(
         recipe, "cope_mlp", f"{{hidden_units: 64, num_positions: {_own(recipe)['num_positions']}, layers: {layers}}}"
