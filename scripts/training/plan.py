@@ -23,7 +23,7 @@ from ..data.tokenize import build_tokenizer
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .distributed import Layout, check_layout, decoder_layers
 from .flops import Scalars, flops_per_token
-from .model import build_config, build_model, build_optimizer
+from .model import build_config, build_model
 from .recipe import Recipe
 
 # Maximum number of floating-point operations in a timed step on a CPU (about a second).
@@ -71,12 +71,8 @@ class Plan:
     flops_per_token: float
 
 
-def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
-    """Returns what a recipe needs on this number of devices.
-
-    Args:
-        gpu: whether the devices are GPUs, where `auto` attention uses the Triton kernels, and the optimiser is fused.
-    """
+def plan(recipe: Recipe, devices: int = 1) -> Plan:
+    """Returns what a recipe needs on this number of GPUs."""
     config = _config(recipe)
     layout = check_layout(recipe, config, devices)
     # Compilation and kernels need values.
@@ -94,7 +90,7 @@ def plan(recipe: Recipe, devices: int = 1, *, gpu: bool = True) -> Plan:
         parts=share // rows,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         embeddings=sum(module.weight.numel() for module in embeddings),
-        memory=_memory(recipe, config, layout, rows, accumulates=share > rows, gpu=gpu),
+        memory=_memory(recipe, config, layout, rows, accumulates=share > rows),
         tokens_per_step=training.batch_size * length,
         flops_per_token=flops_per_token(config, length),
     )
@@ -130,18 +126,19 @@ def _local_config(config: Any, tp: int) -> Any:
     return type(config)(**fields)
 
 
-def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulates: bool, gpu: bool) -> Memory:
+def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulates: bool) -> Memory:
     """Returns the memory of a device when it is largest, in the second or a later step.
 
-    A step runs on tensors without memory, and `Tracker` records which of them exist at a time. Sharded weights are
-    counted by their share, and what their exchange needs is added. Not included: the program, the device's context,
-    buffers of communication libraries, and fragmentation.
+    Both passes of a step run on tensors without memory, and `Tracker` records which of them exist at a time. The
+    optimiser is fused: an update needs no temporary ones. Sharded weights are counted by their share, and what their
+    exchange needs is added. Not included: the program, the device's context, buffers of communication libraries, and
+    fragmentation.
     """
     training, shards = recipe.training, layout.dp_shard
     bf16, fsdp = training.mixed_precision == "bf16", layout.is_sharded and layout.data_share[1] > 1
     # Bytes of an element of a weight or a gradient, where FSDP gathers them.
     size = 2 if bf16 and fsdp else 4
-    with FakeTensorMode(), _kernels(gpu):
+    with FakeTensorMode(), _kernels():
         with local_torch_dtype(torch.bfloat16 if size == 2 else torch.float32):
             model = build_model(recipe, _local_config(config, layout.tp)).train()
         forward = model
@@ -150,21 +147,13 @@ def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulat
         if bf16 and not layout.is_sharded:
             # As accelerate does.
             forward = convert_outputs_to_fp32(forward)
-        optimizer, _ = build_optimizer(model, training)
-        for parameter in model.parameters():
+        for parameter in model.parameters() if accumulates else ():
             parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
-        if not accumulates:
-            optimizer.zero_grad()
         tokens = torch.zeros(rows, recipe.data.sequence_length, dtype=torch.int64)
-        with Tracker(model, optimizer) as tracker, Scalars(tokens.shape[1] - 1):
+        with Tracker(model) as tracker, Scalars(tokens.shape[1] - 1):
             count = tokens.numel()
             loss = forward(input_ids=tokens, labels=tokens, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
-            del loss
-            update = len(tracker.history)
-            if not gpu:
-                optimizer.step()
         # FSDP gathers the weights of a layer together, and all that are outside of the layers, the root.
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
         total = sum(parameter.numel() for parameter in model.parameters())
@@ -180,12 +169,10 @@ def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulat
     else:
         exchange = 4.0 * total if layout.dp_replicate > 1 else 0.0
 
-    def at(step: dict[str, int], *, updates: bool = False, scatters: bool = False) -> Memory:
+    def at(step: dict[str, int], *, scatters: bool = False) -> Memory:
         if not fsdp:
             # The output layer is whole in this model, unlike in tensor parallelism.
             gradients = 4.0 * min(step["root"] + step["layers"], total)
-        elif updates:
-            gradients = total * share
         elif accumulates:
             # Until the last part of a batch, gradients stay whole.
             gradients = total * 4.0
@@ -195,22 +182,21 @@ def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulat
             weights=total * share,
             gradients=gradients,
             optimiser=2 * total * share,
-            # The temporary tensors of an update have the shapes of the weights.
-            activations=step["activations"] / (shards if updates else 1),
+            activations=step["activations"],
             logits=step["logits"],
-            communication=0.0 if fsdp and updates else exchange + (4.0 * root if scatters else 0.0),
+            communication=exchange + (4.0 * root if scatters else 0.0),
         )
 
-    found = [at(step, updates=number >= update) for number, step in enumerate(tracker.history)]
+    found = list(map(at, tracker.history))
     if fsdp:
         # At the end, the gradients of the root are scattered, from a float32 copy.
-        found.append(at(tracker.history[update - 1], scatters=True))
+        found.append(at(tracker.history[-1], scatters=True))
     return max(found, key=lambda memory: memory.total)
 
 
-def _kernels(use: bool) -> contextlib.AbstractContextManager[Any]:
+def _kernels() -> contextlib.AbstractContextManager[Any]:
     """Makes `auto` attention use the Triton kernels, as on a GPU; they have implementations without memory."""
-    if not use or attention_triton.import_error():
+    if attention_triton.import_error():
         return contextlib.nullcontext()
     return unittest.mock.patch.multiple(
         attention_triton, runs_by_default=lambda device: True, runs_on=lambda device: True
@@ -225,7 +211,7 @@ class Tracker(TorchDispatchMode):
     temporary). Logits are those whose last axis has the size of the vocabulary.
     """
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.vocabulary = model.config.vocab_size
         self.history: list[dict[str, int]] = []
@@ -234,8 +220,7 @@ class Tracker(TorchDispatchMode):
         self._kinds: dict[int, tuple[str, int]] = {}
         inside = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        existing = (*model.buffers(), *model.parameters(), *gradients, *states)
+        existing = (*model.buffers(), *model.parameters(), *gradients)
         self._known = {tensor.untyped_storage()._cdata for tensor in existing}
         for parameter in model.parameters():
             place = "layers" if id(parameter) in inside else "root"
