@@ -270,7 +270,7 @@ def load_recipe(
     Args:
         source: a YAML file, or the name of a shipped recipe (`demo_rope`).
         overrides: `key.sub=value`, applied in order; the value is YAML.
-        train_file, validation_file: own text, instead of the recipe's source.
+        train_file, validation_file: own text; `train_file` replaces the recipe's source.
     """
     path = Path(source)
     if not path.suffix and not path.exists():
@@ -288,16 +288,12 @@ def load_recipe(
         raise Refused(f"recipe {str(source)!r} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise Refused(f"recipe {str(source)!r} is not valid: it must be a mapping of keys to values.")
-    if train_file or validation_file:
-        data = values.get("data")
-        if isinstance(data, dict):
+    if isinstance(data := values.get("data"), dict):
+        if train_file:
             kept = {key: value for key, value in data.items() if key not in (*TextSource.model_fields, "mixture")}
-            given = {"train_file": train_file, "validation_file": validation_file}
-            own = {key: list(value) for key, value in given.items() if value}
-            if not train_file and data.get("train_file"):
-                own["train_file"] = data["train_file"]
-                kept |= {key: data[key] for key in ("text_field", "streaming") if key in data}
-            values["data"] = {**kept, "source": "local", **own}
+            data = values["data"] = {**kept, "source": "local", "train_file": list(train_file)}
+        if validation_file:
+            data["validation_file"] = list(validation_file)
     for override in overrides:
         _apply(values, override)
     return parse_recipe({"name": path.stem, **values})
