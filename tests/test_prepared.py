@@ -13,7 +13,7 @@ import yaml
 
 from whatwhere.scripts.commands import prepare as command
 from whatwhere.scripts.data import prepared
-from whatwhere.scripts.data.pack import Packer, ShuffledBatches, add_labels
+from whatwhere.scripts.data.pack import Packer, ShuffledBatches
 from whatwhere.scripts.data.prepared import PreparedText, TextBlocks, prepare, prepared_folder
 from whatwhere.scripts.data.rows import on_disk, texts_of
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -223,7 +223,7 @@ def test_workers_read_the_same_batches(rows, tokenizer):
     """In order, each process its share, and without a draw from the training's random numbers."""
     batches = ShuffledBatches(TextBlocks(prepare(rows, tokenizer), 16, "documents"), 4, seed=1)
     state = torch.get_rng_state()
-    expected = [add_labels(batches(step)) for step in range(5, 9)]
+    expected = [batches(step) for step in range(5, 9)]
     for workers in (0, 2):
         shares = []
         for rank in range(2):

@@ -112,22 +112,19 @@ class ShuffledBatches:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __call__(self, step: int, share: tuple[int, int] = (0, 1)) -> dict[str, torch.Tensor]:
-        """Returns the rows of step `step`, counted from 0; with `share` (i, n) the i-th of n equal parts of them."""
+        """Returns the batch of a step, counted from 0, with labels; with `share` (i, n) the i-th of n equal parts."""
         first, stop = (step * self.batch_size + part * self.batch_size // share[1] for part in (share[0], share[0] + 1))
-        return self.blocks[[self._index(place) for place in range(first, stop)]]
+        return add_labels(self.blocks[[self._index(place) for place in range(first, stop)]])
 
     def loader(
         self, share: tuple[int, int], steps: range, *, workers: int = 0, pin_memory: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Returns an iterator over a process's share of the batches of `steps`, with labels, read ahead of time."""
+        """Returns an iterator over a process's share of the batches of `steps`, read ahead of time."""
         dataset: Any = steps
         # With a generator: otherwise, `DataLoader` draws a random number of the training's.
         options: dict[str, Any] = {"pin_memory": pin_memory, "generator": torch.Generator()}
-        options["collate_fn"] = functools.partial(self._labelled, share)
+        options["collate_fn"] = functools.partial(self, share=share)
         return iter(DataLoader(dataset, batch_size=None, num_workers=workers, **options))
-
-    def _labelled(self, share: tuple[int, int], step: int) -> dict[str, torch.Tensor]:
-        return add_labels(self(step, share))
 
     def visited(self, steps: int) -> np.ndarray:
         """Returns the sorted indices of the blocks of the first steps, each once."""
