@@ -186,7 +186,9 @@ class Checkpoints:
         damage = None
         for folder in reversed(folders if step is None else folders[: steps.index(step) + 1]):
             try:
-                state = self._read(folder)
+                state = read_checkpoint(folder)
+                if state["best"] is not None and self.path_of(state["best"]) != folder:
+                    read_checkpoint(self.path_of(state["best"]))
             except DamagedCheckpoint as error:
                 damage = damage or error
                 continue
@@ -198,12 +200,6 @@ class Checkpoints:
         if damage is not None:
             raise TrainingError(f"{damage}. No earlier checkpoint is intact: start again in another folder.")
         return None
-
-    def _read(self, folder: Path) -> dict[str, Any]:
-        state = read_checkpoint(folder)
-        if state["best"] is not None and self.path_of(state["best"]) != folder:
-            read_checkpoint(self.path_of(state["best"]))
-        return state
 
     def load_best(self, model: torch.nn.Module, best: dict[str, Any]) -> None:
         """Loads the weights of the best model."""

@@ -171,7 +171,12 @@ class Run:
         self.say("reading and tokenising the data")
         self.data = load_data(recipe, self.data_dir)
         if self.state is not None:
-            self._check_text(self.state)
+            old = self.state["splits_sha256"]
+            if changed := [name for name, digest in self.data.splits_sha256.items() if old.get(name) != digest]:
+                raise TrainingError(
+                    f"the run in {str(self.output)!r} was trained on other text: the corpus, the Python version or the "
+                    f"tokenizer has changed. Changed splits: {', '.join(changed)}."
+                )
         set_seed(recipe.seed)
         # The model without a data-parallel wrapper, and the model to train.
         self.whole_model = self.build_model()
@@ -433,14 +438,6 @@ class Run:
         if device != self.accelerator.device.type:
             raise TrainingError(
                 f"{made} on {device!r} and cannot be resumed exactly on {self.accelerator.device.type!r}."
-            )
-
-    def _check_text(self, state: dict[str, Any]) -> None:
-        old = state["splits_sha256"]
-        if changed := [name for name, digest in self.data.splits_sha256.items() if old.get(name) != digest]:
-            raise TrainingError(
-                f"the run in {str(self.output)!r} was trained on other text: the corpus, the Python version or the "
-                f"tokenizer has changed. Changed splits: {', '.join(changed)}."
             )
 
     def _load_checkpoint(self) -> None:
