@@ -109,11 +109,9 @@ def scorer(processes: Processes, *arguments: Any, **options: Any) -> Any:
             self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
             self.truncated += sum(len(start) + len(end) > self.max_length + 1 for _, start, end in requests)
-            found = torch.zeros(len(requests), 2, dtype=torch.float64)
-            if mine := processes.share(requests):
-                answers = super()._loglikelihood_tokens(mine, disable_tqdm or not processes.is_first, override_bs)
-                found[processes.rank :: processes.count] = torch.tensor(answers, dtype=torch.float64)
-            return [(likelihood, bool(greedy)) for likelihood, greedy in processes.summed(found).tolist()]
+            mine, quiet = processes.share(requests), disable_tqdm or not processes.is_first
+            answers = super()._loglikelihood_tokens(mine, quiet, override_bs) if mine else []
+            return processes.joined(answers, len(requests))
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             mine = processes.share(requests)
