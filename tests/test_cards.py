@@ -440,17 +440,19 @@ def test_prompts_are_words_of_their_tokenizers(corpus, kind):
     assert not {*ids} & {*tokenizer.all_special_ids, None}
 
 
-def test_curves_are_means_of_consecutive_lines(monkeypatch):
+def test_curves_are_means_of_consecutive_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "POINTS", 3)
-    lines = [*METRICS, {"step": 50, "loss": 7.5}]
-    found = curves.thin_curves(lines)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*METRICS, {"step": 50, "loss": 7.5}]))
+    found = curves.read_curves(file)
     assert found["training"] == [
         {"step": 20, "loss": 4.5},
         {"step": 40, "loss": 2.5},
         {"step": 50, "loss": 7.5},
     ]
     assert found["validation"][1] == {"step": 40, "loss": 4.75}
-    assert curves.thin_curves([]) == {"training": [], "validation": []}
+    file.write_text("")
+    assert curves.read_curves(file) == {"training": [], "validation": []}
 
 
 def test_paths_of_a_machine_stay_there(place):

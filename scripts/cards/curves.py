@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..evaluation.figures import new_figure
@@ -11,11 +11,12 @@ from ..evaluation.figures import new_figure
 POINTS = 100
 
 
-def thin_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the contents of `curves.json`, without the fingerprint of the weights.
+def read_curves(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the contents of `curves.json`, without the fingerprint of the weights, from a run's `metrics.jsonl`.
 
     A point of `training` is the last step and the mean loss (nats per token) of consecutive lines.
     """
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     training = [line for line in lines if "loss" in line]
     size = -(-len(training) // POINTS) or 1
     groups = [training[start : start + size] for start in range(0, len(training), size)]
@@ -25,11 +26,6 @@ def thin_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kind: [{"step": step, "loss": float(f"{loss:.6g}")} for step, loss in points]
         for kind, points in (("training", means), ("validation", evaluated))
     }
-
-
-def read_curves(path: pathlib.Path) -> dict[str, Any]:
-    """Returns `thin_curves` of a run's `metrics.jsonl`."""
-    return thin_curves([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
 
 def curves_figure(runs: Mapping[str, Mapping[str, Any]], *, title: str = "") -> Any:
@@ -50,8 +46,3 @@ def curves_figure(runs: Mapping[str, Mapping[str, Any]], *, title: str = "") -> 
     axes.legend(fontsize="small" if several else None)
     axes.grid(alpha=0.3)
     return figure
-
-
-def draw_curves(curves: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draws the curves of one run as a PNG file, reproducibly."""
-    curves_figure({"": curves}).savefig(path, dpi=100, metadata={"Software": None})

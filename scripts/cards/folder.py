@@ -17,7 +17,7 @@ from ..evaluation.data_description import describe_data
 from ..evaluation.length_report import draw as draw_length
 from ..evaluation.results import read_json, read_results, write_text
 from .content import model_card
-from .curves import draw_curves
+from .curves import curves_figure
 
 
 def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
@@ -107,8 +107,8 @@ def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[d
 
 def _draw(
     folder: pathlib.Path, name: str, content: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]
-) -> pathlib.Path:
-    """Draws the figure of a card into its folder, replacing all PNG files there, and returns its path."""
+) -> None:
+    """Draws the figure of a card into its folder, replacing all PNG files there, reproducibly."""
     from PIL import Image
 
     for path in folder.glob("*.png"):
@@ -117,7 +117,7 @@ def _draw(
     with tempfile.TemporaryDirectory() as drafts:
         draft = pathlib.Path(drafts) / path.name
         if name == "curves":
-            draw_curves(content, draft)
+            curves_figure({"": content}).savefig(draft, dpi=100, metadata={"Software": None})
         else:
             own = [{**entry, "name": folder.name} for entry in content["checkpoints"]]
             title = "{corpus}, {split}".format_map(content["data"])
@@ -125,7 +125,6 @@ def _draw(
         # A palette suffices for lines, and makes the file a third as large.
         with Image.open(draft) as image:
             image.convert("RGB").quantize(colors=64).save(path, optimize=True)
-    return path
 
 
 def own_entries(content: Mapping[str, Any], weights: str) -> dict[str, Any] | None:
