@@ -33,17 +33,6 @@ from . import common, deltas, frequencies, maps, page
 COMMAND = "analysis"
 
 
-def parse_indices(text: str) -> list[int]:
-    """Returns the numbers of a list such as `0,3,8-11`; an `argparse` type."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
-    if not found:
-        raise ValueError("the list is empty")
-    return found
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser(COMMAND, "frequencies|deltas|maps CHECKPOINT [OPTIONS]", __doc__ or "")
@@ -66,8 +55,8 @@ def parser() -> argparse.ArgumentParser:
     text = "a text file; default: a short article in English"
     one.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
     one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
-    one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
-    one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
+    one.add_argument("--layers", type=int, nargs="+", metavar="N", help="default: all")
+    one.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: all")
     return result
 
 
