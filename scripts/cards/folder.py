@@ -105,9 +105,7 @@ def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[d
     return found
 
 
-def _draw(
-    folder: pathlib.Path, name: str, content: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]
-) -> None:
+def _draw(folder: pathlib.Path, name: str, content: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> None:
     """Draws the figure of a card into its folder, replacing all PNG files there, reproducibly."""
     from PIL import Image
 
