@@ -75,16 +75,12 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
     about: dict[str, Any] = {"name": (recipe["data"] if "training" in recipe else {}).get("tokenizer", f"of {name}")}
     about |= {"vocab_size": config.get("vocab_size"), "trained_on": None}
     if about["name"] == "bpe":
-        about["trained_on"] = _short(training.get("text_sha256"))
+        about["trained_on"] = training.get("text_sha256")
     if "tokenizer.json" in found:
         parts = json.dumps({**found["tokenizer.json"], "truncation": None, "padding": None}, sort_keys=True)
-        about["sha256"] = _short(hashlib.sha256(parts.encode()).hexdigest())
+        about["sha256"] = hashlib.sha256(parts.encode()).hexdigest()
     encoding = encoding_text(config.get("position_encoding") or training.get("position_encoding") or "-")
     return Run(name, weights, results, training, recipe, encoding, about)
-
-
-def _short(sha256: str | None) -> str | None:
-    return sha256 and sha256[:12]
 
 
 def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -105,7 +101,7 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
         train = text = text | {key: recipe["data"].get(key) for key in _TASK}
     else:
         text["tokenizer"] = tokenizer
-        train = {**text, "train": splits.get("train"), "train_sha256": _short(training.get("text_sha256"))}
+        train = {**text, "train": splits.get("train"), "train_sha256": training.get("text_sha256")}
     if text.get("validation_file"):
         text = {key: value for key, value in text.items() if key != "train_file"}
     curves = run.results.get("curves", {"training": [], "validation": []})
@@ -116,8 +112,7 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
         if rows:
             yield title, f"{rows[-1]['loss']:.5g}", how
     text |= {"text": splits.get(data.get("split")), "tokens": training.get("tokens")}
-    if digest := training.get("tokens_sha256"):
-        text["tokens_sha256"] = _short(digest)
+    text["tokens_sha256"] = training.get("tokens_sha256")
     metrics = dict(training.get("metrics", {}))
     for name, errors in metrics.pop("test_sets", {}).items():
         yield f"wrong answer tokens, {name}", f"{errors['token_error']:.2%}", text
@@ -187,7 +182,7 @@ def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, An
         for stem, content in run.results.items():
             for entry in content["checkpoints"] if stem.startswith("length") else []:
                 how = {key: value for key, value in content["data"].items() if key not in _NOTES}
-                how |= {"dtype": entry.get("dtype"), "tokens_sha256": _short(entry["tokens_sha256"])}
+                how |= {"dtype": entry.get("dtype"), "tokens_sha256": entry["tokens_sha256"]}
                 group = groups.setdefault(stem, {}).setdefault(
                     json.dumps(how, sort_keys=True), [{**how, "tokenizer": tokenizer}]
                 )

@@ -86,8 +86,6 @@ def draw(
     columns = 3
     # One legend below both panels, with three curves in a row.
     figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(entries) / columns))
-    from matplotlib import ticker
-
     left, right = figure.subplots(1, 2)
     figure.suptitle(title, fontsize="medium")
     # A colour for each checkpoint, a line style for each variant.
@@ -116,7 +114,7 @@ def draw(
         for trained in sorted({entry["trained_length"] for entry in entries}):
             axes.axvline(trained, color="0.6", linestyle=":", linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda position, _: f"{int(position):,}"))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
     if metric == "perplexity":
         log_perplexity(left)

@@ -144,20 +144,17 @@ def measure_windows(
             for start in range(0, count, step)
         ]
     )
-    tokens_here = sum(stop - start for *_, start, stop in batches) * length
     hidden = None if processes.is_first else True
-    with tqdm(total=tokens_here, desc=name, unit="token", leave=False, disable=hidden) as bar:
-        for ids, before, start, stop in batches:
-            some = ids[start * length : stop * length + 1].to(torch.int64)
-            inputs, targets = some[:-1].view(-1, length), some[1:].view(-1, length)
-            losses = token_losses(model, inputs.to(model.device), targets.to(model.device), plain_head=plain_head).to(
-                "cpu", torch.float64
-            )
-            by_position += losses.sum(0)
-            nats[before + start : before + stop] = losses.sum(1)
-            if byte_counts is not None:
-                bytes_[before + start : before + stop] = byte_counts[targets.cpu()].sum(1)
-            bar.update(targets.numel())
+    for ids, before, start, stop in tqdm(batches, desc=name, unit="batch", leave=False, disable=hidden):
+        some = ids[start * length : stop * length + 1].to(torch.int64)
+        inputs, targets = some[:-1].view(-1, length), some[1:].view(-1, length)
+        losses = token_losses(model, inputs.to(model.device), targets.to(model.device), plain_head=plain_head).to(
+            "cpu", torch.float64
+        )
+        by_position += losses.sum(0)
+        nats[before + start : before + stop] = losses.sum(1)
+        if byte_counts is not None:
+            bytes_[before + start : before + stop] = byte_counts[targets.cpu()].sum(1)
     nats, bytes_, by_position = processes.summed(sums).split(parts)
     number, documents = len(nats), [count for count in counts if count]
     clusters, sizes = ("documents", documents) if len(documents) > 1 else ("windows", [1] * number)
