@@ -12,6 +12,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from safetensors.torch import load_file
@@ -412,7 +413,7 @@ def figures(monkeypatch):
 
 def check_texts_are_inside(figure):
     """Every text that is seen is whole on the canvas, and legends and title are clear of the panels."""
-    figure.canvas.draw()
+    FigureCanvasAgg(figure).draw()
     renderer = figure.canvas.get_renderer()
     width, height = figure.canvas.get_width_height()
     # Ticks outside the limits of an axis keep their texts, but are not drawn.

@@ -33,33 +33,6 @@ from . import common, deltas, frequencies, maps, page
 COMMAND = "analysis"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    result = command_parser(COMMAND, "frequencies|deltas|maps CHECKPOINT [OPTIONS]", __doc__ or "")
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("checkpoint", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
-    shared.add_argument(
-        "--output", type=pathlib.Path, default="analysis", metavar="DIR", help="for the files (default %(default)s)"
-    )
-    shared.add_argument("--device", help="default: the GPU if there is one")
-    shared.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
-    commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    one = commands.add_parser("frequencies", parents=[shared], help="norms of queries and keys per frequency and layer")
-    one.set_defaults(run=run_frequencies)
-    text = "texts, separated by blank lines; default: ten sonnets of Shakespeare"
-    one.add_argument("--texts", type=pathlib.Path, default=common.SONNETS, metavar="FILE", help=text)
-    one = commands.add_parser("deltas", parents=[shared], help="the learned phase shifts of PoPE")
-    one.set_defaults(run=run_deltas)
-    one = commands.add_parser("maps", parents=[shared], help="gates, positions and attention of CoPE on a text")
-    one.set_defaults(run=run_maps)
-    text = "a text file; default: a short article in English"
-    one.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
-    one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
-    one.add_argument("--layers", type=int, nargs="+", metavar="N", help="default: all")
-    one.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: all")
-    return result
-
-
 def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
     """Writes `frequencies.json`, `.png` and `.svg`; returns the summary to print."""
     texts = common.read_texts(options.texts)
@@ -119,10 +92,31 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    one = parser()
-    options = one.parse_args(arguments)
+    parser = command_parser(COMMAND, "frequencies|deltas|maps CHECKPOINT [OPTIONS]", __doc__ or "")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("checkpoint", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
+    shared.add_argument(
+        "--output", type=pathlib.Path, default="analysis", metavar="DIR", help="for the files (default %(default)s)"
+    )
+    shared.add_argument("--device", help="default: the GPU if there is one")
+    shared.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    one = commands.add_parser("frequencies", parents=[shared], help="norms of queries and keys per frequency and layer")
+    one.set_defaults(run=run_frequencies)
+    text = "texts, separated by blank lines; default: ten sonnets of Shakespeare"
+    one.add_argument("--texts", type=pathlib.Path, default=common.SONNETS, metavar="FILE", help=text)
+    one = commands.add_parser("deltas", parents=[shared], help="the learned phase shifts of PoPE")
+    one.set_defaults(run=run_deltas)
+    one = commands.add_parser("maps", parents=[shared], help="gates, positions and attention of CoPE on a text")
+    one.set_defaults(run=run_maps)
+    text = "a text file; default: a short article in English"
+    one.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
+    one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
+    one.add_argument("--layers", type=int, nargs="+", metavar="N", help="default: all")
+    one.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: all")
+    options = parser.parse_args(arguments)
     if options.command != "frequencies" and len(options.checkpoint) > 1:
-        one.error(f"{options.command} takes one CHECKPOINT.")
+        parser.error(f"{options.command} takes one CHECKPOINT.")
     check_writable(options.output)
     loading = Loading(
         device=choose_device(options.device),

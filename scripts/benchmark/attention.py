@@ -218,12 +218,12 @@ class Workload:
         names = ("output", *call.names)
         return self._errors(provider, found, plain, exact, names, scale=scale)
 
-    def check_decoding(self, provider: Provider, out: torch.Tensor) -> float:
-        """Compares the newest row."""
+    def check_decoding(self, provider: Provider, out: torch.Tensor) -> None:
+        """Compares the newest row; raises CheckFailed."""
         _, plain, exact = self.references(provider.kind)
         newest = slice(self.rows.numel() - 1, None)
         rows = [self._part(out)], [plain[0][:, :, newest]], [exact[0][:, :, newest]]
-        return self._errors(provider, *rows, ["decoded row"])
+        self._errors(provider, *rows, ["decoded row"])
 
     def _errors(self, provider: Provider, *compared: Any, scale: float = 0.0) -> float:
         # The error of a few rows varies, so a fixed share is also allowed.

@@ -7,12 +7,9 @@ from typing import Any
 
 def new_figure(width: float, height: float) -> Any:
     """Returns an empty matplotlib figure, sizes in inches, without pyplot's global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def log_perplexity(axes: Any) -> None:

@@ -122,8 +122,8 @@ def _recall(expected: list[str], answer: str) -> float:
     return string_match_all(postprocess_pred([answer]), [expected])
 
 
-def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
-    """Measures the checkpoints with the options of `whatwhere length`, and writes, prints and returns the results."""
+def run(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Measures the checkpoints with the options of `whatwhere length`, and writes and prints the results."""
     import lm_eval
 
     check_writable(options.output)
@@ -167,7 +167,6 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> dict[str, Any]:
     if loading.processes.is_first:
         print(table(found))
         print(f"Recall, % ± standard error, of {samples} samples. In {options.output}: ruler.json")
-    return found
 
 
 def table(found: dict[str, Any]) -> str:
