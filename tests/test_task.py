@@ -122,6 +122,9 @@ def test_checkpoint_errors(runs, tmp_path):
         script.evaluate([str(tmp_path)], task="flip_flop")
     with pytest.raises(ValueError, match="rope-0' is given twice"):
         script.evaluate([str(runs / "rope-0")] * 2)
+    for sets in (None, {"few": {"test_samples": 3}}):
+        with pytest.raises(ValueError, match=r"task='flipflop' is not valid. Did you mean 'flip_flop'\?"):
+            script.evaluate([str(runs / "rope-0")], task="flipflop", sets=sets)
     (tmp_path / "recipe.yaml").write_bytes((runs / "rope-0" / "recipe.yaml").read_bytes())
     with pytest.raises(ValueError, match="not finished"):
         script.evaluate([str(tmp_path)])

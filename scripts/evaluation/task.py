@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from ...position_base import suggest
 from ..commands.common import command_parser
 from ..data.samples import TaskSamples
 from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
@@ -112,8 +111,6 @@ def evaluate(
     """
     loading = loading or Loading()
     processes = loading.processes
-    if task is not None and task not in (*TASKS, *PROBES):
-        raise ValueError(f"task={task!r} is not valid. {suggest(task, [*TASKS, *PROBES])}")
     names = dict(zip(checkpoints, names_of(checkpoints)))
     # Raises errors before the first model runs.
     plans = {

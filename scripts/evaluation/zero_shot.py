@@ -316,7 +316,6 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
     # Raises errors before the first model runs.
     folders = [result_folder(checkpoint, options.output) for checkpoint in options.checkpoints]
     for checkpoint, folder in zip(options.checkpoints, folders):
-        loading.config(checkpoint)
         loading.tokenizer(checkpoint)
         check_writable(folder)
         if (folder / "lm_eval.json").is_file():
