@@ -23,7 +23,7 @@ from ..data.tokenize import build_tokenizer
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .distributed import Layout, check_layout, decoder_layers
 from .flops import Scalars, flops_per_token
-from .model import build_config, build_model
+from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe
 
 # Maximum number of floating-point operations in a timed step on a CPU (about a second).
