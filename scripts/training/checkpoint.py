@@ -37,9 +37,6 @@ from .run_folder import RunFolder, step_of
 FORMAT = 3
 MANIFEST = "manifest.json"
 
-# PyTorch's, of a single process that saves or loads.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
 
 class DamagedCheckpoint(Exception):
     """A checkpoint cannot be loaded; the message names the file and the reason."""
@@ -126,7 +123,8 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
         with self._agreed(folder, draft):
             writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            with _alone():
+                dcp.save(tensors, storage_writer=writer, process_group=self._group)
             number = 1 + (dist.get_rank() if dist.is_initialized() else 0)
             own = {file.name: file_sha256(file) for file in draft.glob(f"shard-{number:05d}-*.safetensors")}
         digests = {name: digest for each in self._gathered(own) for name, digest in each.items()}
@@ -262,7 +260,16 @@ def initialise_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Reads the values of these tensors, in place, from the shards in a folder."""
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    with _alone():
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hides PyTorch's warning that a single process saves or loads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _is_first() -> bool:
