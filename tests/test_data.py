@@ -253,10 +253,10 @@ def test_own_text_of_one_file(tmp_path, monkeypatch, capsys):
     assert train + validation == text
     assert validation[0].isspace()
     assert 0.03 < len(validation) / len(text) < 0.07
-    assert capsys.readouterr().out.startswith("no validation file given: the last 5% of the document are held out")
+    assert "no validation file given: the last 5% of the document are held out" in capsys.readouterr().err
     given = source.load_text("local", train_file=["a.txt"], validation_file="a.txt")
     assert documents_of(given["train"]) == documents_of(given["validation"]) == [text]
-    assert not capsys.readouterr().out
+    assert "held out" not in capsys.readouterr().err
     blocks = [block["input_ids"] for block in Packer(build_tokenizer("bytes"), 8, "concat")(loaded["train"])]
     assert bytes(torch.from_numpy(numpy.concatenate(blocks)).tolist()) == train.encode()[: 8 * len(blocks)]
 
@@ -297,7 +297,7 @@ def test_own_text_of_many_documents(tmp_path, kind, count, capsys):
         rows.to_parquet(tmp_path / "a.parquet")
     loaded = source.load_text("local", train_file=str(tmp_path), text_field=field)
     train, validation = documents_of(loaded["train"]), documents_of(loaded["validation"])
-    note = capsys.readouterr().out
+    note = capsys.readouterr().err
     if count == 3:
         assert [one + end for one, end in zip(train, validation)] == texts
         assert all(len(end) < 40 for end in validation)
@@ -326,7 +326,7 @@ def test_empty_documents_of_own_text_do_not_count(tmp_path, kind, count, capsys)
         assert all(validation)
     else:
         assert sorted(train + validation) == sorted(texts)
-        assert "3 of 60 documents" in capsys.readouterr().out
+        assert "3 of 60 documents" in capsys.readouterr().err
 
 
 def test_own_text_by_pattern_and_refusals(folder, monkeypatch):

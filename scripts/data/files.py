@@ -8,6 +8,7 @@ import glob
 import gzip
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -154,7 +155,7 @@ def read_text(file: str) -> Iterator[str]:
 
 
 def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Splits rows, named `what` in messages, into a training part and a held-out part, and prints how.
+    """Splits rows, named `what` in messages, into a training part and a held-out part, and says how on standard error.
 
     The choice depends only on the number of documents.
     """
@@ -188,7 +189,7 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         part = f"{len(chosen)} of {few} documents, drawn at random,"
     # Once for all processes.
     if not int(os.environ.get("RANK", "0")):
-        print(f"no validation file given: {part} are held out for validation")
+        print(f"no validation file given: {part} are held out for validation", file=sys.stderr)
     return train, validation
 
 
