@@ -603,6 +603,13 @@ def test_a_tokenizer_that_does_not_exist():
         build_tokenizer("./no/such/folder")
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "BPE"}}'])
+def test_a_damaged_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=f"tokenizer='{tmp_path}' is not valid"):
+        build_tokenizer(str(tmp_path))
+
+
 def test_bytes_per_token_counts_every_byte(tokenizer):
     ids = torch.tensor(list(itertools.chain(*tokenize_documents(tokenizer, TEXTS))))
     sizes = bytes_per_token(tokenizer)[ids]

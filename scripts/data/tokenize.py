@@ -62,8 +62,8 @@ def build_tokenizer(kind: str) -> PreTrainedTokenizerBase:
         tokenizer = load_tokenizer(kind)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer={kind!r} is not valid: it must be 'bytes', in a recipe 'bpe', or a folder or Hub id from which "
-            f"a tokenizer loads. ({error})"
+            f"tokenizer={kind!r} is not valid: it must be 'bytes', 'bpe' (in recipes), or a folder or Hub id from "
+            f"which a tokenizer loads. ({error})"
         ) from error
     if tokenizer.eos_token is None:
         raise ValueError(f"tokenizer={kind!r} is not valid: it has no end-of-text token (`eos_token`).")
@@ -273,7 +273,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     folder = Path(path)
     if (folder / "merges.txt").exists() and not any(folder.glob("*config.json")):
         return GPT2Tokenizer.from_pretrained(path)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (KeyError, TypeError) as error:
+        # JSON with other contents.
+        raise ValueError(f"tokenizer.json does not describe a tokenizer: {error!r}.") from error
     # `AutoTokenizer` returns special tokens alone for a GPT-2 checkpoint without tokenizer files.
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise ValueError("There are no tokenizer files.")
