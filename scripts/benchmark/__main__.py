@@ -20,6 +20,7 @@ import gc
 import itertools
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -274,14 +275,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, flush=True)
     if not {"attention", "model"} & set(parsed.parts):
         return 0
-    repeats = parsed.repeats or (2 if parsed.quick else None)
-    on_gpu = device.type == "cuda"
-    timer = DeviceTimer(device, repeats, 0.06) if on_gpu else HostTimer(parsed.clock, repeats or 5)
+    timer: HostTimer | DeviceTimer
+    if device.type == "cuda":
+        timer = DeviceTimer(device, parsed.repeats or (2 if parsed.quick else None), 0.02 if parsed.quick else 0.06)
+    else:
+        timer = HostTimer(parsed.clock, parsed.repeats or (2 if parsed.quick else 5))
     common = {
         "dtype": parsed.dtype,
         "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "clock": "events" if on_gpu else parsed.clock,
+        "clock": "events" if device.type == "cuda" else parsed.clock,
         **versions(device),
     }
     report = Report(parsed.output, common, resume=parsed.resume)
@@ -292,5 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "model" in parsed.parts:
             benchmark.models()
     print("", *missing(report.rows), sep="\n")
+    failures = [row for row in report.rows if is_failure(row["provider"], row["status"])]
+    for row in failures:
+        print(f"check failed: {row['provider']}, {row['shape']}: {row['status']}", file=sys.stderr)
     print(f"\nrows appended to {parsed.output}")
-    return int(any(is_failure(row["provider"], row["status"]) for row in report.rows))
+    return 1 if failures else 0
