@@ -28,9 +28,9 @@ COMMANDS = (
     ("evaluate", "task", "error rates on a toy task", "runs/flip_flop", "evaluation.task"),
     ("compare", "compare", "results of models side by side", "runs/rope runs/pope", "commands.compare"),
     ("compare", "reproduce", "a table of the papers and our results", "cope_2 --small", "commands.reproduce"),
-    ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "analysis.__main__"),
+    ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "analysis.command"),
     ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "cards.command"),
-    ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.__main__"),
+    ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.command"),
     ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "gpu_check"),
     ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),
 )

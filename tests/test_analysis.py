@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from oracles import contextual_positions, rope_rotation
 from tiny import slow_but, tiny_model
-from whatwhere.scripts.analysis import __main__ as script
+from whatwhere.scripts.analysis import command as script
 from whatwhere.scripts.analysis import common, deltas, frequencies, maps, page
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.checkpoints import Loading
@@ -536,7 +536,7 @@ def test_deltas_from_the_command_line(checkpoints, tmp_path, capsys):
 def test_maps_from_the_command_line(checkpoints, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    chosen = ["--text", str(text), "--tokens", "9", "--layers", "1", "--heads", "0", "2", "3"]
+    chosen = ["--text", str(text), "--tokens", "9", "--layers", "1", "--heads", "0,2-3"]
     script.main(["maps", str(checkpoints / "cope"), *chosen, "--output", str(tmp_path)])
     assert "| 1 | 3 | 0." in capsys.readouterr().out
     content = json.loads((tmp_path / "maps.json").read_text())
@@ -562,7 +562,7 @@ def opened(folder):
 
 def test_without_a_text_an_article_is_read(checkpoints, tmp_path, capsys):
     # Figures take a second for each head.
-    few = ["--tokens", "40", "--layers", "1", "--heads", "1", "2"]
+    few = ["--tokens", "40", "--layers", "1", "--heads", "1-2"]
     script.main(["maps", str(checkpoints / "cope"), *few, "--output", str(tmp_path)])
     text, about, first = opened(tmp_path)
     assert about == json.loads((tmp_path / "maps.json").read_text())["text"] == "prose.txt"

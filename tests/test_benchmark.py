@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tiny import slow_but
-from whatwhere.scripts.benchmark import __main__ as command
-from whatwhere.scripts.benchmark import attention, data, measure, references
+from whatwhere.scripts.benchmark import attention, command, data, measure, references
 from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provider, Workload, relative_errors
 from whatwhere.scripts.benchmark.measure import (
     CheckFailed,

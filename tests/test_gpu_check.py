@@ -389,7 +389,7 @@ def test_stages_of_the_benchmark(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
     assert gpu_check.run_benchmark(tmp_path, time.monotonic() + 60) == 1
     assert len(calls) == 4
-    from whatwhere.scripts.benchmark.__main__ import parse
+    from whatwhere.scripts.benchmark.command import parse
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for command, cache in calls:

@@ -1,1 +1,1 @@
-"""The benchmark, `whatwhere benchmark`; see the docstring of `__main__`."""
+"""The benchmark, `whatwhere benchmark`; see `command.py`."""

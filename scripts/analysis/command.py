@@ -33,6 +33,17 @@ from . import common, deltas, frequencies, maps, page
 COMMAND = "analysis"
 
 
+def parse_indices(text: str) -> list[int]:
+    """Returns the numbers of a list such as `0,3,8-11`; an `argparse` type."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    if not found:
+        raise ValueError("the list is empty")
+    return found
+
+
 def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
     """Writes `frequencies.json`, `.png` and `.svg`; returns the summary to print."""
     texts = common.read_texts(options.texts)
@@ -100,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     shared.add_argument("--device", help="default: the GPU if there is one")
     shared.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(prog=f"whatwhere {COMMAND}", dest="command", required=True, metavar="COMMAND")
     one = commands.add_parser("frequencies", parents=[shared], help="norms of queries and keys per frequency and layer")
     one.set_defaults(run=run_frequencies)
     text = "texts, separated by blank lines; default: ten sonnets of Shakespeare"
@@ -112,8 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     text = "a text file; default: a short article in English"
     one.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
     one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
-    one.add_argument("--layers", type=int, nargs="+", metavar="N", help="default: all")
-    one.add_argument("--heads", type=int, nargs="+", metavar="N", help="default: all")
+    one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
+    one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
     options = parser.parse_args(arguments)
     if options.command != "frequencies" and len(options.checkpoint) > 1:
         parser.error(f"{options.command} takes one CHECKPOINT.")
