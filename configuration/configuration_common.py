@@ -93,7 +93,7 @@ def _is_float32(value: float) -> bool:
 
 
 def _sibling(name: str) -> Any:
-    """Returns a module that lives beside the models, or None: the one look upward.
+    """Returns a module that lives beside the models, or None.
 
     Transformers may load a checkpoint's configuration without them: the model's constructor makes the checks again.
     """
@@ -263,9 +263,9 @@ class WhatWhereConfig(PreTrainedConfig):
         return self.position_encoding if isinstance(self.position_encoding, list) else [self.position_encoding]
 
     @property
-    def has_attention_options(self) -> bool:
-        """True if a field of `attention_options` is set."""
-        return self.output_gate or self.output_norm or self.qk_norm or self.key_value_shift
+    def attention_options(self) -> list[str]:
+        """The fields that are set of those in `attention_options.py`."""
+        return [name for name in ("output_gate", "output_norm", "qk_norm", "key_value_shift") if getattr(self, name)]
 
     def layer_encodings(self, layer_idx: int) -> list[str]:
         """Returns the names of the encodings that `position_encoding` gives a layer."""

@@ -30,7 +30,7 @@ class AttentionBlock(nn.Module):
         self.num_heads = config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.encodings = PositionEncodings(config, layer_idx)
-        self.options = AttentionOptions(config) if config.has_attention_options else None
+        self.options = AttentionOptions(config) if config.attention_options else None
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns queries (B, H, Q, D), keys and values (B, G, Q, D) of hidden states (B, Q, E)."""

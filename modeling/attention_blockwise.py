@@ -164,7 +164,7 @@ class Term:
     def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
         """Takes the gradient of the logits of the last `add`, adds the term's own gradients to its accumulators.
 
-        Adds to `grad` (C, n, R, W), in place, what reaches the content logits through the term. Every row of `grad`
+        Adds to `grad` (C, n, R, W), in place, the gradient of the content logits through the term. Every row of `grad`
         sums to 0, as gradients of a softmax do. Returns the gradient of the query rows (C, n, R, D), or None.
         """
         raise NotImplementedError
@@ -271,7 +271,7 @@ class _Attention:
         self.fades = any(term.fades for term in self.terms)
         # A term without a softmax is alone.
         self.softmax = all(term.softmax for term in self.terms)
-        # Of the numbers of the rows, (N, n, Q).
+        # The gradient of the rows' numbers, (N, n, Q).
         self.grad_numbers: torch.Tensor | None = None
         size = self.chunk * self.n * self.block_size * self.K
         self.buffers = [torch.empty(size, dtype=self.dtype, device=self.device)]

@@ -47,7 +47,7 @@ def _runs_on(device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return interpreted()
-    # Of NVIDIA's GPUs, Triton needs Ampere or newer.
+    # On NVIDIA's GPUs, Triton needs Ampere or newer.
     return device.type == "meta" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

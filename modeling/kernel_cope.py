@@ -543,7 +543,7 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
     warps, and 8 warps do some work twice. Those of the backward pass have the same columns: carries depend on it.
     """
     if dtype == torch.float32:
-        # Of shared memory some devices have 99 KiB.
+        # Some devices have only 99 KiB of shared memory.
         rows = min(WINDOW_ROWS, 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16)
         tiles = [Tiles(rows, 16, warps=8), Tiles(rows, 16)]
         return tiles, tiles

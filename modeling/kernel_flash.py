@@ -382,7 +382,7 @@ def backward_columns_kernel(
     scale = scaling * LOG2_E
     grad_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     grad_v = tl.zeros([BLOCK_N, BLOCK_V], dtype=tl.float32)
-    # Of each query head of the group.
+    # The query heads of the group.
     of_group = tl.arange(0, BLOCK_G)[None, :]
     grad_c = tl.zeros([BLOCK_N, BLOCK_G], dtype=tl.float32)
     # First the rows that need a mask, then those that see all keys of the block.

@@ -410,7 +410,7 @@ def _tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]
     """
     small = [Tiles(32, 16, warps=8), Tiles(32, 16)]
     if dtype == torch.float32:
-        # Of shared memory some devices have 99 KiB.
+        # Some devices have only 99 KiB of shared memory.
         return small, small if head_dim <= 128 else [Tiles(16, 16)]
     if head_dim > 128:
         return [Tiles(64, 16, warps=8, stages=2), *small], small

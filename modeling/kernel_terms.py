@@ -48,11 +48,11 @@ def _load_pair(data, index, mask, other):
 
 @triton.jit
 def added_rows(added, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
-    """What `added_bias` and `added_gradient` need of `rows`, those of head h that are `inside`; member: b * H + h.
+    """Returns what `added_bias` and `added_gradient` need for `rows`, those of head h that are `inside`.
 
-    Of one axis each, to which AXIS is added. Rows of several heads have h with that axis, and member without.
-    Of a decay, c in two parts and where c of the keys is; of relative positions, where the numbers of the rows are,
-    the positions of the rows and where those of the keys are.
+    `member` is b * H + h. All have one axis, and AXIS is added to it; for rows of several heads, h has that axis too,
+    and `member` does not. For a decay: c in two parts, and the address of the keys' c. For relative positions: the
+    address of the rows' numbers, the positions of the rows, and the address of the keys' positions.
     """
     if added.z is None:
         # Rows that are not there get no weights.

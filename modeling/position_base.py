@@ -166,7 +166,7 @@ class PositionContext:
 
     @property
     def key_mask(self) -> torch.Tensor | None:
-        """Which key slots hold a token that is not padding, bool (B, K); None for all. Of a 4D mask, its last row."""
+        """Which key slots hold a token that is not padding, bool (B, K); None for all; the last row of a 4D mask."""
         mask = self.attention_mask
         if mask is None:
             return None

@@ -197,7 +197,7 @@ class CoPETerm(Term):
     def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor | None:
         """Takes the negative gradient of the gates' logits (C, n, R, w) to what they are made of.
 
-        Adds to `window` (C, n, R, w), in place, what reaches the content logits; returns what reaches the query rows.
+        Adds to `window` (C, n, R, w), in place, the gradient of the content logits; returns that of the query rows.
         """
         window.sub_(negative)
         return None

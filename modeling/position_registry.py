@@ -55,7 +55,7 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
 }
 # False in a saved folder.
 COMPLETE = True
-HINT = "install the package whatwhere, or restart Python if the folder has changed."
+HINT = "install the package whatwhere and import it first (if the folder has changed, restart Python)."
 # Supported sums, with their names in this order.
 COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi", "fox+rope", "token_gated_cope+rope")
 
@@ -71,9 +71,12 @@ def list_position_encodings() -> list[str]:
 def check_name(name: Any) -> None:
     """Raises ValueError for a name that is not in `list_position_encodings`."""
     if not isinstance(name, str) or name not in list_position_encodings():
-        meant = next((one for one in list_position_encodings() if {*one.split("+")} == {*str(name).split("+")}), name)
-        hint = "" if COMPLETE else f"This checkpoint has only the code of its own encodings; {HINT} "
-        raise ValueError(f"position_encoding={name!r} is not valid. {hint}{suggest(meant, list_position_encodings())}")
+        known = list_position_encodings()
+        if not COMPLETE:
+            own = ", ".join(map(repr, known))
+            raise ValueError(f"position_encoding={name!r} is not valid: this checkpoint has the code of {own}; {HINT}")
+        meant = next((one for one in known if {*one.split("+")} == {*str(name).split("+")}), name)
+        raise ValueError(f"position_encoding={name!r} is not valid. {suggest(meant, known)}")
 
 
 def _check_pattern(pattern: list, config: Any) -> None:
@@ -128,14 +131,19 @@ def check(config: Any) -> dict:
     planned = {cls for layer in layer_plan(config) for cls, _ in layer}
     for cls, parameters in parts.values():
         if cls not in planned:
-            raise ValueError(f"{parameters!r} is not valid: it excludes all layers of {config.position_encoding!r}.")
+            field = "position_encoding_parameters" + (f"[{cls.name!r}]" if is_nested(config.position_encoding) else "")
+            raise ValueError(
+                f"{field}={dataclasses.asdict(parameters)!r} is not valid: it excludes all layers of "
+                f"{config.position_encoding!r}."
+            )
         if config.key_value_shift and cls.overrides("before_cache"):
             raise ValueError(
                 f"key_value_shift=True is not valid for position_encoding={config.position_encoding!r}: {cls.name!r} "
                 "changes keys before they are cached, each by its own position. It must be False."
             )
-    if AttentionOptions is None and config.has_attention_options:
-        raise ValueError(f"output_gate, output_norm, qk_norm and key_value_shift have no code in this folder: {HINT}")
+    if AttentionOptions is None and config.attention_options:
+        field = config.attention_options[0]
+        raise ValueError(f"{field}={getattr(config, field)!r} is not valid: this checkpoint has no code for it; {HINT}")
     resolved = {name: dataclasses.asdict(parameters) for name, (_, parameters) in parts.items()}
     return resolved if is_nested(config.position_encoding) else next(iter(resolved.values()))
 

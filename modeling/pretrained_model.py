@@ -158,7 +158,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "attention_autograd": any(cls.overrides("bias") and cls.term is None for cls in used),
             "attention_blockwise": any(cls.overrides("bias") or not cls.softmax for cls in used),
             "attention_triton": any(kernels),
-            "attention_options": self.config.has_attention_options,
+            "attention_options": bool(self.config.attention_options),
             "attention_sdpa": any(layer_default(parts) == "sdpa" for parts in plan) or "sdpa" in implementations,
             "checkpoint_conversion": False,
             # Some only give arguments.

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-# Of the Hub's `.gitattributes`; files that match are stored by LFS.
+# From the Hub's `.gitattributes`; files that match are stored by LFS.
 LFS_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.png", "*.gz", "*.zip")
 # Some of the identifiers that the Hub accepts.
 LICENSES = {"apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "gpl-3.0", "openrail", "other", "unknown"}

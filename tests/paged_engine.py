@@ -29,7 +29,7 @@ class PagedAttention:
         self.scale = head_size**-0.5
         self.keys = torch.full((pages * PAGE, key_heads, head_size), math.nan)
         self.values = torch.full((pages * PAGE, key_heads, head_size), math.nan)
-        # Of each sequence, its new tokens as a slice of the row, and the slots of all its tokens.
+        # For each sequence, its new tokens as a slice of the row, and the slots of all its tokens.
         self.batch = []
 
     def forward(self, query, key, value):

@@ -113,7 +113,11 @@ PARAMETERS = [
     ("cope+rope", {"num_positions": 8}, "unknown key 'num_positions'; for .*'cope[+]rope' it is nested by name"),
     ("cope+rope", {"cope": 8}, r"position_encoding_parameters\['cope'\]=8 is not valid: it must be a dictionary"),
     ("cope+rope", {"cope": {"num_positions": 1}}, r"\['cope'\]\['num_positions'\]=1 is not valid"),
-    (["rope", "cope"], {"cope": {"every_n_layers": 2}}, "every_n_layers=2.*is not valid: it excludes all layers"),
+    (
+        ["rope", "cope"],
+        {"cope": {"every_n_layers": 2}},
+        r"\['cope'\]=.*'every_n_layers': 2.*is not valid: it excludes all layers",
+    ),
     (["cope", "cope"], {"num_positions": 8}, r"unknown key 'num_positions'; for .*\['cope', 'cope'\] it is nested"),
     (["cope", "rope"], {"pope": {}}, r"unknown key 'pope'.*\['cope', 'rope'\]"),
     (["cope", "rope"], {"cope": {"num_positions": 1}}, r"\['cope'\]\['num_positions'\]=1 is not valid"),

@@ -253,7 +253,7 @@ def test_own_text_of_one_file(tmp_path, monkeypatch, capsys):
     assert train + validation == text
     assert validation[0].isspace()
     assert 0.03 < len(validation) / len(text) < 0.07
-    assert "no validation file given: the last 5% of the document are held out" in capsys.readouterr().err
+    assert "without a validation file: the last 5% of the document are held out" in capsys.readouterr().err
     given = source.load_text("local", train_file=["a.txt"], validation_file="a.txt")
     assert documents_of(given["train"]) == documents_of(given["validation"]) == [text]
     assert "held out" not in capsys.readouterr().err

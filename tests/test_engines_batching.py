@@ -142,7 +142,7 @@ def test_requests_that_join_and_leave(encoding, monkeypatch):
 
 @only_newer
 def test_copies_of_a_request():
-    """Of a prompt with one token, a copy has nothing to compute."""
+    """A copy of a prompt with one token has nothing to compute."""
     model = tiny_model("llama", "cope")
     settings = GenerationConfig(
         max_new_tokens=5, do_sample=True, top_k=1, num_return_sequences=2, eos_token_id=[-1], pad_token_id=0

@@ -52,7 +52,7 @@ def test_everything_that_needs_no_gpu(run):
 @pytest.mark.parametrize("what", slow_but(["pope"], ["cope", "pope", "fox", "alibi"]))
 @pytest.mark.parametrize("mistake", ["wrong", "not written", "differs", "gradient"])
 def test_finds_mistakes(monkeypatch, what, mistake):
-    """Of the output and of a gradient; memory that is not written; results that differ from run to run."""
+    """Errors of the output and of a gradient; memory that is not written; results that differ from run to run."""
     modules = {"cope": (kernel_cope, "cope_attention"), "pope": (kernel_pope, "pope_attention")}
     module, name = modules.get(what, (kernel_plain, "plain_attention"))
     right = getattr(module, name)

@@ -75,7 +75,7 @@ def test_strides_are_those_of_the_fake_operators(name, variant, queries):
 
 
 @pytest.mark.slow
-# Of PyTorch about itself.
+# A warning of PyTorch about itself.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("encoding", ["relative", "cope", "pope"])
 def test_compiles_with_inductor(encoding):

@@ -354,7 +354,7 @@ def scatter(source, target, DIVISOR: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def sum_pair(pair, target, BLOCK: tl.constexpr):
-    """Of two tensors in a tuple."""
+    """The sum of two tensors in a tuple."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(pair.data + at) + tl.load(pair.row + at))
 

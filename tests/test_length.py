@@ -110,7 +110,7 @@ class InTurn(Processes):
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_shares_of_processes_add_up(texts, count, monkeypatch):
-    """Of 6 windows in 5 batches, and of one window; the other processes have nothing to do."""
+    """6 windows in 5 batches, and one window; the other processes have nothing to do."""
     model, byte_counts = small("rope"), torch.arange(258) % 5
     for length, windows_ in ((32, 6), (80, 1)):
         given = {"trained_length": 16, "batch_tokens": 64}

@@ -260,7 +260,7 @@ def test_hybrid_takes_the_query_before_rotation():
     rope = [oracles.rope_rotation(query[0, :, t].T, t, 10000.0, 8).T for t in range(5)]
     torch.testing.assert_close(turned, torch.stack(rope, dim=1)[None])
     assert not torch.allclose(turned[:, :, 1:], query[:, :, 1:])
-    # Of the oldest key, the count is its gate alone.
+    # The count of the oldest key is its gate alone.
     gate = torch.sigmoid(part.gate(hidden))[:, 0]
     embedding = (1 - gate)[..., None] * part.table.weight[0] + gate[..., None] * part.table.weight[1]
     expected = ((query @ part.position_query.weight.T) * embedding[:, :, None]).sum(-1) * 8**-0.5

@@ -60,7 +60,7 @@ def load(place, out, again):
     wrong += [{"rope_parameters": {"rope_typ": "yarn"}} if rotated else {"position_encoding": "rope"}]
     for fields in wrong:
         ((field, value),) = fields.items()
-        message = f"{field}={value!r} is not valid. This checkpoint has only the code of its own encodings; install the"
+        message = f"{field}={value!r} is not valid: this checkpoint has the code of '"
         try:
             AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, **fields)
         except ValueError as error:
@@ -237,7 +237,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
                 imported = rf"from \.{left_out} import (\([^)]*\)|.*)"
                 whole = re.sub(imported, lambda found: " = ".join([*re.findall(r"\w+", found[1]), "None"]), whole)
             assert saved[stem] == whole, stem
-    # Of the list of encodings lines are left out, and modules that are not there are None.
+    # The list of encodings is shorter, and modules that are not there are None.
     registry = saved["position_registry"].splitlines()
     whole = (ROOT / "modeling" / "position_registry.py").read_text().splitlines()
     changed = [line for line in registry if line not in whole]

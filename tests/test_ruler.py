@@ -77,7 +77,7 @@ def test_scores(root, monkeypatch, tmp_path, capsys):
         assert cell["tasks"]
         for score in cell["tasks"].values():
             assert score["value"] == pytest.approx(0.5)
-            # Of 0, 1, 0, 1.
+            # The scores are 0, 1, 0, 1.
             assert score["standard_error"] == pytest.approx((1 / 12) ** 0.5)
     assert absolute["cells"][1]["tasks"] == {}
     assert "1024" in absolute["cells"][1]["reason"]

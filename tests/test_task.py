@@ -162,7 +162,7 @@ def test_count_errors_by_hand():
 
 @pytest.mark.slow
 def test_two_processes_equal_one(runs, stock, two_processes, tmp_path):
-    """Of 5 samples one process has 3; and 2 questions of each test set, with 6 answers."""
+    """One process has 3 of 5 samples, and 2 questions of each test set, with 6 answers."""
     for saved in stock:
         saved.save_pretrained(tmp_path / "stock")
     for arguments in (

@@ -25,7 +25,7 @@ from whatwhere.scripts.evaluation.checkpoints import Loading
 from whatwhere.scripts.evaluation.lm_eval import zero_shot_files as files
 from whatwhere.scripts.evaluation.results import lm_eval_tasks, read_results
 
-# Of PEFT.
+# A warning of PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 STOCK = pathlib.Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
 PARADIGMS = sorted(path.stem for path in (STOCK / "blimp").glob("*.yaml") if path.stem != "_blimp")
@@ -455,7 +455,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, local_data):
     # The card is made from lm_eval.json.
     text = write_card(tmp_path / "absolute").read_text()
     assert re.search(r"\| whatwhere_local_blimp \| 2.0\+local \| train \| 0 \| first 134 \| acc \| 0\.\d{4} ±", text)
-    # Of some questions only: not for the Hub's index.
+    # Some questions only: not for the Hub's index.
     assert "model-index" not in text
     # Other tasks, and fewer questions: existing scores are kept.
     before = read_results(tmp_path / "absolute")["lm_eval"]["tasks"]

@@ -82,7 +82,7 @@ def in_steps(model, ids, steps, cache, mask=None, positions=None):
 
 
 def log_likelihood(model, tokenizer, context, choice):
-    """Of the tokens of `choice` after `context`, by one forward pass without padding."""
+    """The log-likelihood of the tokens of `choice` after `context`, by one forward pass without padding."""
     ids = tokenizer(context + choice, return_tensors="pt")["input_ids"]
     start = len(tokenizer(context)["input_ids"])
     with torch.no_grad():

@@ -16,7 +16,7 @@ from tiny import FAMILIES, tiny_model, tokens
 
 
 def gradients(model, logits):
-    """Of a function of all logits, by name."""
+    """Gradients of a function of all logits, by name."""
     (logits.double() ** 2).sum().backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()

@@ -141,7 +141,7 @@ class Workload:
     def call(self, kind: str) -> Call:
         """Returns inputs and reference of a kind of provider, and its kernel; the same each time."""
         if kind not in self._calls:
-            # Of one kind at a time, since long inputs take gigabytes.
+            # One kind at a time, since long inputs take gigabytes.
             self._calls = {kind: self._make_call(kind)}
         return self._calls[kind]
 

@@ -346,7 +346,7 @@ def cope_decode_once_kernel(
     """Decoding with CoPE: no program waits for another, the last one of a key head joins what all have found.
 
     Along the second axis of the grid: a program for the window of each key head, then the programs of `decode_kernel`,
-    as if all their keys had the last position, which is a constant of the row. Of these only those left of the window
+    as if all their keys had the last position, which is a constant of the row. Only those left of the window
     count. done: int32 (B * G), 0 before and after.
     """
     member = tl.program_id(0).to(tl.int64)

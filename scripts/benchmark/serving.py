@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from .measure import CheckFailed, Shape
 from .models import MODELS, STOCK, Models
 
-# Of a page, in tokens.
+# Tokens in a page.
 PAGE = 16
 
 

@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parser().parse_args(arguments)
     # All processes of torchrun or accelerate launch train, and the first prints.
-    speaks = int(os.environ.get("RANK", "0")) == 0
+    is_first = int(os.environ.get("RANK", "0")) == 0
     if options.table == "conversion":
         # Needs peft.
         from ..reproduction import conversion
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {"small": options.small, "seeds": options.seeds, "rows": options.rows, "sets": options.set}
     planned = runs.plan(table, output=options.output, **chosen)
     if options.dry_run:
-        if speaks:
+        if is_first:
             print(listing(planned, report.left_out(table) if options.small else {}), flush=True)
             print(estimate(planned))
         return
@@ -109,8 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
         wanted = [run for run in runs.unique(planned) if not options.report_only or run.state() == "done"]
         report.check_replaces(options.cards / name / "results.json", wanted)
     if not options.report_only:
-        train_all(table, planned, options.data_dir, speaks)
-    if speaks:
+        train_all(table, planned, options.data_dir, is_first)
+    if is_first:
         found = report.collect(table, planned, small=options.small) | provenance("reproduce", arguments)
         text = report.markdown(found)
         written = [report.write(found, text, options.output / f"{name}.md", f"{name}.json")]
@@ -121,12 +121,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"Written: {', '.join(map(str, written))}")
 
 
-def train_all(table: Table, planned: dict[tuple[str, str], list[Run]], data_dir: str | None, speaks: bool) -> None:
+def train_all(table: Table, planned: dict[tuple[str, str], list[Run]], data_dir: str | None, is_first: bool) -> None:
     """Trains all runs that are not done, and measures each at the lengths of the table."""
     wanted = runs.unique(planned)
     for number, run in enumerate(wanted, 1):
         state = run.state()
-        if speaks:
+        if is_first:
             print(f"run {number} of {len(wanted)}, {state}: {run.folder}", flush=True)
         if state != "done":
             runs.train(run, data_dir)

@@ -105,7 +105,7 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
     except Refused:
         raise
     except (datasets.exceptions.DatasetGenerationError, StopIteration, *_UNREADABLE) as error:
-        # Of files without rows, `datasets` reports only that there is no data.
+        # For files without rows, `datasets` reports only that there is no data.
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise Refused(f"{what} is not valid: {NO_TEXT}") from error
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
@@ -189,7 +189,7 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         part = f"{len(chosen)} of {few} documents, drawn at random,"
     # Once for all processes.
     if not int(os.environ.get("RANK", "0")):
-        print(f"no validation file given: {part} are held out for validation", file=sys.stderr)
+        print(f"{what} without a validation file: {part} are held out for validation", file=sys.stderr)
     return train, validation
 
 

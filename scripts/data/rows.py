@@ -46,7 +46,7 @@ def read_hub(
     `data_files` are the files if `dataset` is a file format, such as `parquet`.
     """
     name, _, own = split.partition("[")
-    # Of a slice with an end, only the documents are downloaded.
+    # For a slice with an end, only its documents are downloaded.
     lazily = not streaming and re.search(r":\d", own + chosen) is not None
     files = {"data_files": data_files} if data_files else {}
     rows = datasets.load_dataset(dataset, config, split=name, streaming=streaming or lazily, **files)

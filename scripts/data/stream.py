@@ -115,7 +115,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         self.weights = np.array(weights) / np.sum(weights)
         self.form, self.shuffle_buffer = (tokenizer, sequence_length, pack), shuffle_buffer
         self._share: tuple[int, int] = (0, 1)
-        # Of each part of this process, and the part whose batch is next.
+        # The state of each part of this process, and the part whose batch is next.
         self._states: list[Any] = []
         self._next = 0
 

@@ -76,7 +76,7 @@ def generate(task: str, tokenizer: Any, length: int, samples: int, seed: int = 0
                 return None
         # The others do not end if the length is too short for their smallest text.
         elif task == "vt":
-            # Of the solved example before the text. Bytes need more than lm-eval's 500 tokens.
+            # The size of the solved example before the text; bytes need more than lm-eval's 500 tokens.
             given = max(500, size(*vt_utils.generate_input_output(5, 1, 4, is_icl=True)) + MARGIN)
             example = vt_utils.sys_vartrack_w_noise_random(tokenizer, 1, given, incremental=5)[0]
             if given + size(*vt_utils.generate_input_output(10, 1, 4)) + MARGIN > length:

@@ -92,7 +92,7 @@ def _deltas(results: Mapping[str, Any], folder: Path, name: str) -> float:
 MEASURES: dict[str, Callable[..., float | None]] = {
     "error": _error,
     "accuracy": lambda results, folder, test_set: 100 - _error(results, folder, test_set),
-    # Of the test split, or of the validation split if the recipe has no other.
+    # On the test split, or on the validation split if the recipe has no other.
     "perplexity": lambda results, folder: results["metrics"]["perplexity"]["value"],
     "loss": lambda results, folder: results["metrics"]["loss"]["value"],
     "validation_perplexity": _validation_perplexity,

@@ -52,7 +52,7 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
             texts.append(load_text(text, data_dir=data_dir))
         except ValueError as error:
             raise ValueError(f"mixture[{index}].{error}" if data.mixture else str(error)) from error
-    # Of `bpe`.
+    # The tokenizer is `bpe`.
     if data.vocab_size is not None:
         tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
     else:

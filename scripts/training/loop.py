@@ -252,7 +252,7 @@ class Run:
             steps=training.steps,
             unit=unit,
             per_step=per_step,
-            speaks=self.accelerator.is_main_process,
+            is_first=self.accelerator.is_main_process,
         )
         batches = self.batches()
         started, waited = time.monotonic() - self.seconds, 0.0

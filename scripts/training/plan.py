@@ -65,7 +65,7 @@ class Plan:
     # Embeddings are among the parameters.
     parameters: int
     embeddings: int
-    # Of a device.
+    # On one device.
     memory: Memory
     tokens_per_step: int
     flops_per_token: float

@@ -20,10 +20,10 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SI
 class Progress:
     """The progress of a run."""
 
-    def __init__(self, name: str, *, step: int, steps: int, unit: str, per_step: int, speaks: bool) -> None:
-        self.name, self.steps, self.unit, self.per_step, self.speaks = name, steps, unit, per_step, speaks
+    def __init__(self, name: str, *, step: int, steps: int, unit: str, per_step: int, is_first: bool) -> None:
+        self.name, self.steps, self.unit, self.per_step, self.is_first = name, steps, unit, per_step, is_first
         # On a terminal only.
-        self.bar = tqdm(total=steps, initial=step, desc=name, unit="step", disable=None if speaks else True)
+        self.bar = tqdm(total=steps, initial=step, desc=name, unit="step", disable=None if is_first else True)
         self.mark(step)
         self._begun, self._first_step, self._next_line = self._marked, step, self._marked + FIRST_LINE
 
@@ -42,7 +42,7 @@ class Progress:
         """Displays a completed step."""
         self.bar.update()
         now = time.monotonic()
-        if not (self.bar.disable and self.speaks and now >= self._next_line):
+        if not (self.bar.disable and self.is_first and now >= self._next_line):
             return
         self._next_line = now + NEXT_LINE
         speed = (step - self._first_step) / (now - self._begun)

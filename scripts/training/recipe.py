@@ -234,7 +234,7 @@ IMMATERIAL = {
     "training.log_every",
     "training.micro_batch_size",
     "training.trackers",
-    # Of `finetune`, whose settings are not nested.
+    # Settings of `finetune`, which are not nested.
     "activation_checkpointing",
     "dp_shard",
     "save_every",
