@@ -194,7 +194,7 @@ def test_blocks_of_several_texts(letters):
     both = MixedBlocks(parts)
     assert len(both) == 90
     for index, (part, within) in {0: (0, 0), 59: (0, 59), 60: (1, 0), 89: (1, 29)}.items():
-        assert torch.equal(both[index]["input_ids"], parts[part][within]["input_ids"])
+        assert torch.equal(both[[index]]["input_ids"], parts[part][[within]]["input_ids"])
     assert both.sha256 not in (parts[0].sha256, parts[1].sha256, MixedBlocks(parts[::-1]).sha256)
 
 

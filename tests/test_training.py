@@ -1197,7 +1197,7 @@ def test_own_text(tmp_path, capsys):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name}: line {i}\n" for i in range(200)))
     own = recipe(data__source="local", data__splits=None, data__train_file=str(tmp_path / "*.txt"))
     results = loop.train(own, tmp_path / "run", arguments=[])
-    assert "the last 5% of each of the 2 documents are held out" in capsys.readouterr().out
+    assert "the last 5% of each of the 2 documents are held out" in capsys.readouterr().err
     assert results["data"]["split"] == "validation"
     assert results["data"]["train_file"] == str(tmp_path / "*.txt")
     assert len(results["tokens_sha256"]) == 64
