@@ -1,7 +1,7 @@
-"""Checkpoints saved by version 0.1.0 keep their logits and generations: every encoding and variant, both families.
+"""Checkpoints with weights of version 2 keep their logits and generations: every encoding and variant, both families.
 
-`saved_models/` holds weights (bfloat16), the configuration, and what version 0.1.0 computed: the logits of the last
-three tokens, and six greedy tokens, of a batch with left padding.
+`saved_models/` holds weights (bfloat16), the configuration, and what the code that saved them computed: the logits of
+the last three tokens, and six greedy tokens, of a batch with left padding.
 """
 
 import json
