@@ -1,5 +1,6 @@
 """Shared code of the models of both families: loading, saving, the attention implementation and generation."""
 
+import copy
 import importlib
 import inspect
 import os
@@ -56,6 +57,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         config.validate()
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
+        self._built_with = copy.copy(config.position_encoding)
         if self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__:
             # Remote code can load the class of the configuration twice, and heads look their decoder up by it.
             transformers.AutoModel.register(type(config), self._decoder_class, exist_ok=True)
@@ -112,6 +114,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         Raises:
             NotADirectoryError: `save_directory` is a file. (Transformers logs that and returns without saving.)
             FileExistsError: it has Python files of other code that would be overwritten.
+            ValueError: `config.position_encoding` has changed since the model was built.
         """
         if (cls := type(self)).__name__.startswith("FSDP"):
             # FSDP2 makes a subclass, whose name would be saved.
@@ -120,7 +123,12 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 return self.save_pretrained(save_directory, *args, **kwargs)
             finally:
                 self.__class__ = cls
-        folder = pathlib.Path(save_directory)
+        folder, encoding = pathlib.Path(save_directory), self.config.position_encoding
+        if encoding != self._built_with:
+            raise ValueError(
+                f"position_encoding={encoding!r} is not valid: the model was built with {self._built_with!r}. For "
+                "another one, load a checkpoint with from_pretrained(..., position_encoding=...)."
+            )
         if folder.is_file():
             raise NotADirectoryError(f"save_directory={str(folder)!r} is a file; it must be a folder.")
         clash = [name for name in self._code_files(pathlib.Path(__file__).parent) if (folder / name).exists()]

@@ -1,5 +1,6 @@
 """Model cards: made from files alone, the same bytes each time; the Hub's parser reads them, and their snippets run."""
 
+import copy
 import json
 import pathlib
 import re
@@ -317,8 +318,9 @@ def test_the_short_card(tmp_path):
     card.data["tags"] = [*card.data["tags"], "mine"]
     card.data["license"] = "mit"
     card.save(tmp_path / "it's *x*" / "README.md")
-    config.position_encoding, config.position_encoding_parameters = "pope", None
-    other = WhatWhereLlamaForCausalLM(config)
+    other_config = copy.deepcopy(config)
+    other_config.position_encoding, other_config.position_encoding_parameters = "pope", None
+    other = WhatWhereLlamaForCausalLM(other_config)
     other.save_pretrained(tmp_path / "it's *x*")
     card = ModelCard(text_of(tmp_path / "it's *x*"))
     assert card.data.tags == ["whatwhere", "whatwhere_llama", "position-encoding", "pope", "mine"]
@@ -397,6 +399,16 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     training["base_model"] = ["me/a", "me/b"]
     card = model_card(WhatWhereLlamaConfig(), {"results": training}, name="x", weights="0")
     assert ", fine-tuned from `me/a`, `me/b`" in card.text
+
+
+def test_weights_of_a_text_without_a_licence_have_none():
+    training = {"metrics": {"loss": {"value": 0.5}}, "data": {"source": "stdlib", "split": "test"}, **ORIGIN}
+    card = model_card(WhatWhereLlamaConfig(), {"results": training}, name="x", weights="0")
+    assert card.data.license == "apache-2.0"
+    training["data"] = {"source": "local", "train_file": "a.txt", "split": "validation"}
+    card = model_card(WhatWhereLlamaConfig(), {"results": training}, name="x", weights="0")
+    assert card.data.license == "unknown"
+    assert "The licence of the weights is not stated." in card.text
 
 
 def test_a_toy_task():

@@ -308,6 +308,14 @@ def test_unwritable_folder_is_a_clear_error(tmp_path):
         tiny_model("llama", "rope").save_pretrained(tmp_path / "file")
 
 
+def test_another_encoding_than_that_of_the_model_is_not_saved(tmp_path):
+    model = tiny_model("llama", "pope")
+    model.config.position_encoding = "rope"
+    with pytest.raises(ValueError, match=r"position_encoding='rope' is not valid: the model was built with 'pope'"):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_other_code_in_a_folder_is_not_overwritten(tmp_path):
     own = tmp_path / "attention.py"
     own.write_text("mine = 1\n")

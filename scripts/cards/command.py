@@ -2,7 +2,7 @@
 
     whatwhere card demo/pope
     whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
-    whatwhere card --output model_cards    # rewrite all cards, and the list in README.md
+    whatwhere card --output model_cards    # rewrite all cards, and their list in README.md, if it has one
 
 A card's folder contains `config.json`, `recipe.yaml`, the results files of its weights (`results.json`, `length.json`,
 `length_*.json`, `lm_eval.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json` with the place

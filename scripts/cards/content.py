@@ -111,9 +111,11 @@ def described(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def licence_of(training: Mapping[str, Any]) -> Any:
-    """Returns the licence of weights: the one in the results, else Apache-2.0 if trained from scratch, else unknown."""
-    trained_here = bool(training) and not (training.get("base_model") or training.get("base_weights_sha256"))
-    return training.get("licence") or ("apache-2.0" if trained_here else "unknown")
+    """Returns the licence of weights: the one in the results, or Apache-2.0 if trained from scratch on known text."""
+    if not training or training.get("licence") or training.get("base_model") or training.get("base_weights_sha256"):
+        return training.get("licence") or "unknown"
+    texts = describe_data(training["data"])["described"].values()
+    return "apache-2.0" if all(text["licence"] for text in texts) else "unknown"
 
 
 def headline(training: Mapping[str, Any]) -> str:

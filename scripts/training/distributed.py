@@ -75,8 +75,8 @@ def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> 
     shares = replicas * wanted.dp_shard
     if training.batch_size % (shares * (training.micro_batch_size or 1)):
         raise Refused(
-            f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of micro_batch_size="
-            f"{training.micro_batch_size!r} times the number of data-parallel processes, {shares}."
+            f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of the number of "
+            f"data-parallel processes, {shares}, times micro_batch_size, {training.micro_batch_size or 1}."
         )
     return Layout(replicas, wanted.dp_shard, wanted.tp, rank)
 
