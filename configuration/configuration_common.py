@@ -264,7 +264,7 @@ class WhatWhereConfig(PreTrainedConfig):
 
     @property
     def attention_options(self) -> list[str]:
-        """The fields that are set of those in `attention_options.py`."""
+        """The names of the fields of `attention_options.py` that are set."""
         return [name for name in ("output_gate", "output_norm", "qk_norm", "key_value_shift") if getattr(self, name)]
 
     def layer_encodings(self, layer_idx: int) -> list[str]:

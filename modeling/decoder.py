@@ -17,10 +17,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .position_base import PositionContext
-from .position_registry import (
-    is_ranges,
-    supported_implementations,
-)
+from .position_registry import is_ranges, supported_implementations
 from .pretrained_model import refusal
 
 

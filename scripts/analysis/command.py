@@ -128,9 +128,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.command != "frequencies" and len(options.checkpoint) > 1:
         parser.error(f"{options.command} takes one CHECKPOINT.")
-    file = options.texts if options.command == "frequencies" else options.text if options.command == "maps" else None
-    if file and not file.exists():
-        parser.error(f"file {str(file)!r} is not valid: there is no such file.")
+    for name in ("text", "texts"):
+        file = getattr(options, name, None)
+        if file is not None and not file.exists():
+            parser.error(f"--{name}={str(file)!r} is not valid: there is no such file.")
     check_writable(options.output)
     loading = Loading(
         device=choose_device(options.device),
