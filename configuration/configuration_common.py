@@ -186,7 +186,7 @@ class WhatWhereConfig(PreTrainedConfig):
     stock_model_type: ClassVar[str] = ""
     # Fields of the stock configuration that configure heads this package does not have; dropped when a file has them.
     stock_fields_without_effect: ClassVar[tuple[str, ...]] = ()
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     # The base class does not check the types of its own fields; the models are decoders.
     output_hidden_states: bool | None = False

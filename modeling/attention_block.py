@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, QuantizedCache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from .forward_arguments import CACHE, takes_cache
 from .position_base import PositionContext
 from .position_registry import AttentionOptions, PositionEncodings
 
@@ -40,12 +42,13 @@ class AttentionBlock(nn.Module):
         """Returns the output of all heads, (B, Q, H * D), as hidden states (B, Q, E)."""
         raise NotImplementedError
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_context: PositionContext,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = self.project(hidden_states)
@@ -54,7 +57,7 @@ class AttentionBlock(nn.Module):
             query, key = self.options.normed(query, key, context)
         context.query, context.key = query, key
         query, key = self.encodings.before_cache(query, key, context)
-        key, value = self.update_cache(hidden_states, key, context, past_key_values)
+        key, value = self.update_cache(hidden_states, key, context, cache, kwargs)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         output, weights = attention(
@@ -88,17 +91,29 @@ class AttentionBlock(nn.Module):
         return context
 
     def update_cache(
-        self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext, cache: Cache | None
+        self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext, cache: Cache | None, kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns all keys (B, G, K, D) and values, cached ones included; fills in `context.value` and `.states`.
 
         States are cached in additional channels of the keys. Raises ValueError for a cache that cannot hold them.
+        `kwargs` are those of the attention function; continuous batching describes its pages in them.
         """
         states, value = self.encodings.cached_state(hidden, key, context), context.value
         if self.options is not None:
             states |= self.options.cached_state(hidden, key.dtype)
+        if isinstance(cache, PagedAttentionCache):
+            if self.encodings.default != "sdpa" or self.encodings.hooks["after_cache"] or states:
+                raise ValueError(
+                    f"A PagedAttentionCache cannot hold position_encoding={self.config.position_encoding!r}. Call "
+                    "generate_batch(), or use a DynamicCache."
+                )
+            if CACHE != "cache":
+                # Attention functions update the pages.
+                kwargs["cache"], cache = cache, None
+        # Older versions take no such argument.
+        options: Any = {"kwargs": kwargs} if CACHE == "cache" else {}
         if cache is not None and not states:
-            key, value = cache.update(key, value, self.layer_idx)
+            key, value = cache.update(key, value, self.layer_idx, **options)
         elif cache is not None:
             widths = [key.shape[-1], *(state.shape[-1] for state in states.values())]
             layer = next(iter(getattr(cache, "layers", ())[self.layer_idx :]), None)
@@ -108,7 +123,7 @@ class AttentionBlock(nn.Module):
                     f"keys need {sum(widths)} channels, of which {sum(widths[1:])} are exact numbers for {[*states]}. "
                     "Allowed: a DynamicCache, or a StaticCache that gets its width from its first update."
                 )
-            keys, value = cache.update(torch.cat((key, *states.values()), dim=-1), value, self.layer_idx)
+            keys, value = cache.update(torch.cat((key, *states.values()), dim=-1), value, self.layer_idx, **options)
             key, *found = keys.split(widths, dim=-1)
             states = dict(zip(states, found))
         context.states = states

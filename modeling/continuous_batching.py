@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching import ContinuousMixin, PagedAt
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .attention_engine import batch_dependence
+from .forward_arguments import CACHE
 from .position_registry import max_length, supported_implementations
 from .pretrained_model import refusal
 
@@ -98,7 +99,7 @@ class SequenceModel:
         config._attn_implementation_internal = "sdpa"
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            layers = model.base_model(token, use_cache=True).past_key_values.layers
+            layers = model.base_model(token, use_cache=True)[CACHE].layers
         # The paged cache has one width for keys and values of all layers.
         config.head_dim = max(states.shape[-1] for layer in layers for states in (layer.keys, layer.values))
         vars(self).update(_model=model, config=config)
@@ -130,7 +131,7 @@ class SequenceModel:
                 input_ids=input_ids[0, pages.rows],
                 attention_mask=pages.mask,
                 position_ids=position_ids[0, pages.rows].long(),
-                past_key_values=pages,
+                cache=pages,
                 use_cache=True,
             ).last_hidden_state
             if hidden is None:
@@ -169,7 +170,7 @@ class Pages:
         return self.K, 0
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes new keys (N, G, Q, width) and values to the pages; returns all, (N, G, K, width)."""
         N, G, Q, _ = key.shape

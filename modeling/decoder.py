@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .forward_arguments import CACHE, CachedLayer, check_keywords, takes_cache
 from .position_base import PositionContext
 from .position_registry import is_ranges, supported_implementations
 from .pretrained_model import refusal
@@ -24,6 +25,7 @@ from .pretrained_model import refusal
 class Decoder:
     """The forward pass of the decoders of both families, which define `layers`, `norm` and `embed`."""
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(  # type: ignore[misc]
@@ -31,7 +33,7 @@ class Decoder:
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         token_type_ids: torch.LongTensor | None = None,
@@ -44,25 +46,28 @@ class Decoder:
             attention_mask: (B, past + Q) with 0 for padding; 4D (B, 1, Q, K); or from `create_masks_for_generate`.
             position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
                 attention_mask nor anything in the cache.
-            past_key_values: the cache.
+            cache: the cache, also under the name `past_key_values`.
             inputs_embeds: (B, Q, E).
             use_cache: whether to return a cache.
             token_type_ids: int64 (B, Q); GPT-2-style models add their embeddings, Llama-style ones ignore them.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds`; a mask of the wrong shape; a sequence longer
-                than the encoding supports.
+                than the encoding supports; a further keyword that would have no effect (see `check_keywords`).
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         config = self.config
+        check_keywords(config, kwargs, attention_mask, position_ids)
         batch, length = inputs_embeds.shape[:2]
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config)
+        # Continuous batching passes positions and masks for its pages, which only the attention layers see.
+        past = None if isinstance(cache, PagedAttentionCache) else cache
         first = first_own_layer(self)
-        past_length: Any = past_key_values.get_seq_length(first) if past_key_values is not None else 0
+        past_length: Any = past.get_seq_length(first) if past is not None else 0
         if isinstance(past_length, torch.Tensor):
             # A static cache returns its live counter, which every layer's update changes.
             past_length = past_length.clone().to(inputs_embeds.device)
@@ -72,20 +77,20 @@ class Decoder:
             positions = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
         _check_positions(positions, batch, length)
         _check_length(config, self.shared_encodings.max_length, positions)
-        key_length = past_key_values.get_mask_sizes(length, first)[0] if past_key_values is not None else length
-        _check_mask(config, attention_mask, batch, length, past_length, key_length, past_key_values is None)
+        key_length = past.get_mask_sizes(length, first)[0] if past is not None else length
+        _check_mask(config, attention_mask, batch, length, past_length, key_length, past is None)
         _check_context_parallel(config)
         given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
         context = PositionContext(positions, given, past_length, key_length, consecutive)
         context = self.shared_encodings(inputs_embeds, context)
         # Transformers detects packed documents only without a cache; an empty cache is equivalent.
-        empty = isinstance(past_key_values, DynamicCache) and isinstance(past_length, int) and past_length == 0
+        empty = isinstance(past, DynamicCache) and isinstance(past_length, int) and past_length == 0
         mask: Any = create_causal_mask(
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=None if empty and not consecutive else past_key_values,
             position_ids=None if consecutive else positions,
+            **{CACHE: None if empty and not consecutive else past},
         )
         # Later pipeline stages get hidden states in place of embeddings.
         hidden_states = self.embed(inputs_embeds, positions, token_type_ids) if first == 0 else inputs_embeds
@@ -95,11 +100,11 @@ class Decoder:
                 attention_mask=mask,
                 position_context=context,
                 position_ids=positions,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(self.norm(hidden_states), past_key_values)
+        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
 
 class CausalLM:
@@ -116,13 +121,14 @@ class CausalLM:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]
         self: Any,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -141,7 +147,7 @@ class CausalLM:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             token_type_ids=token_type_ids,
@@ -153,12 +159,12 @@ class CausalLM:
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
+        return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states, outputs.attentions)
 
 
 def first_own_layer(model: Any) -> int:
     """Returns the index of the first decoder layer that this process has: not 0 on later pipeline stages."""
-    return next((index for index, layer in enumerate(model.layers) if isinstance(layer, GradientCheckpointingLayer)), 0)
+    return next((index for index, layer in enumerate(model.layers) if isinstance(layer, CachedLayer)), 0)
 
 
 def _check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None:

@@ -15,7 +15,6 @@ from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
-    GradientCheckpointingLayer,
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -26,6 +25,7 @@ from transformers.utils import TransformersKwargs
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
 from .decoder import CausalLM, Decoder
+from .forward_arguments import CachedLayer
 from .position_registry import SharedPositionEncodings, embedding
 from .pretrained_model import WhatWherePreTrainedModel, register
 
@@ -68,7 +68,7 @@ class WhatWhereGPT2Attention(AttentionBlock):
         return self.resid_dropout(self.c_proj(states.to(self.c_proj.bias.dtype)))
 
 
-class WhatWhereGPT2Block(GradientCheckpointingLayer):
+class WhatWhereGPT2Block(CachedLayer):
     """Attention, then the MLP; normed before (GPT-2), or after what they add to (`norm_position="post"`)."""
 
     def __init__(self, config: WhatWhereGPT2Config, layer_idx: int) -> None:

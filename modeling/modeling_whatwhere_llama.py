@@ -13,7 +13,6 @@ from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
-    GradientCheckpointingLayer,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.processing_utils import Unpack
@@ -22,6 +21,7 @@ from transformers.utils import TransformersKwargs
 from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
 from .decoder import CausalLM, Decoder
+from .forward_arguments import CachedLayer
 from .position_registry import SharedPositionEncodings, embedding
 from .pretrained_model import WhatWherePreTrainedModel, register
 
@@ -48,7 +48,7 @@ class WhatWhereLlamaAttention(AttentionBlock):
         return self.o_proj(states)
 
 
-class WhatWhereLlamaDecoderLayer(GradientCheckpointingLayer):
+class WhatWhereLlamaDecoderLayer(CachedLayer):
     """Pre-norm block: attention, then SwiGLU."""
 
     def __init__(self, config: WhatWhereLlamaConfig, layer_idx: int) -> None:

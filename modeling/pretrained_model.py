@@ -37,7 +37,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     """
 
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True

@@ -151,6 +151,7 @@ def check_model(case: Case, device: torch.device, all_tiles: bool = False) -> tu
     Logits, gradients of all parameters, and the logits of tokens generated after a padded batch.
     """
     from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+    from whatwhere.forward_arguments import CACHE
 
     torch.manual_seed(0)
     dtype, parameters = getattr(torch, case.dtype), dict(case.options)
@@ -190,11 +191,11 @@ def check_model(case: Case, device: torch.device, all_tiles: bool = False) -> tu
             if parameter.grad is not None:
                 found[f"gradient of {name}"] = parameter.grad
         with torch.no_grad():
-            cache = copied(tokens, attention_mask=mask, use_cache=True).past_key_values
+            cache = copied(tokens, attention_mask=mask, use_cache=True)[CACHE]
             seen = mask
             for number, step in enumerate(continuation.T):
                 seen = torch.cat((seen, torch.ones_like(seen[:, :1])), dim=1)
-                logits = copied(step[:, None], attention_mask=seen, past_key_values=cache).logits
+                logits = copied(step[:, None], attention_mask=seen, cache=cache).logits
                 found[f"logits of cached step {number}"] = logits
         return found
 

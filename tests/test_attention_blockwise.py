@@ -521,8 +521,8 @@ def test_models_on_the_path_of_a_gpu(encoding, as_on_a_gpu):
         caches["static"] = StaticCache(config=model.config, max_cache_len=48)
         for name, cache in caches.items():
             with torch.no_grad():
-                model(batch[:1, :25], attention_mask=mask[:1, :25], past_key_values=cache)
-                found[name] = model(batch[:1, 25:], attention_mask=mask[:1], past_key_values=cache).logits
+                model(batch[:1, :25], attention_mask=mask[:1, :25], cache=cache)
+                found[name] = model(batch[:1, 25:], attention_mask=mask[:1], cache=cache).logits
         return found
 
     expected = run()

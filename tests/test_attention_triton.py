@@ -36,6 +36,7 @@ from whatwhere.position_registry import supported_implementations
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from whatwhere import kernel_plain
+from whatwhere.forward_arguments import CACHE
 from whatwhere.kernel_plain import plain_attention
 
 WITH_KERNELS = (
@@ -222,7 +223,7 @@ def test_masks_through_transformers_and_a_cache(static):
                     config=config,
                     inputs_embeds=torch.zeros(2, end - start, 32),
                     attention_mask=mask[:, :end],
-                    past_key_values=cache,
+                    **{CACHE: cache},
                 )
             )
             for layer in range(2):
@@ -428,9 +429,9 @@ def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
         for rows, past, given, dtype in cases:
             cache = DynamicCache(config=model.config)
             if past:
-                model(ids[:, :past], attention_mask=None if given is None else given[:, :past], past_key_values=cache)
+                model(ids[:, :past], attention_mask=None if given is None else given[:, :past], cache=cache)
             seen.clear()
-            model(ids[:, past:], attention_mask=given, past_key_values=cache)
+            model(ids[:, past:], attention_mask=given, cache=cache)
             assert len(seen) == 2
             for found, *shape, made in seen:
                 assert (found, shape) == (fast, [rows, past + rows])
@@ -451,11 +452,11 @@ def test_rows_at_a_time_are_eager_attention(encoding, kind, monkeypatch):
     if kind == "packed":
         inputs["position_ids"] = PACKED
     if kind == "static":
-        inputs["past_key_values"] = StaticCache(model.config, max_cache_len=40)
+        inputs["cache"] = StaticCache(model.config, max_cache_len=40)
     found = results(model, **inputs)
     model.set_attn_implementation("eager")
     if kind == "static":
-        inputs["past_key_values"] = StaticCache(model.config, max_cache_len=40)
+        inputs["cache"] = StaticCache(model.config, max_cache_len=40)
     all_close(found, results(model, **inputs))
 
 
@@ -516,7 +517,7 @@ def test_a_shift_of_all_positions_changes_nothing(encoding):
     ids, positions = tokens(1, 9), torch.arange(9)[None]
     with torch.no_grad():
         shifted = model(ids[:, :8], position_ids=positions[:, :8] + 37, use_cache=True)
-        step = model(ids[:, 8:], position_ids=positions[:, 8:] + 37, past_key_values=shifted.past_key_values)
+        step = model(ids[:, 8:], position_ids=positions[:, 8:] + 37, cache=shifted[CACHE])
         close(torch.cat((shifted.logits, step.logits), 1), model(ids, position_ids=positions).logits, 1e-4)
 
 

@@ -18,6 +18,7 @@ from transformers.utils import TransformersKwargs, logging
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
+from whatwhere.forward_arguments import CACHE
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
 # Fields, and what the message says of them.
@@ -510,9 +511,9 @@ def test_masks_of_the_wrong_shape():
     for shape in ((2, 8), (2, 10), (1, 9), (2, 9, 9), (2, 1, 8, 9), (2, 1, 9, 8), (2, 3, 9, 9), (2, 1, 9, 9)):
         with pytest.raises(ValueError, match=re.escape(f"attention_mask has the shape {shape}")):
             model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=r"\(2, 10\)"):
-        model(ids[:, :1], attention_mask=torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+        model(ids[:, :1], attention_mask=torch.ones(2, 1, dtype=torch.long), cache=cache)
 
 
 def test_positions_of_the_wrong_shape():

@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, OURS, in_steps, slow_but, tiny_config, tiny_model, tokens
+from whatwhere.forward_arguments import CACHE
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
 
 
@@ -278,8 +279,8 @@ def test_what_is_not_finite_reaches_the_loss(encoding, broken):
             assert broken == "inf" or loss.isnan()
             loss.backward()
         with torch.no_grad():
-            cache = model(ids[:, :9], use_cache=True).past_key_values
-            step = model(ids[:, 9:10], past_key_values=cache)
+            cache = model(ids[:, :9], use_cache=True)[CACHE]
+            step = model(ids[:, 9:10], cache=cache)
             assert broken == "inf" or step.logits.isnan().all()
 
 
@@ -325,7 +326,7 @@ def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
     with torch.no_grad():
         full = run(0, 20, use_cache=False).logits
         prefill = run(0, 13, use_cache=True)
-        close(run(13, 20, past_key_values=prefill.past_key_values).logits, full[:, 13:])
+        close(run(13, 20, cache=prefill[CACHE]).logits, full[:, 13:])
 
 
 @every_model_in_turn
@@ -556,7 +557,7 @@ def test_flex_attention_agrees(encoding):
         model.set_attn_implementation("flex_attention")
         close(model(ids, attention_mask=mask).logits[mask.bool()], expected[mask.bool()], 2e-4)
         cache = StaticCache(config=model.config, max_cache_len=48)
-        close(model(ids[1:], past_key_values=cache).logits, expected[1:], 2e-4)
+        close(model(ids[1:], cache=cache).logits, expected[1:], 2e-4)
 
 
 @pytest.mark.parametrize("encoding", ["fox:pro", "cope:separate", "token_gated_cope", "token_gated_cope+rope"])

@@ -44,7 +44,7 @@ def test_quantized_cache(encoding, expected):
         return
     quantized, rounded = QuantizedCache(config=model.config, **options), DynamicCache(config=model.config)
     with torch.no_grad():
-        prefill = model(ids[:, :16], past_key_values=quantized).logits
+        prefill = model(ids[:, :16], cache=quantized).logits
         close(prefill, model(ids[:, :16]).logits)
         for index, layer in enumerate(quantized.layers):
             keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
@@ -52,15 +52,15 @@ def test_quantized_cache(encoding, expected):
         # The error is that of the rounded keys and values, and no other.
         for step in range(16, 20):
             token = ids[:, step : step + 1]
-            found = model(token, past_key_values=quantized).logits
-            close(found, model(token, past_key_values=rounded).logits)
+            found = model(token, cache=quantized).logits
+            close(found, model(token, cache=rounded).logits)
     assert (found[:, -1] - model(ids).logits[:, -1]).abs().max() > 1e-3
 
 
 def test_a_quantized_cache_refuses_shifted_keys():
     model, ids = tiny_model("llama", "alibi", key_value_shift=True), tokens(2, 20)
     with pytest.raises(ValueError, match=re.escape("exact numbers for ['shift']")):
-        model(ids, past_key_values=QuantizedCache("quanto", model.config))
+        model(ids, cache=QuantizedCache("quanto", model.config))
 
 
 @for_engine("assisted_generation")
@@ -134,7 +134,7 @@ def widen_cache(module):
     """Gives an exportable module a cache that a forward pass has sized: docs/engines.md."""
     length = module.static_cache.layers[0].max_cache_len
     module.static_cache = StaticCache(config=module.model.config, max_cache_len=length)
-    module.model(torch.tensor([[0]]), past_key_values=module.static_cache)
+    module.model(torch.tensor([[0]]), cache=module.static_cache)
     for index, layer in enumerate(module.static_cache.layers):
         module.register_buffer(f"key_cache_{index}", layer.keys, persistent=False)
         module.register_buffer(f"value_cache_{index}", layer.values, persistent=False)

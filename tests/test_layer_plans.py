@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tiny import FAMILIES, tiny_model, tokens
+from whatwhere.forward_arguments import CACHE
 
 PLANS = (
     (["cope", "rope"], {"cope": {"num_positions": 6}}),
@@ -80,5 +81,5 @@ def test_layers_that_parameters_leave_out():
     # A layer that has cached gate keys beside one that has none.
     parameters = {"cope": {"gates": "separate_key"}}
     model = tiny_model("llama", ["cope", "rope"], position_encoding_parameters=parameters)
-    cache = model(tokens(1, 7), use_cache=True).past_key_values
+    cache = model(tokens(1, 7), use_cache=True)[CACHE]
     assert [layer.keys.shape[-1] for layer in cache.layers] == [16, 8]

@@ -11,6 +11,7 @@ import oracles
 from bias_checks import SEGMENTS, check_bias, states_of
 from tiny import bias_of, position_context, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import blockwise_attention
+from whatwhere.forward_arguments import CACHE
 from whatwhere.learned_table import SharedTable
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 from whatwhere.position_cope import CoPE, CoPEParameters
@@ -113,7 +114,7 @@ def test_separate_gate_keys(family):
     weights = [p for name, p in fresh.named_parameters() if "gate_key" in name]
     assert len(weights) == 2
     assert all(weight.std().isclose(torch.tensor(0.2), rtol=0.2) for weight in weights)
-    cache = model(tokens(1, 7), use_cache=True).past_key_values
+    cache = model(tokens(1, 7), use_cache=True)[CACHE]
     assert [layer.keys.shape[-1] for layer in cache.layers] == [16, 16]
 
 

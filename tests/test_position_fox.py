@@ -11,6 +11,7 @@ from bias_checks import assert_same, every_head
 from tiny import causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention, join_digits
 from whatwhere.attention_options import HeadNorm, previous_slots
+from whatwhere.forward_arguments import CACHE
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
 from whatwhere.position_base import PositionContext
 from whatwhere.position_fox import FoXTerm
@@ -196,10 +197,8 @@ def test_a_branch_goes_on_in_the_cache(pro):
     positions = torch.tensor([[0, 1, 2, 3, 3, 4]])
     with torch.no_grad():
         cache = DynamicCache(config=pro.config)
-        pro(ids[:, :5], attention_mask=mask[None, None, :5, :5], position_ids=positions[:, :5], past_key_values=cache)
-        last = pro(
-            ids[:, 5:], attention_mask=mask[None, None, 5:], position_ids=positions[:, 5:], past_key_values=cache
-        ).logits
+        pro(ids[:, :5], attention_mask=mask[None, None, :5, :5], position_ids=positions[:, :5], cache=cache)
+        last = pro(ids[:, 5:], attention_mask=mask[None, None, 5:], position_ids=positions[:, 5:], cache=cache).logits
         branch = pro(ids[:, [0, 1, 2, 4, 5]]).logits
     torch.testing.assert_close(last[:, 0], branch[:, -1], rtol=2e-5, atol=2e-5)
 
@@ -207,9 +206,9 @@ def test_a_branch_goes_on_in_the_cache(pro):
 def test_a_cropped_cache_goes_on(pro):
     ids, other = tokens(1, 12), tokens(1, 5, seed=7)
     with torch.no_grad():
-        cache = pro(ids).past_key_values
+        cache = pro(ids)[CACHE]
         cache.crop(-4)
-        pieces = pro(other, past_key_values=cache).logits
+        pieces = pro(other, cache=cache).logits
         full = pro(torch.cat((ids[:, :8], other), dim=1)).logits
     torch.testing.assert_close(pieces, full[:, 8:], rtol=2e-5, atol=2e-5)
 
@@ -317,7 +316,7 @@ def test_keys_are_normed_before_they_are_rotated():
     after_cache = layer.encodings.after_cache
     layer.encodings.after_cache = lambda *states: seen.extend(states) or after_cache(*states)
     ids = tokens(1, 6)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = model(ids, use_cache=True)[CACHE]
     hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(ids))
     query, key = (part(hidden).view(1, 6, -1, 8).transpose(1, 2) for part in (layer.q_proj, layer.k_proj))
     context = model.model.shared_encodings(hidden, position_context(torch.arange(6)[None]))

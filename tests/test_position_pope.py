@@ -12,6 +12,7 @@ from oracles import pope_attention
 from tiny import LargestTensor, causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
 from whatwhere.attention import eager_attention_forward
 from whatwhere.attention_mask import dense_mask
+from whatwhere.forward_arguments import CACHE
 from whatwhere.position_pope import PoPE, PoPEParameters, fold
 from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
@@ -179,10 +180,10 @@ def test_no_mask_of_quadratic_size(hidden):
         options = {"position_ids": torch.arange(length)[None] % 700}
     with torch.no_grad():
         if hidden == "chunk":
-            cache = model(ids[:, :24]).past_key_values
+            cache = model(ids[:, :24])[CACHE]
             ids = ids[:, 24:]
         with LargestTensor() as mode:
-            found = model(ids, past_key_values=cache, use_cache=False, **options).logits
+            found = model(ids, cache=cache, use_cache=False, **options).logits
         assert mode.largest < length * length / 4
         model.set_attn_implementation("sdpa")
         expected = model(tokens(1, length), use_cache=False, **options).logits[:, -ids.shape[1] :]
@@ -192,12 +193,12 @@ def test_no_mask_of_quadratic_size(hidden):
 
 def test_the_cache_holds_unrotated_magnitudes():
     model = tiny_model("llama", "pope")
-    cache = model(tokens(1, 9), use_cache=True).past_key_values
+    cache = model(tokens(1, 9), use_cache=True)[CACHE]
     assert cache.layers[0].keys.shape == (1, 2, 9, 8)
     assert (cache.layers[0].keys > 0).all()
     # Nothing in them depends on the position: the same tokens later give the same first-layer keys.
     ids = tokens(1, 4)
-    keys = model(torch.cat((ids, ids), dim=1), use_cache=True).past_key_values.layers[0].keys
+    keys = model(torch.cat((ids, ids), dim=1), use_cache=True)[CACHE].layers[0].keys
     torch.testing.assert_close(keys[:, :, :4], keys[:, :, 4:])
 
 

@@ -76,7 +76,7 @@ def in_steps(model, ids, steps, cache, mask=None, positions=None):
             "attention_mask": None if mask is None else mask[:, :end],
             "position_ids": None if positions is None else positions[:, start:end],
         }
-        pieces.append(model(ids[:, start:end], past_key_values=cache, **own).logits)
+        pieces.append(model(ids[:, start:end], cache=cache, **own).logits)
         start = end
     return torch.cat(pieces, dim=1)
 

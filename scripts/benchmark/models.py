@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
+from whatwhere.forward_arguments import CACHE
 
 from .attention import relative_errors
 from .measure import Shape
@@ -68,8 +69,8 @@ class Models:
         with torch.no_grad():
             found = model.eval()(tokens).logits
             cache = DynamicCache(config=model.config)
-            model(tokens[:, :-1], past_key_values=cache)
-            step = model(tokens[:, -1:], past_key_values=cache).logits
+            model(tokens[:, :-1], **{CACHE: cache})
+            step = model(tokens[:, -1:], **{CACHE: cache}).logits
             if name == "llama-rope":
                 expected = self.stock.eval()(tokens).logits
             else:
@@ -87,7 +88,7 @@ def model_runs(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
+        model(tokens, **{CACHE: cache})
 
     def train() -> None:
         model.train()
@@ -98,7 +99,7 @@ def model_runs(model: Any, tokens: torch.Tensor) -> dict[str, Callable[[], Any]]
     def decode() -> None:
         model.eval()
         with torch.no_grad():
-            model(tokens[:, -1:], past_key_values=cache)
+            model(tokens[:, -1:], **{CACHE: cache})
         cache.crop(-1)
 
     return {"training step": train, "decoding step": decode}

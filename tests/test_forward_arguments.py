@@ -1,0 +1,164 @@
+"""The arguments of the forward passes: both names of the cache in every version, and keywords that are not ignored."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import DynamicCache
+from transformers.masking_utils import create_causal_mask
+
+from tiny import FAMILIES, tiny_config, tiny_model, tokens
+from whatwhere.forward_arguments import CACHE
+
+NAMES = ("cache", "past_key_values")
+HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def test_name_of_the_installed_version():
+    assert (CACHE == "cache") == (Version(transformers.__version__) >= Version("5.24.0"))
+    assert CACHE in inspect.signature(create_causal_mask).parameters
+    for family in FAMILIES:
+        parameters = [*inspect.signature(tiny_model(family, "rope").forward).parameters]
+        assert parameters[:4] == ["input_ids", "attention_mask", "position_ids", CACHE]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_names_in_every_head(family, head):
+    prefix = type(tiny_config(family, "cope")).__name__.removesuffix("Config")
+    model = getattr(__import__("whatwhere"), prefix + head)(tiny_config(family, "cope")).eval()
+    ids = tokens(1, 8)
+    found = []
+    with torch.no_grad(), warnings.catch_warnings():
+        # Transformers' own heads warn of the old name.
+        warnings.simplefilter("ignore")
+        for name in NAMES:
+            cache = DynamicCache(config=model.config)
+            model(ids[:, :5], **{name: cache})
+            assert cache.get_seq_length() == 5
+            found.append(model(ids[:, 5:], **{name: cache})[0])
+            assert cache.get_seq_length() == 8
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_names_in_layers(family, name):
+    model = tiny_model(family, "rope")
+    seen = []
+    layer = model.base_model.layers[0]
+    hook = layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    with torch.no_grad():
+        model(tokens(1, 6), use_cache=True)
+        hook.remove()
+        (states,), kwargs = seen[0]
+        kwargs.pop(CACHE)
+        for block in (layer, layer.self_attn if family == "llama" else layer.attn):
+            cache = DynamicCache(config=model.config)
+            block(states, **{name: cache}, **kwargs)
+            assert cache.get_seq_length() == 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_cache_is_written_twice_under_gradient_checkpointing(family, name):
+    model = tiny_model(family, "rope").train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    cache = DynamicCache(config=model.config)
+    ids = tokens(1, 6)
+    model(ids, labels=ids, **{name: cache}).loss.backward()
+    assert cache.get_seq_length() == 0
+
+
+def test_two_caches_are_refused():
+    model = tiny_model("llama", "rope")
+    first, second = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model(tokens(1, 3), cache=first, past_key_values=second)
+
+
+@pytest.mark.parametrize("encoding", ["rope", "pope", "fox+rope"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_uses_its_cache(family, encoding):
+    model = tiny_model(family, encoding)
+    lengths = []
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = model.generate(
+            tokens(1, 9), max_new_tokens=4, min_new_tokens=4, do_sample=False, return_dict_in_generate=True
+        )
+    assert lengths == [9, 1, 1, 1]
+    assert out[CACHE].get_seq_length() == 12
+
+
+def test_no_warning_of_transformers(caplog):
+    model = tiny_model("llama", "cope").train()
+    ids = tokens(1, 6)
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(caplog.handler)
+    transformers.utils.logging.get_logger("transformers.utils.generic").warning_once.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(ids, labels=ids).loss.backward()
+            out = model.eval()(ids, use_cache=True)
+            model(ids[:, :1], **{CACHE: out[CACHE]})
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "deprecated" not in caplog.text
+
+
+REFUSED = {
+    "past_key_value": (lambda config: DynamicCache(config=config), f"the cache is '{CACHE}'"),
+    "kv_cache": (lambda config: DynamicCache(config=config), f"give it as {CACHE}"),
+    "cache_position": (lambda _: torch.arange(6), "positions are position_ids"),
+    "head_mask": (lambda _: torch.ones(2, 4), "heads cannot be masked"),
+    "encoder_hidden_states": (lambda _: torch.ones(1, 6, 32), "no cross-attention"),
+    "position_bias": (lambda _: torch.zeros(1, 4, 6, 6), "4D attention_mask"),
+    "atention_mask": (lambda _: torch.ones(1, 6), "Did you mean 'attention_mask'"),
+    "cu_seq_lens_q": (lambda _: torch.tensor([0, 3, 6]), "give position_ids"),
+    "seq_idx": (lambda _: torch.tensor([[0, 0, 0, 1, 1, 1]]), "give position_ids"),
+    "is_causal": (lambda _: False, "is_causal=False"),
+}
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keywords_that_would_be_ignored(family, keyword):
+    model = tiny_model(family, "cope")
+    value, message = REFUSED[keyword]
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1, 6), **{keyword: value(model.config)})
+    model(tokens(1, 6), **{keyword: None})
+
+
+def test_keywords_of_packed_documents():
+    model = tiny_model("llama", "pope")
+    ids, ends = tokens(1, 6), torch.tensor([0, 2, 6], dtype=torch.int32)
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 4, "max_length_k": 4}
+    with torch.no_grad():
+        found = model(ids, position_ids=positions, use_cache=False, **packed).logits
+        torch.testing.assert_close(found[:, 2:], model(ids[:, 2:]).logits)
+        with pytest.raises(ValueError, match="no attention_mask"):
+            model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), **packed)
+
+
+@pytest.mark.parametrize("encoding", ["rope", "none", "pope"])
+def test_bidirectional_attention(encoding):
+    model = tiny_model("llama", encoding, "sdpa")
+    ids = tokens(1, 6)
+    with torch.no_grad():
+        mask = torch.zeros(1, 1, 6, 6)
+        expected = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(model(ids, is_causal=False).logits, expected)
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(ids, attention_mask=mask, is_causal=False).logits, expected)
+        with pytest.raises(ValueError, match="Use attn_implementation='sdpa' or a 4D"):
+            model(ids, is_causal=False)
