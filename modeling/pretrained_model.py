@@ -85,6 +85,10 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         ours = chosen in ("auto", "triton", "blockwise")
         return chosen if ours else super().get_correct_attn_implementation(chosen, is_init_check)
 
+    def _get_name(self) -> str:
+        # FSDP2 makes a subclass. Trainer looks for the name in tables.
+        return super()._get_name().removeprefix("FSDP")
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -223,7 +227,10 @@ def register(*classes: Any) -> None:
     for cls in classes:
         name = "AutoModel" + re.sub("WhatWhere(GPT2|Llama)(Model)?", "", cls.__name__)
         cls.register_for_auto_class(name)
-        getattr(transformers, name).register(cls.config_class, cls, exist_ok=True)
+        auto = getattr(transformers, name)
+        auto.register(cls.config_class, cls, exist_ok=True)
+        # Tables of class names by which Trainer, pipelines and cards decide what a model does.
+        auto._model_mapping._model_mapping.setdefault(cls.config_class.model_type, cls.__name__)
 
 
 def refusal(message: str) -> ValueError:

@@ -34,6 +34,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ids_file, *places = sys.argv[1:]
 ids = torch.load(ids_file)
@@ -41,6 +42,8 @@ ids = torch.load(ids_file)
 
 def load(place, out, again):
     model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    # Trainer shifts the labels of these for label smoothing.
+    assert model._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     with torch.no_grad():
         logits = model(ids).logits
     generated = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)

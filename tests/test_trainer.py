@@ -1,5 +1,6 @@
 """Our models in Transformers' own `Trainer`: they train as the stock model does, and resume exactly."""
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -49,6 +50,43 @@ def test_rope_trains_as_the_stock_model(parts, tmp_path):
         losses.append([line["loss"] for line in training.state.log_history if "loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert len(set(losses[0])) == 4
+    assert_same(dict(stock.state_dict()), dict(ours.state_dict()))
+
+
+def smoothed_loss(logits, labels, smoothing):
+    """Cross entropy of the next tokens with label smoothing."""
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out", "ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("kind", ["plain", "lora", "fsdp"])
+@pytest.mark.parametrize("encoding", ["rope", "cope"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_label_smoothing_is_of_the_next_token(family, encoding, kind, tmp_path):
+    model = tiny_model(family, encoding)
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        expected = smoothed_loss(model(ids).logits, ids, 0.1)
+    if kind == "lora":
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+    elif kind == "fsdp":
+        # What FSDP2 does to the class of a model.
+        model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
+    training = trainer(model.eval(), tmp_path, label_smoothing_factor=0.1)
+    with torch.no_grad():
+        found = training.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    torch.testing.assert_close(found, expected)
+
+
+def test_label_smoothing_trains_as_the_stock_model(tmp_path):
+    config = tiny_config("llama", "rope")
+    stock = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in config.to_dict().items() if "position_enc" not in k}))
+    ours = causal_lm_class("llama")._from_config(config)
+    ours.load_state_dict(stock.state_dict())
+    for name, model in (("stock", stock), ("ours", ours)):
+        trainer(model, tmp_path / name, label_smoothing_factor=0.1).train()
     assert_same(dict(stock.state_dict()), dict(ours.state_dict()))
 
 
