@@ -5,16 +5,30 @@ RUN = $(VENV)/bin/python
 # One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: test test-slow test-engines test-oldest demo lint conformance engines benchmark gpu-check clean
+.PHONY: test test-slow test-engines test-oldest test-newest demo lint conformance engines benchmark gpu-check clean
 
 test: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
+	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow" $(TESTS)
 
-# The tests with the oldest Transformers in the range of pyproject.toml.
+# The tests with another version of Transformers: the oldest in the range of pyproject.toml, or any. `TESTS="$(CORE)"`
+# runs only those that depend most on the version.
+CORE = tests/test_contract.py tests/test_forward_arguments.py tests/test_remote_code.py tests/test_saved_models.py \
+	tests/test_stock_equality.py
 test-oldest:
+	$(MAKE) test-transformers-5.17.0
+test-transformers-%:
 	mkdir -p build
-	sed -e 's/^transformers==.*/transformers==5.17.0/' -e 's/^huggingface_hub==.*/huggingface_hub<2/' constraints.txt > build/oldest.txt
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=build/oldest.txt
+	sed -e 's/^transformers==.*/transformers==$*/' -e '/^huggingface_hub==/d' constraints.txt > build/transformers-$*.txt
+	$(MAKE) test VENV=.venv-transformers-$* CONSTRAINTS=build/transformers-$*.txt
+
+# The tests with the newest version of everything. With the default of TORCH, PyTorch is what constraints.txt has, since
+# the newest one of the Python Package Index is a CUDA build of several GB: `make test-newest TORCH=` takes that.
+TORCH ?= torch==2.13.0 triton==3.7.1
+test-newest:
+	mkdir -p build
+	printf '%s\n' $(TORCH) > build/newest.txt
+	rm -rf .venv-newest
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=build/newest.txt
 
 # What `test` leaves out: kernels compiled for GPUs, further interpreted shapes, several processes, the other family.
 test-slow: $(VENV)/installed
@@ -70,4 +84,4 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .conformance
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .conformance

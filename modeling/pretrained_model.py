@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import logging
 
 from .attention import choose_implementation
 from .model_card import PIPELINES, card_tags, complete_card
@@ -27,6 +28,11 @@ from .position_registry import (
     parse,
     supported_implementations,
 )
+
+logger = logging.get_logger(__name__)
+
+# The newest minor version of Transformers with which this code was tested.
+NEWEST_TESTED = "5.24"
 
 
 class WhatWherePreTrainedModel(PreTrainedModel):
@@ -46,6 +52,16 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     _decoder_class: Any = None
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
+        if _minor(transformers.__version__) > _minor(NEWEST_TESTED):
+            logger.warning_once(
+                f"transformers {transformers.__version__} is newer than the newest version that this model's code was "
+                f"tested with ({NEWEST_TESTED})."
+            )
+        if os.environ.get("ACCELERATE_USE_MEGATRON_LM") == "true":
+            raise ValueError(
+                "Megatron-LM of accelerate is not supported: it would train a GPT or Llama model of its own, without "
+                f"position_encoding={config.position_encoding!r}. Use FSDP, DeepSpeed or DDP."
+            )
         # A field may have been assigned since the configuration was built.
         config.position_encoding_parameters = check(config)
         if "rope" in config.encoding_names:
@@ -218,6 +234,11 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 "folder has: install the package whatwhere, or use generate()."
             ) from error
         return module.init_continuous_batching(self, *args, **kwargs)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Returns (major, minor)."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def register(*classes: Any) -> None:

@@ -267,3 +267,10 @@ def test_zero_3():
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     worker, encodings = pathlib.Path(__file__).parent / "zero_worker.py", whatwhere.list_position_encodings()
     assert re.findall(r"agrees: (.+)", python(*TORCHRUN, 2, worker, *encodings)) == encodings
+
+
+def test_megatron_is_refused(monkeypatch):
+    # accelerate takes "whatwhere_llama" for a Llama, which it builds itself.
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(ValueError, match="Megatron-LM of accelerate is not supported"):
+        tiny_model("llama", "cope")

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
+from whatwhere import pretrained_model
 from whatwhere.forward_arguments import CACHE
 
 NAMES = ("cache", "past_key_values")
@@ -162,3 +163,14 @@ def test_bidirectional_attention(encoding):
         torch.testing.assert_close(model(ids, attention_mask=mask, is_causal=False).logits, expected)
         with pytest.raises(ValueError, match="Use attn_implementation='sdpa' or a 4D"):
             model(ids, is_causal=False)
+
+
+def test_a_newer_version_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(pretrained_model, "NEWEST_TESTED", "5.0")
+    type(pretrained_model.logger).warning_once.cache_clear()
+    for _ in range(2):
+        tiny_model("llama", "rope")
+    said = [record.getMessage() for record in caplog.records if "newer than" in record.getMessage()]
+    assert len(said) == 1
+    assert transformers.__version__ in said[0]
+    assert "(5.0)" in said[0]

@@ -17,6 +17,7 @@ import pytest
 
 import whatwhere
 from processes import python
+from whatwhere.pretrained_model import NEWEST_TESTED
 from whatwhere.scripts.extras import EXTRAS
 
 if sys.version_info >= (3, 11):
@@ -355,3 +356,9 @@ def test_closed_pipe():
     done = subprocess.run([sys.executable, "-m", "whatwhere"], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_newest_tested_transformers():
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (pinned,) = re.findall(r"^transformers==([\d.]+)", constraints, flags=re.MULTILINE)
+    assert pinned.rpartition(".")[0] == NEWEST_TESTED

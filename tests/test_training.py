@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from processes import TORCHRUN, python
-from tiny import slow_but
+from tiny import slow_but, tiny_model
 from toys import SOLVABLE, toy_recipe, with_changes
 from whatwhere.scripts import cli
 from whatwhere.scripts.training import data, loop, plan, progress
@@ -33,7 +33,8 @@ from whatwhere.scripts.training.checkpoint import Checkpoints
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.flops import flops_per_token
 from whatwhere.scripts.training.loop import Run, train
-from whatwhere.scripts.training.recipe import parse_recipe
+from whatwhere.scripts.training.model import build_optimizer
+from whatwhere.scripts.training.recipe import TrainingRecipe, parse_recipe
 from whatwhere.scripts.training.run_folder import RunFolder
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -1224,3 +1225,16 @@ def test_command_line_errors_are_one_line(arguments, message, tmp_path, monkeypa
         cli.main(["train", *arguments, "--output", str(tmp_path / "run")])
     assert message in str(caught.value.code)
     assert "\n" not in str(caught.value.code)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weight_decay_is_not_on_norms_and_biases(family):
+    model = tiny_model(family, "fox", qk_norm=True, output_norm=True, output_gate=True)
+    settings = TrainingRecipe(batch_size=1, steps=1, learning_rate=1e-3, weight_decay=0.1)
+    optimizer, _ = build_optimizer(model, settings)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            exempt = parameter.ndim < 2 or "norm" in name
+            assert group["weight_decay"] == (0.0 if exempt else 0.1), name

@@ -148,11 +148,13 @@ def build_optimizer(
         rates: learning rates of parameters by name, where they are not the recipe's.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    own = {parameter: (rates or {}).get(name) for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
     kinds: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
-        decay = training.weight_decay if parameter.ndim >= 2 else 0.0
-        kinds.setdefault((decay, own[parameter]), []).append(parameter)
+        name = names[parameter]
+        # Norms of heads have two dimensions.
+        decay = training.weight_decay if parameter.ndim >= 2 and not name.endswith("norm.weight") else 0.0
+        kinds.setdefault((decay, (rates or {}).get(name)), []).append(parameter)
     groups = [
         {"params": group, "weight_decay": decay, "lr": training.learning_rate if rate is None else rate}
         for (decay, rate), chosen in kinds.items()

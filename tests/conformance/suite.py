@@ -22,20 +22,11 @@ from transformers import (
     LlamaModel,
     PreTrainedConfig,
 )
-from transformers.models.auto import modeling_auto
 from transformers_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin, test_training_mixin
 
 import whatwhere
 from whatwhere.position_registry import supported_implementations
 
-# Classes outside the library are not in its name tables, by which the tests choose labels and heads.
-for _family in ("Llama", "GPT2"):
-    _type = f"whatwhere_{_family.lower()}"
-    modeling_auto.MODEL_MAPPING_NAMES[_type] = f"WhatWhere{_family}Model"
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_type] = f"WhatWhere{_family}ForCausalLM"
-    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[_type] = (
-        f"WhatWhere{_family}ForSequenceClassification"
-    )
 # Tests that start several processes run for a few of the library's model types only. Here: for all (None) or none.
 _types: set | None = None if os.environ.get("CONFORMANCE_DISTRIBUTED") else set()
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = _types
