@@ -10,8 +10,8 @@ SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 test: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow" $(TESTS)
 
-# The tests with another version of Transformers: the oldest in the range of pyproject.toml, or any. `TESTS="$(CORE)"`
-# runs only those that depend most on the version.
+# The tests with another version of Transformers: the oldest in the range of pyproject.toml, or any.
+# TESTS='$(CORE)' runs only those that depend most on the version.
 CORE = tests/test_contract.py tests/test_forward_arguments.py tests/test_remote_code.py tests/test_saved_models.py \
 	tests/test_stock_equality.py
 test-oldest:
