@@ -1,6 +1,7 @@
 """Length extrapolation: losses against loops over tokens, names of windows, variants, the growing file, the command."""
 
 import gzip
+import importlib.metadata
 import json
 import math
 
@@ -296,7 +297,7 @@ def test_multiples_of_the_trained_length(root, run, tmp_path, capsys):
     assert printed.count("not supported") == 2
     assert f"{rope['cells'][2]['bits_per_byte']:.3f} ±" in printed
     assert content["command"].startswith("whatwhere length ")
-    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["torch"] == importlib.metadata.version("torch")
     figures = {ending: (tmp_path / f"length.{ending}").read_bytes() for ending in ("png", "svg")}
     assert figures["png"].startswith(b"\x89PNG")
     # The same numbers draw the same bytes.
