@@ -366,7 +366,7 @@ def _scan_columns(
         visited = (tl.load(starts + of_block) <= begin) & (tl.load(ends + of_block) > begin)
         local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = first_row + local
-        inside = (rows < Q) & visited
+        inside = rows < tl.where(visited, Q, 0)
         low, high = _limits(ranges, rows, inside, Q, K, own)
         seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N)
         first = first_row + row_block * BLOCK_M
