@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal
@@ -279,6 +280,16 @@ class WhatWhereConfig(PreTrainedConfig):
             if name.endswith("_MODULES_MAPPING") and self.stock_model_type in mapping:
                 mapping.setdefault(self.model_type, mapping[self.stock_model_type])
         return super().to_dict()
+
+    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
+        """Writes the configuration file. See the base class."""
+        # Transformers names loaded code by the file of the class and what that imports, and chooses a model's class by
+        # the class of its configuration. Found through the models' file, that is another one for each folder's code.
+        models = type(self).__module__.rpartition(".")[2].replace("configuration", "modeling", 1)
+        file = os.path.join(os.path.dirname(json_file_path), f"{models}.py")
+        if getattr(self, "auto_map", None) and os.path.exists(file):
+            self.auto_map["AutoConfig"] = f"{models}.{type(self).__name__}"
+        super().to_json_file(json_file_path, use_diff)
 
     @classmethod
     def field_names(cls) -> set[str]:

@@ -55,7 +55,7 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
 }
 # False in a saved folder.
 COMPLETE = True
-HINT = "restart Python if the folder has changed; otherwise, install the package whatwhere and import it first."
+HINT = "install the package whatwhere and import it first."
 # Supported sums, with their names in this order.
 COMBINATIONS = ("cope+rope", "cope+relative", "cope+alibi", "fox+rope", "token_gated_cope+rope")
 

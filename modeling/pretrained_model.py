@@ -74,13 +74,21 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         self._supports_sdpa = "sdpa" in supported_implementations(config)
         super().__init__(config, *inputs, **kwargs)
         self._built_with = copy.copy(config.position_encoding)
-        if self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__:
-            # Remote code can load the class of the configuration twice, and heads look their decoder up by it.
-            transformers.AutoModel.register(type(config), self._decoder_class, exist_ok=True)
+        ours = self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__
+        if ours and type(config) not in transformers.AutoModel._model_mapping:
+            # Heads look their decoder up by the class of the configuration, of which there can be another copy.
+            transformers.AutoModel.register(type(config), self._decoder_class)
         # Used by the cards that Transformers and its Trainer write.
         self.add_model_tags(card_tags(config))
 
     def post_init(self) -> None:
+        found, own = type(self.base_model), self._decoder_class
+        if own and found.__name__ == own.__name__ and not issubclass(found, own):
+            raise ValueError(
+                f"config is of the class {type(self.config).__module__}.{type(self.config).__name__}, whose decoder is "
+                f"{found.__module__}.{found.__name__}; a head of {type(self).__module__} needs a configuration of its "
+                f"own code: {own.config_class.__module__}.{own.config_class.__name__}."
+            )
         super().post_init()
         if self.config.base_model_tp_plan is None:
             return
@@ -157,7 +165,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         family = cls.__module__.rpartition(".")[2]
         prefix = type(self.config).__name__.removesuffix("Config")
         self.config.auto_map = {
-            "AutoConfig": f"{family.replace('modeling', 'configuration', 1)}.{prefix}Config",
+            "AutoConfig": f"{family}.{prefix}Config",
             "AutoModel": f"{family}.{prefix}Model",
             **{f"AutoModel{head}": f"{family}.{prefix}{head}" for head in PIPELINES},
         }

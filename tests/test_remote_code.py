@@ -3,14 +3,17 @@
 import json
 import pathlib
 import re
+import shutil
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
 
+import same_name_worker
 from processes import python
 from tiny import FAMILIES, tiny_model, tokens
 
@@ -266,8 +269,6 @@ def test_two_copies_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     model = tiny_model("llama", "cope")
     model.save_pretrained(tmp_path / "saved")
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
     copy = get_class_from_dynamic_module("modeling_whatwhere_llama.WhatWhereLlamaForCausalLM", str(tmp_path / "saved"))
     assert copy is not type(model)
     loaded = copy.from_pretrained(tmp_path / "saved")
@@ -278,6 +279,78 @@ def test_two_copies_in_one_process(tmp_path, monkeypatch):
         expected = model(ids, attention_mask=mask).logits
         assert torch.equal(loaded(ids, attention_mask=mask).logits, expected)
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+
+
+def test_two_copies_are_not_mixed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = tiny_model("llama", "pope")
+    model.save_pretrained(tmp_path)
+    causal, head = (
+        get_class_from_dynamic_module(f"modeling_whatwhere_llama.WhatWhereLlamaFor{name}", str(tmp_path))
+        for name in ("CausalLM", "SequenceClassification")
+    )
+    assert causal._from_config(model.config).model.__class__ is causal._decoder_class
+    assert type(AutoModel.from_config(model.config)) is type(model.model)
+    with pytest.raises(ValueError, match=r"config is of the class whatwhere\.configuration.* of its own code"):
+        head._from_config(model.config)
+    assert type(head.from_pretrained(tmp_path).model) is causal._decoder_class
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_file_is_part_of_the_name_of_the_code(family, tmp_path):
+    # Transformers names it by a hash of the file with the class and of what this imports.
+    model = tiny_model(family, "cope")
+    model.save_pretrained(tmp_path)
+    # Without the models too.
+    model.config.save_pretrained(tmp_path / "alone")
+    # As some tools do.
+    model.config.save_pretrained(tmp_path)
+    for folder in (tmp_path, tmp_path / "alone"):
+        files = {path.name for path in folder.glob("*.py")}
+        auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+        top = f"{auto_map['AutoConfig'].partition('.')[0]}.py"
+        assert {top, *(pathlib.Path(path).name for path in get_relative_import_files(folder / top))} == files
+    assert top == f"configuration_whatwhere_{family}.py"
+
+
+def test_folders_of_the_same_name_run_their_own_code(tmp_path):
+    revision = "0" * 40
+    places = {name: tmp_path / name / "final" for name in ("rope", "pope", "changed")}
+    repositories = {name: tmp_path / "home" / "hub" / f"models--{name}--x" for name in ("rope", "changed")}
+    expected = {}
+    for encoding, run in (("rope", "x"), ("pope", "y")):
+        tiny_model("llama", encoding).save_pretrained(places[encoding])
+        # With the package, all folders run its code.
+        model = AutoModelForCausalLM.from_pretrained(places[encoding], trust_remote_code=True)
+        assert type(model).__module__ == "whatwhere.modeling_whatwhere_llama"
+        with torch.no_grad():
+            expected[encoding] = model(same_name_worker.IDS).logits
+        same_name_worker.trainer(model, tmp_path / run).train()
+    # Only a lower file differs.
+    shutil.copytree(places["pope"], places["changed"])
+    code = places["changed"] / "decoder.py"
+    head = "logits = self.lm_head(hidden_states[:, kept])"
+    assert code.read_text().count(head) == 1
+    code.write_text(code.read_text().replace(head, f"{head} * 2"))
+    expected["changed"] = 2 * expected["pope"]
+    found = {str(place): expected[name] for name, place in places.items()}
+    for name, repository in repositories.items():
+        snapshot = repository / "snapshots" / revision
+        shutil.copytree(places[name], snapshot)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(revision)
+        found |= {str(snapshot): expected[name], f"{name}/x": expected[name]}
+    torch.save(found, tmp_path / "expected.pt")
+    wholes = [tmp_path / run / "checkpoint-4" for run in "xy"]
+    wholes = [AutoModelForCausalLM.from_pretrained(place).state_dict() for place in wholes]
+    for run in "xy":
+        shutil.rmtree(tmp_path / run / "checkpoint-4")
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HOME": str(tmp_path / "home")}
+    python(same_name_worker.__file__, tmp_path, env=environment, cwd=tmp_path)
+    for whole, resumed in zip(wholes, torch.load(tmp_path / "resumed.pt")):
+        assert whole.keys() == resumed.keys()
+        for name in whole:
+            torch.testing.assert_close(resumed[name], whole[name], msg=name)
 
 
 def test_corrupt_checkpoints_are_refused(tmp_path):
