@@ -221,7 +221,7 @@ def test_what_is_cached():
     key, value = torch.randn(2, 2, 2, 5, 8, dtype=torch.bfloat16)
     context = position_context(torch.arange(5)[None], value=value, new_value=value)
     cache = DynamicCache(config=config)
-    layer.update_cache(hidden, key, context, cache)
+    layer.update_cache(hidden, key, context, cache, {})
     cached, state = cache.layers[0].keys.split((8, 2 * 2 + 2), dim=-1)
     assert state.dtype == torch.bfloat16
     assert torch.equal(cached, key)
