@@ -194,7 +194,7 @@ def test_the_first_screen(place):
         "54,321 parameters",
         "Held-out result: perplexity per token 50.83, `wikitext103_v1:test`.",
         "](length_pg19.png)",
-        "Perplexity per token ± standard error on PG-19 (books of Project Gutenberg from before 1919), test split: 4 doc",
+        "Perplexity per token ± standard error on PG-19 (books of Project Gutenberg from before 1919), test split: 4 ",
         "| **this model** | pope | 32 | 51.25 ± 0.51 | 1,234 ± 12 | - |",
         "| **this model**, yarn | pope | 32 | - | 60.75 ± 0.61 | not supported |",
         "| [tiny_small_rope](../tiny_small_rope/README.md) | rope | 32 | 42.50 ± 0.42 | - | - |",

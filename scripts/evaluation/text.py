@@ -76,10 +76,10 @@ def given_text(options: argparse.Namespace) -> Text | None:
         if options.dataset_config:
             data["dataset_config"] = options.dataset_config
         # Only one split is read. `load_text` needs a value for each.
-        given = {"dataset": options.dataset, "dataset_config": options.dataset_config, "text_field": field}
-        given["splits"] = dict.fromkeys(("train", "validation"), split)
+        place = {"dataset": options.dataset, "dataset_config": options.dataset_config, "text_field": field}
+        place["splits"] = dict.fromkeys(("train", "validation"), split)
         part = Part("hub", f"{options.dataset} {options.dataset_config}", split)
-        return Text(data, lambda: documents_of(load_text("hub", **given)["validation"]), [part])
+        return Text(data, lambda: documents_of(load_text("hub", **place)["validation"]), [part])
     try:
         corpus, split, chosen = parse_choice(named if ":" in named else f"{named}:test")
     except ValueError as error:
