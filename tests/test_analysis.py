@@ -121,7 +121,7 @@ def test_summaries_of_norms():
 
 
 def test_the_sonnets():
-    texts = common.read_texts(common.SONNETS)
+    texts = common.sonnets()
     assert [len(text.split("\n")) for text in texts] == [14] * 10
     assert texts[0].startswith("From fairest creatures we desire increase,\n")
     assert texts[9].endswith("That beauty still may live in thine or thee.")
@@ -388,13 +388,13 @@ def checkpoints(tmp_path_factory, tokenizer):
 def test_figures_of_the_same_numbers_are_the_same_bytes(tmp_path):
     found = some_maps(layers=1, heads=2, tokens=["a$b", "\n", "<x>", " ", "é"])
     for turn in ("first", "second"):
-        maps.draw(found, "gates", tmp_path / turn / "gates", name="tiny")
+        maps.draw(found, "gates", tmp_path / turn / "gates", name="tiny", text="a.txt")
         one = some_maps(layers=1, heads=1, tokens=found.tokens)
-        maps.draw(one, "attention", tmp_path / turn / "one", name="tiny")
+        maps.draw(one, "attention", tmp_path / turn / "one", name="tiny", text="a.txt")
         usage = frequencies.usage("rope", torch.logspace(0, -3, 6), [0, 3], torch.rand(2, 6), torch.rand(2, 6), 9)
         if turn == "first":
             entry = {"name": "tiny", **usage}
-        frequencies.draw([entry], tmp_path / turn / "frequencies")
+        frequencies.draw([entry], tmp_path / turn / "frequencies", text="a.txt")
     first, second = (sorted((tmp_path / turn).iterdir()) for turn in ("first", "second"))
     assert [path.name for path in first] == [
         f"{name}.{ending}" for name in ("frequencies", "gates", "one") for ending in ("png", "svg")
@@ -448,7 +448,7 @@ NAME = "a_name_that_is_as_long_as_those_of_runs_with_many_words_in_them"
 def test_maps_have_labels_that_are_whole(tmp_path, figures, layers, heads, length, kind):
     tokens = ["\n", "== T ==", "a_very_long_token_$", *(f"t{index}" for index in range(3, length))]
     found = some_maps(length, layers, heads, tokens=tokens)
-    maps.draw(found, kind, tmp_path / "map", name=NAME)
+    maps.draw(found, kind, tmp_path / "map", name=NAME, text="a.txt")
     figure = figures["map"]
     check_texts_are_inside(figure)
     axes, bar = figure.axes
@@ -473,7 +473,7 @@ def test_maps_have_labels_that_are_whole(tmp_path, figures, layers, heads, lengt
 def test_a_map_of_many_tokens_is_not_drawn_ever_larger(tmp_path, figures):
     sizes = []
     for length in (257, 600):
-        maps.draw(some_maps(length, 1, 1), "gates", tmp_path / "map", name="tiny")
+        maps.draw(some_maps(length, 1, 1), "gates", tmp_path / "map", name="tiny", text="a.txt")
         sizes.append(figures["map"].get_size_inches().tolist())
     assert sizes[0] == sizes[1]
     assert max(sizes[0]) < 12
@@ -484,7 +484,7 @@ def test_frequencies_and_deltas_have_labels_and_regular_ticks(tmp_path, figures,
     norms = torch.rand(3, count, generator=torch.Generator().manual_seed(0))
     radians = 10000 ** -(torch.arange(count) / count)
     entry = {"name": NAME, **frequencies.usage("pope", radians, [0, 1, 2], norms, norms, 9)}
-    frequencies.draw([entry, entry], tmp_path / "frequencies")
+    frequencies.draw([entry, entry], tmp_path / "frequencies", text="a.txt")
     # One value among few, and very many at a bound.
     for heads in (1, 12):
         turned = torch.zeros(3, heads, count).index_fill(0, torch.tensor([1]), -1.0)
@@ -508,14 +508,18 @@ def loaded(folder):
 
 
 def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
-    texts = tmp_path / "texts.txt"
-    texts.write_text("To be,\nor not\n\n\nto be\n")
+    """Documents are those of training: a line of a jsonl file."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"body": "To be,\\nor not"}\n{"body": ""}\n{"body": "to be"}\n')
     arguments = ["frequencies", *(str(checkpoints / name) for name in ("rope", "pope")), "--output", str(tmp_path)]
-    script.main([*arguments, "--texts", str(texts)])
-    assert "| pope | keys | 0." in capsys.readouterr().out
+    script.main([*arguments, "--validation-file", str(texts), "--text-field", "body"])
+    printed = capsys.readouterr().out
+    assert "| pope | keys | 0." in printed
+    assert "Text: texts.jsonl; documents: 2." in printed
+    assert "text: texts.jsonl" in (tmp_path / "frequencies.svg").read_text()
     content = json.loads((tmp_path / "frequencies.json").read_text())
     assert content["texts"]["count"] == 2
-    assert content["texts"]["source"] == "texts.txt"
+    assert content["texts"]["source"] == "texts.jsonl"
     assert [entry["name"] for entry in content["checkpoints"]] == ["rope", "pope"]
     assert [entry["tokens"] for entry in content["checkpoints"]] == [len("To be,\nor not") + len("to be")] * 2
     assert content["command"].startswith("whatwhere analysis frequencies ")
@@ -536,7 +540,7 @@ def test_deltas_from_the_command_line(checkpoints, tmp_path, capsys):
 def test_maps_from_the_command_line(checkpoints, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    chosen = ["--text", str(text), "--tokens", "9", "--layers", "1", "--heads", "0,2-3"]
+    chosen = ["--validation-file", str(text), "--tokens", "9", "--layers", "1", "--heads", "0,2-3"]
     script.main(["maps", str(checkpoints / "cope"), *chosen, "--output", str(tmp_path)])
     assert "| 1 | 3 | 0." in capsys.readouterr().out
     content = json.loads((tmp_path / "maps.json").read_text())
@@ -581,11 +585,12 @@ PLAN = r"position_encoding=\['rope', 'cope'\] has no "
         (["frequencies", "CHECKPOINTS"], "cannot be loaded"),
         (["frequencies", "CHECKPOINTS/cope"], "position_encoding='cope' has no frequencies"),
         *(([name, "CHECKPOINTS/plan"], PLAN) for name in ("frequencies", "deltas", "maps")),
-        (["frequencies", "CHECKPOINTS/rope", "--texts", "nowhere.txt"], "nowhere.txt"),
+        (["frequencies", "CHECKPOINTS/rope", "--validation-file", "nowhere.txt"], "nowhere.txt"),
+        (["frequencies", "CHECKPOINTS/rope", "--text-field", "body"], "text_field='body' has no effect"),
         (["deltas", "CHECKPOINTS/rope"], "position_encoding='rope' has no learned phase shifts"),
         (["maps", "CHECKPOINTS/rope"], "position_encoding='rope' has no contextual positions"),
         (["maps", "CHECKPOINTS/cope", "--tokens", "1"], "tokens=1 is not valid"),
-        (["maps", "CHECKPOINTS/cope", "--text", os.devnull], "text='' has no tokens"),
+        (["maps", "CHECKPOINTS/cope", "--validation-file", os.devnull], "validation_file='/dev/null' is not valid"),
         (["maps", "CHECKPOINTS/cope", "--layers", "0-x"], "--layers"),
         (["maps", "CHECKPOINTS/cope", "CHECKPOINTS/pope"], "maps takes one CHECKPOINT"),
         (["maps", "CHECKPOINTS/cope", "--heads", "7"], r"heads=\[7\] is not valid: 7 is not one of \[0, 1, 2, 3\]"),

@@ -192,7 +192,9 @@ def test_the_first_screen(place):
     for part in (
         "# tiny_small_pope",
         "54,321 parameters",
+        "Held-out result: perplexity per token 50.83, `wikitext103_v1:test`.",
         "](length_pg19.png)",
+        "Perplexity per token ± standard error on PG-19 (books of Project Gutenberg from before 1919), test split: 4 ",
         "| **this model** | pope | 32 | 51.25 ± 0.51 | 1,234 ± 12 | - |",
         "| **this model**, yarn | pope | 32 | - | 60.75 ± 0.61 | not supported |",
         "| [tiny_small_rope](../tiny_small_rope/README.md) | rope | 32 | 42.50 ± 0.42 | - | - |",
@@ -208,13 +210,13 @@ def test_the_first_screen(place):
 def test_the_rest_of_the_card(place):
     text = text_of(card_of(place))
     for part in (
-        "| perplexity | 50.8310 |",
+        "| perplexity per token | 50.8310 |",
         "| lambada_openai | 1.0 | test | 0 | 100 | acc | 0.1234 ± 0.0321 |",
         "| piqa | 1.0 | test | 0 | first 10 | acc |",
         "7 requests",
         "[recipe.yaml](recipe.yaml)",
         "| train | `wikipedia_en:train[:9]` |",
-        "| validation loss after step 40 | 4.7500 |",
+        "| validation loss after step 40, nats per token | 4.7500 |",
         "0a1b2c3d",
         "torch 9.8.7",
         "WikiText-103 (word level, with \\<unk>): CC BY-SA 3.0, GFDL",
@@ -231,10 +233,10 @@ def test_model_index_holds_whole_measurements_that_mean_something(place):
     text = text_of(card_of(place))
     assert model_index(text) == {
         ("wikitext103_v1", "bits per byte, final evaluation"): 2.34567,
-        ("wikitext103_v1", "perplexity, final evaluation"): 50.831,
-        ("pg19", "perplexity, at 32 tokens"): 51.25,
-        ("pg19", "perplexity, at 64 tokens"): 1234.5,
-        ("pg19", "perplexity, at 64 tokens, yarn"): 60.75,
+        ("wikitext103_v1", "perplexity per token, final evaluation"): 50.831,
+        ("pg19", "perplexity per token, at 32 tokens"): 51.25,
+        ("pg19", "perplexity per token, at 64 tokens"): 1234.5,
+        ("pg19", "perplexity per token, at 64 tokens, yarn"): 60.75,
         ("lambada_openai", "acc"): 0.1234,
     }
     assert ModelCard(text).data.license == "apache-2.0"
@@ -275,7 +277,7 @@ def test_the_card_beside_the_weights(place, capsys):
     assert capsys.readouterr().out.strip() == str(run / "README.md")
     text = text_of(run)
     assert 'name = "tiny"' in text
-    assert "| perplexity | 50.8310 |" in text
+    assert "| perplexity per token | 50.8310 |" in text
     assert "not published" not in text
     # Results about other weights are left out.
     write_json(run / "lm_eval.json", {**ZERO_SHOT, "weights_sha256": "0" * 64})

@@ -57,10 +57,12 @@ def test_side_by_side(runs, tmp_path, capsys):
     assert rows["encoding"] == ["pope", "rope"]
     assert rows["parameters"] == ["54,321", "54,321"]
     assert rows["tokens trained"] == ["108,642", "108,642"]
-    assert rows["perplexity, test"] == ["50.831", "50.831"]
+    assert rows["evaluated on"] == ["WikiText-103 (word level, with <unk>), test split"] * 2
+    assert rows["trained on"][0].startswith("English Wikipedia")
+    assert rows["perplexity, test"] == ["50.831 per token", "50.831 per token"]
     assert rows["bits per byte, test"] == ["2.3457", "2.3457"]
-    assert rows["training loss"] == ["2", "2"]
-    assert rows["validation loss"] == ["4.75", "4.75"]
+    assert rows["training loss"] == ["2 nats per token", "2 nats per token"]
+    assert rows["validation loss"] == ["4.75 nats per token", "4.75 nats per token"]
     assert rows["piqa, acc"] == ["0.8765 ± 0.0321", "0.8765 ± 0.0321"]
     assert rows["one"] == ["pope", "32", "51.25 ± 0.51", "102.50 ± 1.02"]
     assert rows["two"][2:] == ["42.50 ± 0.42", "85.00 ± 0.85"]
@@ -94,6 +96,11 @@ def test_side_by_side(runs, tmp_path, capsys):
     ],
 )
 def test_figures_that_are_not_comparable_are_marked(runs, capsys, changes, marked, reason):
+    if "tokens_sha256" in changes:
+        change(runs[1], **changes)
+        # Earlier versions did not record it.
+        assert not warnings(compare(capsys, *runs)[1])
+        change(runs[0], tokens_sha256="d" * 64)
     change(runs[1], **changes)
     rows, lines = compare(capsys, *runs)
     assert {title for title, cells in rows.items() if cells[-1].endswith("(!)")} == marked
@@ -121,7 +128,7 @@ def test_other_questions(runs, capsys):
 def test_windows_on_other_tokens_have_their_own_table_and_figure(runs, tmp_path, capsys, tokens, data, reason):
     lengths(runs[1], 42.5, tokens=tokens, **data)
     _, lines = compare(capsys, *runs, "--output", tmp_path / "out")
-    titles = [line for line in lines if line.startswith("Perplexity ± standard error on pg19")]
+    titles = [line for line in lines if line.startswith("Perplexity per token ± standard error on PG-19 (books")]
     assert len(set(titles)) == 2
     assert len(warnings(lines)) == 1
     assert warnings(lines)[0].startswith("(!) length_pg19 of two: not comparable")
@@ -147,7 +154,7 @@ def test_another_tokenizer(runs, tmp_path, capsys):
     # Windows on its tokens are a table of their own, whose title says why.
     lengths(runs[1], 42.5, tokens="1")
     _, lines = compare(capsys, *runs)
-    assert any("pg19, test, documents: 4 (another tokenizer); by window" in line for line in lines)
+    assert any("test split: 4 documents (another tokenizer), by window" in line for line in lines)
     assert "(!) length_pg19 of two: not comparable with its first table: another tokenizer." in lines
     assert b"not comparable" in (tmp_path / "out" / "curves.svg").read_bytes()
 
@@ -164,7 +171,9 @@ def test_a_card_knows_its_tokenizer_by_the_recipe(runs, tmp_path, capsys, recipe
     change(runs[1], recipe=recipe)
     (card, *_) = make([runs[0]], tmp_path / "cards")
     rows, lines = compare(capsys, card.parent, runs[1])
-    assert rows["training loss"] == ["2", "2 (!)"]
+    # Tokens are bytes.
+    assert rows["training loss"][0] == "2 nats per byte"
+    assert rows["training loss"][1].endswith(" (!)")
     assert any(reason in line for line in warnings(lines))
     assert ("- not known" in lines) == (recipe is None)
 

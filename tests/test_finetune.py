@@ -443,7 +443,7 @@ def test_mixture(stock, tmp_path, monkeypatch, distil):
     assert len(seen) == 40
     assert results["recipe"]["mixture"][0]["weight"] == 3
     card = (tmp_path / "run/README.md").read_text(encoding="utf-8")
-    assert "local files (75%), local files (25%): local files: not known" in card
+    assert "a.txt (75%), b.txt (25%): a.txt: not known; b.txt: not known" in card
     arguments[arguments.index("--output") + 1] = str(tmp_path / "other")
     for text, reason in (("", "not valid: it has no text"), ("b", "too short to hold out a part")):
         (tmp_path / "b.txt").write_text(text)

@@ -273,8 +273,9 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def run(root, tmp_path):
-    def run(names, *arguments, data="pg19", data_dir="data"):
-        fixed = ["--data", data, "--data-dir", str(root / data_dir), "--device", "cpu", "--output", str(tmp_path)]
+    def run(names, *arguments, data="pg19", files=None):
+        text = ["--validation-file", str(root / files)] if files else ["--data", data, "--data-dir", str(root / "data")]
+        fixed = [*text, "--device", "cpu", "--output", str(tmp_path)]
         cli.main(["length", *(str(root / name) for name in names), *fixed, *arguments])
         (path,) = tmp_path.glob("length*.json")
         return json.loads(path.read_text(encoding="utf-8"))
@@ -284,7 +285,7 @@ def run(root, tmp_path):
 
 def test_multiples_of_the_trained_length(root, run, tmp_path, capsys):
     arguments = ["--windows", "4x,1x,2x", "--tokens", "200", "--metric", "bits_per_byte"]
-    content = run(["rope", "absolute"], *arguments, data="local", data_dir="code")
+    content = run(["rope", "absolute"], *arguments, files="code")
     rope, absolute = content["checkpoints"]
     assert [(cell["length"], cell["multiple"], cell["tokens"]) for cell in rope["cells"]] == [
         (16, 1, 256),
@@ -301,12 +302,13 @@ def test_multiples_of_the_trained_length(root, run, tmp_path, capsys):
     figures = {ending: (tmp_path / f"length.{ending}").read_bytes() for ending in ("png", "svg")}
     assert figures["png"].startswith(b"\x89PNG")
     # The same numbers draw the same bytes.
-    length_report.draw(content["checkpoints"], tmp_path / "again", title="local, test", metric="bits_per_byte")
+    title = "code, validation split"
+    length_report.draw(content["checkpoints"], tmp_path / "again", title=title, metric="bits_per_byte")
     assert {ending: (tmp_path / f"again.{ending}").read_bytes() for ending in ("png", "svg")} == figures
 
 
 def test_one_checkpoint_keeps_its_numbers_beside_its_weights(root):
-    data = ["--data", "local", "--data-dir", str(root / "code"), "--device", "cpu"]
+    data = ["--validation-file", str(root / "code"), "--device", "cpu"]
     script.main([str(root / "pope"), *data, "--windows", "1x", "--tokens", "16"])
     assert read_results(root / "pope")["length"]["checkpoints"][0]["name"] == "pope"
 
@@ -438,21 +440,19 @@ def test_results_of_other_data_stay(run, tmp_path):
 
 
 def test_own_files(root, tmp_path, monkeypatch, refused):
-    """Paths are relative to the current folder, as those of `train --train-file`."""
+    """Paths are relative to the current folder, as those of `train --validation-file`."""
     monkeypatch.chdir(root)
-    fixed = ["length", str(root / "rope"), "--data", "local", "--windows", "16", "--output", str(tmp_path)]
-    fixed += ["--device", "cpu", "--tokens", "16"]
-    cli.main([*fixed, "--test-files", "code/*.txt"])
+    fixed = ["length", str(root / "rope"), "--windows", "16", "--output", str(tmp_path)]
+    fixed += ["--device", "cpu", "--tokens", "16", "--validation-file"]
+    cli.main([*fixed, "code/*.txt", "data/pg19/test/0.txt"])
     content = json.loads((tmp_path / "length.json").read_text(encoding="utf-8"))
-    assert (content["data"]["files"], content["data"]["documents"]) == ("code/*.txt", 1)
+    assert content["data"]["files"] == ["code/*.txt", "data/pg19/test/0.txt"]
+    assert content["data"]["documents"] == 2
     (tmp_path / "length.json").unlink()
-    cli.main([*fixed, "--data-dir", "code", "--test-files", "a.txt"])
-    (tmp_path / "length.json").unlink()
-    assert "--test-files='no/*.txt' is not valid" in refused(*fixed, "--test-files", "no/*.txt")
+    assert "validation_file='no/*.txt' is not valid" in refused(*fixed, "no/*.txt")
     (tmp_path / "empty.txt").touch()
-    assert "empty.txt' is not valid: it has no text" in refused(*fixed, "--test-files", str(tmp_path / "empty.txt"))
-    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
-    assert "--data local needs --test-files, --data-dir" in refused(*fixed)
+    assert "empty.txt'] is not valid: it has no text" in refused(*fixed, str(tmp_path / "empty.txt"))
+    assert "text_field='body' has no effect: all files are" in refused(*fixed, "code", "--text-field", "body")
 
 
 def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
@@ -461,7 +461,7 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     small("rope", vocab_size=300).save_pretrained(root / "bpe")
     train_bpe(270, texts).save_pretrained(root / "bpe")
     arguments = ["--windows", "16", "--tokens", "32"]
-    content = run(["pope", "bpe"], *arguments, data="local", data_dir="code")
+    content = run(["pope", "bpe"], *arguments, files="code")
     one, two = content["checkpoints"]
     assert one["tokens_sha256"] != two["tokens_sha256"]
     first, second = capsys.readouterr().out.split("Other tokens, so perplexity cannot be compared")
@@ -470,7 +470,7 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     assert b"<!-- pope -->" in (tmp_path / "length.svg").read_bytes()
     assert b"<!-- bpe -->" in (tmp_path / "length_2.svg").read_bytes()
     # So many tokens of each tokenizer are other text.
-    run(["pope", "bpe"], *arguments, "--metric", "bits_per_byte", data="local", data_dir="code")
+    run(["pope", "bpe"], *arguments, "--metric", "bits_per_byte", files="code")
     counts = [entry["cells"][0]["bytes"] for entry in (one, two)]
     assert f"Other text ({counts[1]} bytes scored; {counts[0]} in the first table), so" in capsys.readouterr().out
     assert (tmp_path / "length_2.svg").is_file()
@@ -486,8 +486,7 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
         f"{size}",
         "--metric",
         "bits_per_byte",
-        data="local",
-        data_dir="code",
+        files="code",
     )
     assert "Other text" not in capsys.readouterr().out
     for name in (b"<!-- pope -->", b"<!-- bpe -->"):

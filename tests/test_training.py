@@ -356,9 +356,9 @@ def test_a_stream_is_resumed_by_as_many_workers(data_dir, tmp_path):
 def test_results_of_a_mixture(data_dir, tmp_path):
     results = train(recipe(**mixture(evaluation__final_blocks=8)), tmp_path / "run", data_dir=data_dir)
     about = results["data"]["described"]["train"]
-    assert about["title"] == "local files (75%), source code of Python's standard library (25%)"
+    assert about["title"] == "train.jsonl (75%), source code of Python's standard library (25%)"
     assert [text["weight"] for text in results["data"]["mixture"]] == [0.75, 0.25]
-    assert "local files (75%)" in (tmp_path / "run" / "README.md").read_text()
+    assert "train.jsonl (75%)" in (tmp_path / "run" / "README.md").read_text()
     # 6 blocks of one text, 2 of the other, of 23 predictions each.
     assert results["tokens"] == 8 * 23
 

@@ -2,19 +2,21 @@
 
     whatwhere analysis frequencies runs/rope runs/pope
     whatwhere analysis deltas runs/pope
-    whatwhere analysis maps runs/cope --text article.txt --tokens 256
+    whatwhere analysis maps runs/cope --validation-file article.txt --tokens 256
 
 A checkpoint is a folder or a Hub id; a GPU is used if there is one.
 
 frequencies: mean norms of queries and keys per frequency and layer (PoPE, Figures 3 to 6), for rope, pope and sums with
-rope, on the first ten of Shakespeare's sonnets or --texts, a file with texts separated by blank lines.
+rope, on the first ten of Shakespeare's sonnets, or on every document of --validation-file.
 
 deltas: the learned phase shifts of a PoPE model.
 
 maps: gates, positions and position attention on a text (CoPE, Figures 4 and 6), for cope, sums with cope, cope_alibi,
-cope_mlp and token_gated_cope, on the first --tokens tokens of --text, by default a short English article. maps.html
-opens without a server: hovering over a token shows which tokens it counts. maps.safetensors has all maps, float32
-(layers, heads, tokens, tokens).
+cope_mlp and token_gated_cope, on the first --tokens tokens of a short English article, or of the first document of
+--validation-file. maps.html opens without a server: hovering over a token shows which tokens it counts.
+maps.safetensors has all maps, float32 (layers, heads, tokens, tokens).
+
+A document is a text file, a line of a jsonl file or a row of a parquet file, as in training.
 
 Figures are PNG and SVG; the JSON files contain the numbers, the command, the date and the versions.
 """
@@ -25,7 +27,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from ..commands.common import command_parser
+from ..commands.common import add_own_text, command_parser
 from ..evaluation.checkpoints import Loading, choose_device
 from ..evaluation.results import check_writable, provenance, write_json
 from . import common, deltas, frequencies, maps, page
@@ -46,16 +48,16 @@ def parse_indices(text: str) -> list[int]:
 
 def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
     """Writes `frequencies.json`, `.png` and `.svg`; returns the summary to print."""
-    texts = common.read_texts(options.texts)
+    texts, source = common.own_documents(options) or (common.sonnets(), common.SONNETS.name)
     entries = []
     for checkpoint in options.checkpoint:
         model = loading.model(checkpoint, loading.config(checkpoint))
         found = frequencies.measure(model, loading.tokenizer(checkpoint), texts)
         entries.append({**common.describe(checkpoint, model.config), **found})
-    content = {"texts": {"source": options.texts.name, "count": len(texts)}, "checkpoints": entries, **origin}
+    content = {"texts": {"source": source, "count": len(texts)}, "checkpoints": entries, **origin}
     write_json(options.output / "frequencies.json", content)
-    frequencies.draw(entries, options.output / "frequencies")
-    return frequencies.table(entries)
+    frequencies.draw(entries, options.output / "frequencies", text=source)
+    return f"{frequencies.table(entries)}\nText: {source}; documents: {len(texts)}."
 
 
 def run_deltas(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
@@ -76,7 +78,8 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     if options.tokens < 2:
         raise ValueError(f"tokens={options.tokens!r} is not valid: it must be at least 2.")
     checkpoint = options.checkpoint[0]
-    text, source = options.text.read_text(encoding="utf-8"), options.text.name
+    article = [common.PROSE.read_text(encoding="utf-8")], common.PROSE.name
+    (text, *_), source = common.own_documents(options) or article
     model = loading.model(checkpoint, loading.config(checkpoint))
     tokenizer = loading.tokenizer(checkpoint)
     ids = common.encode(tokenizer, text, model.device)[:, : options.tokens]
@@ -92,7 +95,7 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     (options.output / "maps.html").write_text(content, encoding="utf-8")
     save_file({kind: getattr(found, kind) for kind in maps.KINDS}, options.output / "maps.safetensors")
     for kind in maps.KINDS:
-        maps.draw(found, kind, options.output / kind, name=about["name"])
+        maps.draw(found, kind, options.output / kind, name=about["name"], text=source)
     first = found.most_selective()
     return (
         f"{maps.table(summary)}\nText: {source}.\n"
@@ -114,24 +117,18 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(prog=f"whatwhere {COMMAND}", dest="command", required=True, metavar="COMMAND")
     one = commands.add_parser("frequencies", parents=[shared], help="norms of queries and keys per frequency and layer")
     one.set_defaults(run=run_frequencies)
-    text = "texts, separated by blank lines; default: ten sonnets of Shakespeare"
-    one.add_argument("--texts", type=pathlib.Path, default=common.SONNETS, metavar="FILE", help=text)
+    add_own_text(one, "default: ten sonnets of Shakespeare")
     one = commands.add_parser("deltas", parents=[shared], help="the learned phase shifts of PoPE")
     one.set_defaults(run=run_deltas)
     one = commands.add_parser("maps", parents=[shared], help="gates, positions and attention of CoPE on a text")
     one.set_defaults(run=run_maps)
-    text = "a text file; default: a short article in English"
-    one.add_argument("--text", type=pathlib.Path, default=common.PROSE, metavar="FILE", help=text)
+    add_own_text(one, "default: a short article in English")
     one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
     one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
     one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
     options = parser.parse_args(arguments)
     if options.command != "frequencies" and len(options.checkpoint) > 1:
         parser.error(f"{options.command} takes one CHECKPOINT.")
-    for name in ("text", "texts"):
-        file = getattr(options, name, None)
-        if file is not None and not file.exists():
-            parser.error(f"--{name}={str(file)!r} is not valid: there is no such file.")
     check_writable(options.output)
     loading = Loading(
         device=choose_device(options.device),

@@ -1,14 +1,15 @@
 """Shared code of the analyses: checkpoints, texts, the text of single tokens, figures."""
 
+import argparse
 import contextlib
 import pathlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 
+from ..evaluation.data_description import own_files
 from ..evaluation.figures import wrapped
 
 # The first ten of Shakespeare (1609, public domain). PoPE's Figures 3 to 6 are means over ten that it does not name.
@@ -27,13 +28,23 @@ def describe(checkpoint: str, config: Any) -> dict[str, Any]:
     }
 
 
-def read_texts(path: pathlib.Path) -> list[str]:
-    """Returns the texts of a file, which are separated by blank lines; raises ValueError if there is none."""
-    parts = re.split(r"\n[ \t]*\n", path.read_text(encoding="utf-8"))
-    texts = [part.strip("\n") for part in parts if part.strip()]
-    if not texts:
-        raise ValueError(f"texts={str(path)!r} is empty.")
-    return texts
+def sonnets() -> list[str]:
+    """Returns the texts of `SONNETS`."""
+    return SONNETS.read_text(encoding="utf-8").strip().split("\n\n")
+
+
+def own_documents(options: argparse.Namespace) -> tuple[list[str], str] | None:
+    """Returns the documents of `--validation-file` that have text, and their name; None without the option."""
+    files, field = options.validation_file, options.text_field
+    if not files:
+        if field:
+            raise ValueError(f"text_field={field!r} has no effect without --validation-file.")
+        return None
+    from ..data.rows import documents_of
+    from ..data.source import read_files
+
+    _, rows = read_files("validation_file", files, text_field=field or "text")
+    return list(filter(None, documents_of(rows))), own_files(files)
 
 
 def draw_heatmap(

@@ -20,7 +20,7 @@ import torch
 
 from ...position_pope import pope_frequencies
 from ...position_registry import list_position_encodings
-from ..evaluation.figures import new_figure, save_figure
+from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table
 from .common import attention_layers, draw_heatmap, encode, watched
 
@@ -93,9 +93,13 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
     return usage(kind, frequencies, indices, queries, keys, tokens)
 
 
-def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path) -> list[pathlib.Path]:
-    """Draws heatmaps, one row of queries and keys per checkpoint, into `stem`.png and `stem`.svg; returns the paths."""
+def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, text: str) -> list[pathlib.Path]:
+    """Draws heatmaps, one row of queries and keys per checkpoint, into `stem`.png and `stem`.svg; returns the paths.
+
+    `text` is the name of the text.
+    """
     figure = new_figure(9, 1 + 3.6 * len(entries))
+    figure.suptitle(wrapped(f"text: {text}", 8.0), fontsize="medium")
     grid = figure.subplots(len(entries), 2, squeeze=False)
     for row, entry in zip(grid, entries):
         for axes, side in zip(row, ("queries", "keys")):

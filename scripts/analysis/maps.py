@@ -222,10 +222,14 @@ def counted(
     return gates, positions if last is None else positions.clamp(0, last)
 
 
-def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[pathlib.Path]:
+def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str, text: str) -> list[pathlib.Path]:
     """Draws one kind of map for all layers (rows) and heads (columns); returns the paths of the PNG and the SVG.
 
     A single map of at most `LABELLED` tokens has the tokens on its axes.
+
+    Args:
+        name: of the checkpoint.
+        text: its name.
     """
     values = getattr(maps, kind)
     rows, columns, length, _ = values.shape
@@ -259,6 +263,7 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str) -> list[
     title = f"{name}: {TITLES[kind]}"
     if rows == columns == 1:
         title += f", layer {maps.layers[0]}, head {maps.heads[0]}"
+    title += f"; text: {text}"
     figure.suptitle(wrapped(title, figure.get_figwidth() - 0.5), fontsize="medium")
     label = "weight / largest weight of the row" if kind.endswith("attention") else TITLES[kind]
     figure.colorbar(image, ax=axes, label=label, shrink=0.8)

@@ -14,7 +14,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ...model_card import card_head, card_tags, encoding_text, sign
 from ...position_registry import max_length
-from ..evaluation.data_description import describe_data, is_transfer
+from ..evaluation.data_description import describe_data, is_transfer, loss_unit, measured_text, text_of
+from ..evaluation.length_report import heading
 from ..evaluation.length_report import table as length_table
 
 TEMPLATE = pathlib.Path(__file__).with_name("templates") / "model.md"
@@ -86,6 +87,8 @@ def model_card(
         differences=_differences(training),
         curves=results.get("curves"),
         data=data,
+        unit=loss_unit(training),
+        held_out=plain(text_of(training["data"])) if data else "",
         lengths=lengths,
         lm_eval=lm_eval,
         tasks=tasks,
@@ -128,8 +131,9 @@ def headline(training: Mapping[str, Any]) -> str:
     name = "perplexity" if "bits_per_byte" in metrics else "loss"
     if name not in metrics:
         return ""
-    corpus = (data.get("splits") or {}).get(data["split"]) or data.get("dataset") or data["source"]
-    return f"{name} {metrics[name]['value']:.4g}, `{corpus}`"
+    unit = loss_unit(training)
+    corpus = data["splits"][data["split"]] if data["source"] == "corpus" else text_of(data)
+    return f"{name} per {unit} {metrics[name]['value']:.4g}, `{corpus}`"
 
 
 def _with_meaning(task: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -138,7 +142,8 @@ def _with_meaning(task: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {name: one for name, one in metrics if name != "perplexity" or one["value"] <= config.vocab_size}
 
 
-def _result(data: Mapping[str, Any], metric: str, value: float, where: str) -> EvalResult:
+def _result(data: Mapping[str, Any], metric: str, value: float, where: str, *, unit: str | None = None) -> EvalResult:
+    """Returns a result for a card's metadata; loss and perplexity have a unit."""
     about = describe_data(data)
     one = about["described"].get(about["split"]) or next(iter(about["described"].values()))
     return EvalResult(
@@ -149,7 +154,7 @@ def _result(data: Mapping[str, Any], metric: str, value: float, where: str) -> E
         dataset_name=one["title"],
         dataset_split=about["split"],
         metric_type=metric,
-        metric_name=f"{metric.replace('_', ' ')}, {where}",
+        metric_name=metric.replace("_", " ") + f" per {unit}" * (unit is not None) + f", {where}",
         metric_value=_rounded(value),
     )
 
@@ -162,7 +167,8 @@ def _rounded(number: float) -> float:
 def _trained(training: Mapping[str, Any]) -> Iterator[EvalResult]:
     for metric, score in training.get("metrics", {}).items():
         if metric != "test_sets":
-            yield _result(training["data"], metric, score["value"], "final evaluation")
+            unit = None if metric == "bits_per_byte" else loss_unit(training)
+            yield _result(training["data"], metric, score["value"], "final evaluation", unit=unit)
     for name, errors in training.get("metrics", {}).get("test_sets", {}).items():
         for metric in ("token_error", "sequence_error"):
             yield _result(training["data"], metric, errors[metric], f"test set {name.replace('_', ' ')}")
@@ -177,7 +183,8 @@ def _lengths(results: Mapping[str, Any]) -> Iterator[EvalResult]:
             variant = f", {entry['variant']}" if entry["variant"] else ""
             for cell in (cell for cell in entry["cells"] if cell["reached"]):
                 where = f"at {cell['length']} tokens{variant}"
-                yield _result(length["data"], "perplexity", cell["perplexity"], where)
+                unit = entry.get("unit") or "token"
+                yield _result(length["data"], "perplexity", cell["perplexity"], where, unit=unit)
 
 
 def _tasks(tasks: Mapping[str, Any]) -> Iterator[EvalResult]:
@@ -224,7 +231,8 @@ def _differences(training: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _length(length: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns `data` and `table` of length results for the template."""
+    """Returns `heading` and `table` of length results for the template."""
     own = [{**entry, "name": "**this model**"} for entry in length["checkpoints"]]
     others = [{**entry, "name": f"[{entry['name']}](../{entry['name']}/README.md)"} for entry in compared]
-    return {"data": described(length["data"]), "table": length_table([*own, *others], aligned=False)}
+    table = length_table([*own, *others], aligned=False)
+    return {"heading": plain(heading(own, measured_text(length["data"], own))), "table": table}

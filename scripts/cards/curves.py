@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..evaluation.figures import new_figure
+from ..evaluation.figures import new_figure, wrapped
 
 # Maximum number of points of a curve.
 POINTS = 100
@@ -28,8 +28,11 @@ def read_curves(path: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def curves_figure(runs: Mapping[str, Mapping[str, Any]], *, title: str = "") -> Any:
-    """Returns a figure of training and validation loss against steps, from the curves of runs by their names."""
+def curves_figure(runs: Mapping[str, Mapping[str, Any]], *, title: str, unit: str) -> Any:
+    """Returns a figure of training and validation loss against steps, from the curves of runs by their names.
+
+    `title` names the texts, and `unit` is what the loss is per.
+    """
     several = len(runs) > 1
     figure = new_figure(6.4, 3.6)
     axes = figure.add_subplot()
@@ -40,9 +43,9 @@ def curves_figure(runs: Mapping[str, Mapping[str, Any]], *, title: str = "") -> 
                 line = {**style, "color": f"C{index % 10}", "linestyle": "-" if key == "training" else "--"}
                 values = [row["step"] for row in rows], [row["loss"] for row in rows]
                 axes.plot(*values, label=f"{name}, {key}" if several else key, **(line if several else style))
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(wrapped(title, 5.6), fontsize="medium")
     axes.set_xlabel("optimiser steps")
-    axes.set_ylabel("loss (nats per predicted token)")
+    axes.set_ylabel(f"loss (nats per predicted {unit})")
     axes.legend(fontsize="small" if several else None)
     axes.grid(alpha=0.3)
     return figure

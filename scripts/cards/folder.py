@@ -13,7 +13,7 @@ import yaml
 from ...model_card import weights_fingerprint
 from ..conversion import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
-from ..evaluation.data_description import describe_data
+from ..evaluation.data_description import curves_title, describe_data, loss_unit, text_of
 from ..evaluation.length_report import draw as draw_length
 from ..evaluation.results import read_json, read_results, write_text
 from .content import model_card
@@ -49,7 +49,7 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
     compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
     figure = first or ("curves" if about and "curves" in results else None)
     if about and figure:
-        _draw(folder, figure, results[figure], compared)
+        _draw(folder, figure, results, compared)
     path = folder / "README.md"
     has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
     card = model_card(
@@ -105,21 +105,22 @@ def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[d
     return found
 
 
-def _draw(folder: pathlib.Path, name: str, content: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> None:
+def _draw(folder: pathlib.Path, name: str, results: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> None:
     """Draws the figure of a card into its folder, replacing all PNG files there, reproducibly."""
     from PIL import Image
 
     for path in folder.glob("*.png"):
         path.unlink()
-    path = folder / f"{name}.png"
+    path, content = folder / f"{name}.png", results[name]
     with tempfile.TemporaryDirectory() as drafts:
         draft = pathlib.Path(drafts) / path.name
         if name == "curves":
-            curves_figure({"": content}).savefig(draft, dpi=100, metadata={"Software": None})
+            training = results["results"]
+            drawn = curves_figure({"": content}, title=curves_title(training), unit=loss_unit(training))
+            drawn.savefig(draft, dpi=100, metadata={"Software": None})
         else:
             own = [{**entry, "name": folder.name} for entry in content["checkpoints"]]
-            title = "{corpus}, {split}".format_map(content["data"])
-            draw_length([*own, *map(dict, compared)], draft.with_suffix(""), title=title)
+            draw_length([*own, *map(dict, compared)], draft.with_suffix(""), title=text_of(content["data"]))
         # A palette suffices for lines, and makes the file a third as large.
         with Image.open(draft) as image:
             image.convert("RGB").quantize(colors=64).save(path, optimize=True)

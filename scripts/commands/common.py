@@ -29,10 +29,19 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="your text: UTF-8 text, jsonl or parquet files of one format, folders, patterns",
     )
-    parser.add_argument(
-        "--validation-file", nargs="+", metavar="FILE", help="text to evaluate on; default: a part of --train-file"
-    )
+    add_validation_file(parser, "default: a part of --train-file")
     parser.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
+
+
+def add_validation_file(parser: Any, default: str) -> None:
+    """Adds the option for own text to evaluate on; `default` says what is read without it."""
+    parser.add_argument("--validation-file", nargs="+", metavar="FILE", help=f"text to evaluate on; {default}")
+
+
+def add_own_text(parser: Any, default: str) -> None:
+    """Adds the options for own text of commands that do not train."""
+    add_validation_file(parser, default)
+    parser.add_argument("--text-field", metavar="NAME", help="column of the documents; default text")
 
 
 def recipe_of(options: argparse.Namespace) -> Any:

@@ -19,8 +19,9 @@ from ..cards.curves import curves_figure, read_curves
 from ..cards.folder import own_entries, results_of
 from ..checks import differences
 from ..evaluation.checkpoints import names_of
+from ..evaluation.data_description import curves_title, describe_data, loss_unit, measured_text, text_of
 from ..evaluation.figures import save_figure
-from ..evaluation.length_report import draw, remove_numbered_figures
+from ..evaluation.length_report import draw, heading, remove_numbered_figures
 from ..evaluation.length_report import table as length_table
 from ..evaluation.results import check_writable, markdown_table, read_json, result_files
 from ..training.recipe import IMMATERIAL
@@ -29,6 +30,8 @@ from .common import command_parser
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
 # Parts of a description of data that do not say which text is scored.
 _NOTES = ("described", "example", "kind", "prompt", "splits")
+# Names of the user's own files; the tokens say whether two texts are the same.
+_NAMES = ("files", "held_out_part")
 # Keys of a toy task's recipe that say which samples are scored, and how.
 _TASK = ("loss", "task_parameters", "test_samples", "test_sets", "validation_samples")
 # Differences of digests, in words.
@@ -86,7 +89,11 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
 def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yields rows of the table: title, text, and how it was measured, if that matters; all but the lengths."""
     training, recipe, data = run.training, run.recipe, run.training.get("data", {})
+    per = loss_unit(training)
     yield "encoding", run.encoding, {}
+    if data:
+        yield "trained on", describe_data(data)["described"]["train"]["title"], {}
+        yield "evaluated on", text_of(data), {}
     for key in FACTS:
         if (value := training.get(key)) is not None:
             title = "sequence length" if key == "length" else key.replace("_", " ")
@@ -110,14 +117,15 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
         ("validation loss", curves["validation"], {**text, "validation": splits.get("validation")}),
     ):
         if rows:
-            yield title, f"{rows[-1]['loss']:.5g}", how
+            yield title, f"{rows[-1]['loss']:.5g} nats per {per}", how
     text |= {"text": splits.get(data.get("split")), "tokens": training.get("tokens")}
     text["tokens_sha256"] = training.get("tokens_sha256")
     metrics = dict(training.get("metrics", {}))
     for name, errors in metrics.pop("test_sets", {}).items():
         yield f"wrong answer tokens, {name}", f"{errors['token_error']:.2%}", text
     for metric, score in metrics.items():
-        yield f"{metric.replace('_', ' ')}, {data['split']}", f"{score['value']:.5g}", text
+        unit = {"loss": f" nats per {per}", "perplexity": f" per {per}"}.get(metric, "")
+        yield f"{metric.replace('_', ' ')}, {data['split']}", f"{score['value']:.5g}{unit}", text
     for name, task in run.results.get("lm_eval", {}).get("tasks", {}).items():
         how = {key: task.get(key) for key in ("version", "shots", "split", "samples", "limit", "data")}
         for metric, score in task["metrics"].items():
@@ -136,6 +144,9 @@ def reasons_for(basis: Mapping[str, Any], how: Mapping[str, Any]) -> str:
     found = []
     for line in differences(basis, how):
         key = line.partition(": ")[0]
+        # Earlier versions recorded the tokens of the user's own files only.
+        if key == "tokens_sha256" and None in (basis[key], how[key]) and "train_file" not in how:
+            continue
         if key.startswith("tokenizer."):
             found.append("another tokenizer" if "'of " not in line else "a tokenizer that is not known")
         else:
@@ -181,19 +192,18 @@ def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, An
     for run, tokenizer in zip(runs, tokenizers(runs)):
         for stem, content in run.results.items():
             for entry in content["checkpoints"] if stem.startswith("length") else []:
-                how = {key: value for key, value in content["data"].items() if key not in _NOTES}
+                how = {key: value for key, value in content["data"].items() if key not in (*_NOTES, *_NAMES)}
                 how |= {"dtype": entry.get("dtype"), "tokens_sha256": entry["tokens_sha256"]}
                 group = groups.setdefault(stem, {}).setdefault(
-                    json.dumps(how, sort_keys=True), [{**how, "tokenizer": tokenizer}]
+                    json.dumps(how, sort_keys=True), [{**how, "tokenizer": tokenizer}, content["data"]]
                 )
                 group.append({**entry, "name": run.name})
     tables: dict[str, tuple[str, list[dict[str, Any]]]] = {}
     warnings = []
     for stem, found in groups.items():
         (basis, *_), *_ = found.values()
-        for number, (how, *entries) in enumerate(found.values(), 1):
-            limit = f", the first {how['text_tokens']:,} tokens" if how["text_tokens"] else ""
-            title = f"{how['corpus']}, {how['split']}, documents: {how['documents']}{limit}"
+        for number, (how, data, *entries) in enumerate(found.values(), 1):
+            title = measured_text(data, entries)
             changed = reasons_for(basis, how)
             if changed and any(title == other for other, _ in tables.values()):
                 title += f" ({changed})"
@@ -227,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     by_length, warnings = lengths(runs)
     print(text)
     for title, entries in by_length.values():
-        print(f"\nPerplexity ± standard error on {title}; by window (tokens):\n\n{length_table(entries)}")
+        print(f"\n{heading(entries, title)}:\n\n{length_table(entries)}")
     for run in runs[1:]:
         if not (runs[0].recipe and run.recipe):
             changed = ["not known"]
@@ -243,8 +253,14 @@ def main(arguments: list[str] | None = None) -> None:
         paths = []
         if curves := {run.name: run.results["curves"] for run in runs if "curves" in run.results}:
             marked = any(row in reason for reason in reasons for row in ("training loss", "validation loss"))
-            title = "not comparable: other text or tokenizer" if marked else ""
-            paths += save_figure(curves_figure(curves, title=title), options.output / "curves")
+            titles: dict[str, list[str]] = {}
+            for run in (run for run in runs if run.name in curves):
+                titles.setdefault(curves_title(run.training), []).append(run.name)
+            title = "; ".join(titles if len(titles) == 1 else (f"{', '.join(titles[one])}: {one}" for one in titles))
+            title += " (not comparable: other text or tokenizer)" * marked
+            units = {loss_unit(run.training) for run in runs if run.name in curves}
+            unit = units.pop() if len(units) == 1 else "token"
+            paths += save_figure(curves_figure(curves, title=title, unit=unit), options.output / "curves")
         for stem, (title, entries) in by_length.items():
             paths += draw(entries, options.output / stem, title=title)
         for stem in by_length:

@@ -97,14 +97,15 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's part to its folder."""
     from ..evaluation import length, length_report
+    from ..evaluation.data_description import text_of
 
     arguments = [*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"]
     (output / "length.json").unlink(missing_ok=True)
     results = length.run(length.parser().parse_args(arguments), provenance("length", arguments))
     for folder in folders:
-        results.write(folder, weights=weights_fingerprint(folder))
+        results.write(folder, own=True)
         own = [entry for entry in results.checkpoints if entry["name"] == folder.name]
-        length_report.draw(own, folder / "length", title="stdlib, test")
+        length_report.draw(own, folder / "length", title=text_of(results.data))
 
 
 def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, Any]) -> None:

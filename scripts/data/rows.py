@@ -1,6 +1,7 @@
 """Rows of text: tables and streams of `datasets`, from the Hub and from texts in memory, and their checks."""
 
 import hashlib
+import itertools
 import os
 import pickle
 import re
@@ -92,6 +93,28 @@ def texts_of(rows: datasets.Dataset) -> Iterator[str]:
     mapped, size = pickle.dumps(rows), len(rows) // 64 + 1
     for start in range(0, len(rows), size):
         yield from pickle.loads(mapped).select(range(start, min(start + size, len(rows))))["text"]
+
+
+def documents_of(rows: Any) -> Iterator[str]:
+    """Yields the documents of a table or stream; rows with the same `document` are pieces of one."""
+    if not isinstance(rows, datasets.Dataset):
+        yield from map(text_of, rows)
+    elif "document" not in rows.column_names:
+        yield from texts_of(rows)
+    else:
+        for _, pieces in itertools.groupby(zip(rows["document"], texts_of(rows)), key=lambda piece: piece[0]):
+            yield "".join(text for _, text in pieces)
+
+
+def documents_sha256(documents: Iterable[str]) -> tuple[int, str]:
+    """Returns the number of documents, and the SHA-256 of their texts."""
+    digest, count = hashlib.sha256(), 0
+    for text in documents:
+        count += 1
+        # At the end of a run, nothing may fail that training accepted.
+        content = text.encode(errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return count, digest.hexdigest()
 
 
 def with_text(rows: Any, text_field: str, what: str) -> Any:

@@ -112,14 +112,19 @@ class MixedText(TextSource):
             yield "streaming", "it is set for all texts of a mixture at once, as data.streaming"
 
 
-def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, tuple[str, list[str]]]:
+def find_files(
+    text: TextSource, data_dir: str | os.PathLike[str] | None, folder: Path | None = None
+) -> dict[str, tuple[str, list[str]]]:
     """Finds the files of `source="local"` without reading them; `splits` are in `data_dir` or WHATWHERE_DATA_DIR.
+
+    Args:
+        folder: that `train_file` and `validation_file` are relative to; by default the current folder.
 
     Returns:
         for each split its option and value, for messages, and its files. There is no `validation` if a part of the
         training text is to be held out.
     """
-    root = None
+    root = folder
     if text.train_file:
         given = {"train": ("train_file", text.train_file), "validation": ("validation_file", text.validation_file)}
     else:
@@ -132,15 +137,14 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
     result = {}
     for name, (option, value) in given.items():
         entries = value if isinstance(value, list) else [] if value is None else [value]
-        if root and any(Path(str(entry)).is_absolute() or ".." in Path(str(entry)).parts for entry in entries):
+        paths = [] if text.train_file else [Path(str(entry)) for entry in entries]
+        if any(path.is_absolute() or ".." in path.parts for path in paths):
             raise ValueError(
                 f"{option}={value!r} is not valid: patterns must be relative to the data folder and without '..'."
             )
         if entries:
             result[name] = f"{option}={value!r}", find_all(option, entries, root)
-    kinds = {kind_of_all(files, what) for what, files in result.values()}
-    if kinds == {"text"} and text.text_field != TextSource.model_fields["text_field"].default:
-        raise ValueError(f"text_field={text.text_field!r} has no effect: all files are text files.")
+    check_text_field(text.text_field, {kind_of_all(files, what) for what, files in result.values()})
     return result
 
 
@@ -148,6 +152,7 @@ def load_text(
     text: str | TextSource = "stdlib",
     *,
     data_dir: str | os.PathLike[str] | None = None,
+    folder: Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the splits of a source, tables or streams of `datasets` with documents in `text`; `test` may be missing.
@@ -157,6 +162,7 @@ def load_text(
     Args:
         text: the source, or its name.
         data_dir: the folder of local files; by default the environment variable WHATWHERE_DATA_DIR.
+        folder: as in `find_files`.
         options: the other fields of `TextSource`, if `text` is a name.
     """
     if isinstance(text, str):
@@ -169,12 +175,26 @@ def load_text(
     elif text.source == "corpus":
         result = _load_corpora(text, data_dir)
     else:
-        files = find_files(text, data_dir)
+        files = find_files(text, data_dir, folder)
         form: dict[str, Any] = {"text_field": text.text_field, "streaming": streaming, "pieces": True}
         result = {name: read_found(found, what, **form) for name, (what, found) in files.items()}
         if "validation" not in result:
             result["train"], result["validation"] = hold_out(result["train"], files["train"][0])
     return datasets.IterableDatasetDict(result) if streaming else datasets.DatasetDict(result)
+
+
+def read_files(option: str, entries: list[str], *, text_field: str = "text") -> tuple[list[str], datasets.Dataset]:
+    """Returns the files of an option, as those of `train_file`, and their rows, for commands without training."""
+    files = find_all(option, entries)
+    what = f"{option}={entries!r}"
+    check_text_field(text_field, {kind_of_all(files, what)})
+    return files, read_found(files, what, text_field=text_field, streaming=False)
+
+
+def check_text_field(text_field: str, kinds: set[str]) -> None:
+    """Raises ValueError if a column of documents is named for text files, which have none; `kinds` are all formats."""
+    if kinds == {"text"} and text_field != TextSource.model_fields["text_field"].default:
+        raise ValueError(f"text_field={text_field!r} has no effect: all files are text files.")
 
 
 def stdlib_split(path: str) -> str:

@@ -232,6 +232,15 @@ def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return counts
 
 
+def token_unit(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns what loss and perplexity are per: "byte" if every token of text is a byte, else "token"."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts = set(tokenizer.get_vocab()) - special
+    is_bytes = "ByteLevel" in repr(getattr(backend, "decoder", None)) and all(len(text) == 1 for text in texts)
+    return "byte" if is_bytes else "token"
+
+
 def wrapped(backend: Tokenizer, **special_tokens: str) -> PreTrainedTokenizerFast:
     """Returns Transformers' tokenizer with a backend, for generation with padding on the left."""
     return PreTrainedTokenizerFast(

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 import pathlib
@@ -37,10 +38,20 @@ def output_of(checkpoints: Sequence[str], name: str) -> pathlib.Path:
     return pathlib.Path(checkpoints[0] if alone else name)
 
 
-def weights_of(checkpoint: str) -> str | None:
-    """Returns the fingerprint of a checkpoint's weights, or None if they are not in a folder here."""
-    folder = pathlib.Path(checkpoint)
-    return weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
+def weights_of(checkpoint: str | pathlib.Path) -> str | None:
+    """Returns the fingerprint of a checkpoint's weights, or None if they are not in a folder here.
+
+    Files are read again only if their size or time of writing has changed.
+    """
+    folder = pathlib.Path(checkpoint).resolve()
+    stats = [(file.name, file.stat()) for file in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])]
+    state = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return _fingerprint(folder, state) if any(folder.glob("*.safetensors")) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(folder: pathlib.Path, state: object) -> str:
+    return weights_fingerprint(folder)
 
 
 def choose_device(name: str | None = None) -> str:

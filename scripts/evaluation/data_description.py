@@ -3,7 +3,8 @@
 Training writes the description into `results.json`, so that cards need only that file.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # A typical beginning of a document, by corpus. `CODE_PROMPT` is used for all others.
@@ -23,6 +24,8 @@ PROMPTS = {
 # Corpora of symbols with their own tokenizer, not of readable text.
 NO_TEXT = ("jsb_chorales", "maestro", "maestro_transposed", "genome", "genome_chr2")
 CODE_PROMPT = "def main("
+# Sources of text without a name of its own; by default, only a part is measured.
+UNNAMED = ("stdlib", "hub", "local", "mixture")
 
 
 def describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +45,7 @@ def describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
     else:
         parts = dict.fromkeys(("train", split) if "source" in data else (split,))
         choices = {part: f"{source}:{part}" if source in PROMPTS else None for part in parts}
-    described = {part: _describe(source, choice, data) for part, choice in choices.items()}
+    described = {part: _describe(source, part, choice, data) for part, choice in choices.items()}
     corpus = described.get("train", described[split])["corpus"]
     kind = "task" if source == "task" else "symbols" if corpus in NO_TEXT else "text"
     prompt = data["example"]["prompt"] if data.get("example") else PROMPTS.get(corpus or "", CODE_PROMPT)
@@ -75,7 +78,67 @@ def is_transfer(train: str | None, test: str | None) -> bool:
     return train is not None and test is not None and not train.startswith(test) and not test.startswith(train)
 
 
-def _describe(source: str, choice: str | None, data: Mapping[str, Any]) -> dict[str, Any]:
+def text_of(data: Mapping[str, Any]) -> str:
+    """Returns the name of the evaluated text of a results file, with its split."""
+    about = describe_data(data)
+    split = about["split"]
+    one = about["described"][split.partition("[")[0]]
+    if about.get("source") == "corpus":
+        split = one["choice"].partition(":")[2]
+    elif about.get("source") == "hub":
+        split = one["choice"] or split
+    return f"{one['title']}, {split} split"
+
+
+def curves_title(training: Mapping[str, Any]) -> str:
+    """Returns the texts of the losses in the curves of a run."""
+    data = describe_data(training["data"])
+    if data["kind"] == "task":
+        return data["described"]["train"]["title"]
+    validation = text_of({**data, "split": "validation"} if "validation" in data["described"] else data)
+    return f"trained on {data['described']['train']['title']}; validation: {validation}"
+
+
+def loss_unit(training: Mapping[str, Any]) -> str:
+    """Returns what loss and perplexity in a run's results are per: "byte" or "token"."""
+    # Results of earlier versions do not say it.
+    data = (training.get("recipe") or {}).get("data")
+    is_bytes = isinstance(data, dict) and data.get("source") != "task" and data.get("tokenizer") == "bytes"
+    return training.get("unit") or ("byte" if is_bytes else "token")
+
+
+def measured_text(data: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the name of the text of length results, and how much of it is measured."""
+    documents, limit = data["documents"], data["text_tokens"]
+    text = f"{text_of(data)}: {documents:,} document" + "s" * (documents > 1)
+    if data["joined"] and documents > 1:
+        text += ", joined"
+    if limit:
+        text += f", the first {limit:,} tokens" + " of each" * (documents > 1 and not data["joined"])
+    elif data["corpus"] in UNNAMED and entries:
+        text += f", {max(entry['tokens'] for entry in entries):,} tokens"
+    return text
+
+
+def _files_of(data: Mapping[str, Any], part: str) -> str:
+    """Returns the names of the user's own files of a split, or of those that a part is held out of."""
+    given = data.get("files") or data.get(f"{part}_file") or (data.get("splits") or {}).get(part)
+    is_part = bool(data.get("held_out_part"))
+    if not given and data.get("train_file"):
+        given, is_part = data["train_file"], part != "train"
+    if not given:
+        return "local files"
+    return ("a held-out part of " if is_part else "") + own_files([given] if isinstance(given, str) else given)
+
+
+def own_files(names: Sequence[str]) -> str:
+    """Returns the names of the user's own files, folders or patterns for readers."""
+    # Folders outside the current one are of the machine, not of the text.
+    names = [os.path.basename(name.rstrip("/")) if os.path.isabs(name) else name for name in names]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _describe(source: str, part: str, choice: str | None, data: Mapping[str, Any]) -> dict[str, Any]:
     about: dict[str, Any] = {"choice": choice, "corpus": None, "title": source, "licence": None, "dataset": None}
     if choice is not None:
         from ..data.corpora import CORPORA
@@ -87,11 +150,11 @@ def _describe(source: str, choice: str | None, data: Mapping[str, Any]) -> dict[
         about |= {"corpus": name, "title": corpus.title, "licence": corpus.licence}
         about["dataset"] = hub if hub and "://" not in hub else None
     elif data.get("dataset"):
-        about |= {"title": data["dataset"], "dataset": data["dataset"]}
+        about |= {"title": data["dataset"], "dataset": data["dataset"], "choice": (data.get("splits") or {}).get(part)}
     elif data.get("task"):
         about |= {"title": f"toy task {data['task'].replace('_', ' ')}", "licence": "generated by the code"}
     elif source == "stdlib":
         about |= {"title": "source code of Python's standard library", "licence": "PSF License"}
     elif source == "local":
-        about["title"] = "local files"
+        about["title"] = _files_of(data, part)
     return about

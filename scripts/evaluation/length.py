@@ -1,7 +1,11 @@
 """Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same held-out text.
 
     whatwhere length demo/rope demo/pope demo/cope
+    whatwhere length runs/mine openai-community/gpt2 --validation-file mytext/new.txt
     whatwhere length runs/rope runs/pope --data pg19 --variants yarn --windows 512,1024,2048 --documents 4
+
+By default, the text is what the runs held out from training, read again from where it was. Other checkpoints need
+--validation-file or --data. Text that a checkpoint was trained on gives a warning.
 
 --output gets length.json (length_CORPUS.json for a named corpus, length_CORPUS_SPLIT.json for another split than test),
 and the figure as PNG and SVG. Each number is written when it is measured. Running the command again continues an
@@ -15,14 +19,13 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ...model_card import weights_fingerprint
 from ..checks import differences
-from ..commands.common import command_parser
+from ..commands.common import add_own_text, command_parser
 from . import variants
 from .checkpoints import (
     Loading,
@@ -35,69 +38,19 @@ from .checkpoints import (
     trained_length_of,
     weights_of,
 )
-from .length_report import METRICS, comparable, draw, label, remove_numbered_figures, scored_bytes, table
+from .data_description import UNNAMED, measured_text, text_of
+from .length_report import METRICS, comparable, draw, heading, label, remove_numbered_figures, scored_bytes, table
 from .processes import ALONE, Processes
 from .results import check_writable, provenance, read_json, write_json
 from .schema import Cell
+from .text import given_text, held_out_text, warnings
 from .windows import common_tokens, fillable, measure_windows, parse_windows
 
-SOURCES = ("stdlib", "hub", "local")
 DEFAULT_WINDOWS = "1x,2x,4x,8x,10x"
 # The default of --windows for books (PoPE, Figure 2).
 BOOK_WINDOWS = ",".join(map(str, (*range(1024, 10241, 1024), 65536)))
 # Corpora with long documents, which are cut into windows one by one; documents of other corpora are joined.
 SEPARATE_DOCUMENTS = ("pg19",)
-
-
-def parse_data(text: str) -> tuple[str, str]:
-    """Returns the source and the split of `--data`, such as `("local", "test")` or `("pg19", "validation")`."""
-    if text in SOURCES:
-        return text, "test"
-    from ..data.corpora import parse_choice
-
-    try:
-        corpus, split, chosen = parse_choice(text if ":" in text else f"{text}:test")
-    except ValueError as error:
-        raise ValueError(f"data={text!r} is not valid. {error} Other sources: {', '.join(SOURCES)}.") from error
-    return corpus, split + chosen
-
-
-def iterate_texts(
-    source: str = "stdlib",
-    split: str = "test",
-    *,
-    data_dir: str | None = None,
-    dataset: str | None = None,
-    files: str | None = None,
-) -> Iterator[str]:
-    """Yields the documents of a source and split from `parse_data`; the other arguments are those of the parser.
-
-    `files` are relative to the current folder, or with `data_dir` to that.
-    """
-    from ..data.corpora import load_corpus
-    from ..data.source import SPLITS, load_text, text_of
-
-    if source == "stdlib":
-        yield from load_text()["test"]["text"]
-    elif source == "local":
-        from ..data.files import find_all, read_found
-        from ..data.rows import DATA_DIR_VARIABLE, data_folder
-
-        option, root = "--test-files" if files else "--data-dir", None
-        if data_dir or not files:
-            root = data_folder(data_dir)
-            if root is None:
-                raise ValueError(f"--data local needs --test-files, --data-dir or {DATA_DIR_VARIABLE}.")
-        patterns = files or "**/*.txt"
-        found = find_all(option, [patterns], root)
-        rows = read_found(found, f"{option}={patterns!r}", text_field="text", streaming=False)
-        yield from map(text_of, rows)
-    elif source == "hub":
-        # Only one split is read. `load_text` needs a value for each.
-        splits = dict.fromkeys(SPLITS, files or "test")
-        yield from map(text_of, load_text(source, dataset=dataset, splits=splits)["test"])
-    else:
-        yield from map(text_of, load_corpus(source, split, data_dir=data_dir, streaming=True))
 
 
 class LengthResults:
@@ -108,7 +61,7 @@ class LengthResults:
     ) -> None:
         """Reads the file in `folder` if it exists; raises ValueError if it is of other data, or broken."""
         corpus, split = data["corpus"], data["split"].partition("[")[0]
-        parts = ["length"] if corpus in SOURCES else ["length", corpus, *([split] if split != "test" else [])]
+        parts = ["length"] if corpus in UNNAMED else ["length", corpus, *([split] if split != "test" else [])]
         self.processes = processes
         self.path, self.data, self.origin = folder / f"{'_'.join(parts)}.json", data, origin
         self.checkpoints: list[dict[str, Any]] = []
@@ -152,13 +105,13 @@ class LengthResults:
         if self.processes.is_first:
             self.write(self.path.parent)
 
-    def write(self, folder: pathlib.Path, *, weights: str | None = None) -> None:
-        """Writes the file into a folder, with `weights` (a fingerprint) only the entries with these weights.
+    def write(self, folder: pathlib.Path, *, own: bool = False) -> None:
+        """Writes the file into a folder, with `own` only the entries with the weights in it.
 
         In a checkpoint's folder, the fingerprint of its weights is added.
         """
-        kept = [entry for entry in self.checkpoints if weights in (None, entry["weights"])]
-        mine = {"weights_sha256": weights_fingerprint(folder)} if (folder / "config.json").is_file() else {}
+        mine = {"weights_sha256": weights_of(folder)} if (folder / "config.json").is_file() else {}
+        kept = [entry for entry in self.checkpoints if not own or entry["weights"] == mine["weights_sha256"]]
         content = {"data": self.data, "checkpoints": kept, "earlier": self.earlier, **self.origin}
         write_json(folder / self.path.name, {**mine, **content})
 
@@ -216,7 +169,7 @@ def tokenise(
     if not data["joined"]:
         return [document[: None if limit is None else limit + 1] for document in documents], len(documents)
     text = torch.cat(documents)
-    if limit is None and data["corpus"] in SOURCES:
+    if limit is None and data["corpus"] in UNNAMED:
         limit = 16 * max(lengths)
     if limit is not None:
         text = text[: common_tokens(limit, len(text) - 1, lengths) + 1]
@@ -238,7 +191,7 @@ def compare(
         texts: returns a new iterator over the documents.
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
     """
-    from ..data.tokenize import bytes_per_token
+    from ..data.tokenize import bytes_per_token, token_unit
 
     # Raises errors before the first model is loaded.
     wanted = {curve: parse_windows(lengths, curve.trained_length) for curve in curves}
@@ -283,6 +236,7 @@ def compare(
                 "tokens": sum(len(ids) - 1 for ids in parts),
             },
         )
+        entry["unit"] = token_unit(tokenizer)
         measured = {cell["length"] for cell in entry["cells"]}
         model, loaded = None, None
         for length in (length for length in filled if length not in measured):
@@ -326,22 +280,19 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tasks", choices=("ruler",), help="RULER's generated tasks instead of perplexity (ruler.py)")
     result.add_argument("--samples", type=at_least_one, metavar="N", help="with --tasks: samples of each (default 100)")
     text = result.add_argument_group("text")
+    add_own_text(text, "default: what the runs held out")
     text.add_argument(
-        "--data",
-        default="stdlib",
-        help="stdlib, hub, local, or a named corpus such as pg19 or pg19:validation (default %(default)s)",
+        "--data", help="pg19, pg19:validation and so on, stdlib, hub, hub:SPLIT; default: what the runs held out"
     )
     text.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
-    text.add_argument("--dataset", metavar="ID", help="a data set, with --data hub")
-    text.add_argument(
-        "--test-files", metavar="FILES", help="local: a file, folder or pattern; hub: a split such as test[:100]"
-    )
+    text.add_argument("--dataset", metavar="ID", help="data set of --data hub")
+    text.add_argument("--dataset-config", metavar="NAME", help="its configuration")
     text.add_argument("--documents", type=at_least_one, metavar="N", help="only the first N documents (default all)")
     text.add_argument(
         "--tokens",
         type=at_least_one,
         metavar="N",
-        help="tokens of each text (default all; for stdlib, hub and local about 16 of the longest windows)",
+        help="tokens of each text (default all; for text that is not a named corpus 16 of the longest windows)",
     )
     text.add_argument(
         "--join",
@@ -364,8 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         from . import ruler
 
-        unused = ("variants", "metric", "data", "data_dir", "dataset", "test_files", "documents", "tokens", "join")
-        for name in unused:
+        unused = ("variants", "metric", "data", "data_dir", "dataset", "dataset_config", "validation_file")
+        for name in (*unused, "text_field", "documents", "tokens", "join"):
             if getattr(options, name) != parser().get_default(name):
                 raise ValueError(f"--{name.replace('_', '-')} has no effect with --tasks {options.tasks}.")
         ruler.run(options, origin)
@@ -373,16 +324,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
     """Measures the checkpoints, writes results and figure, and prints the table."""
-    source, split = parse_data(options.data)
-    for name, used in (
-        ("samples", False),
-        ("dataset", source == "hub"),
-        ("test_files", source in ("hub", "local")),
-        ("data_dir", source not in ("stdlib", "hub")),
-    ):
-        if getattr(options, name) is not None and not used:
-            given = "without --tasks" if name == "samples" else f"with --data {options.data}"
-            raise ValueError(f"--{name.replace('_', '-')} has no effect {given}.")
+    if options.samples is not None:
+        raise ValueError("--samples has no effect without --tasks.")
+    text = given_text(options)
     check_writable(options.output)
     loading = loading_of(options)
     curves = curves_of(
@@ -391,29 +335,26 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         loading,
         trained_length=options.trained_length,
     )
-    from ..data.source import DATA_DIR_VARIABLE
-
-    is_local = source in ("stdlib", "local") or (
-        source != "hub" and (options.data_dir or DATA_DIR_VARIABLE in os.environ)
-    )
+    text = text or held_out_text(options.checkpoints, options.data_dir)
+    separate = text.data["corpus"] in SEPARATE_DOCUMENTS
     data = {
-        "corpus": source,
-        "split": split,
-        "place": "local files" if is_local else "the Hub",
-        "dataset": options.dataset,
-        "files": options.test_files,
-        "joined": source not in SEPARATE_DOCUMENTS if options.join is None else options.join,
+        "dataset": None,
+        "files": None,
+        **text.data,
+        "joined": not separate if options.join is None else options.join,
         "document_limit": options.documents,
         "text_tokens": options.tokens,
     }
     results = LengthResults(options.output, data, origin=origin, processes=loading.processes)
-    books = BOOK_WINDOWS if source in SEPARATE_DOCUMENTS else DEFAULT_WINDOWS
-    names = {"data_dir": options.data_dir, "dataset": options.dataset, "files": options.test_files}
+    for checkpoint in options.checkpoints:
+        for warning in warnings(checkpoint, text, options.data_dir):
+            _report(warning)
+    windows = BOOK_WINDOWS if separate else DEFAULT_WINDOWS
     compare(
         curves,
-        lambda: iterate_texts(source, split, **names),
+        text.documents,
         results,
-        books if options.windows is None else options.windows,
+        windows if options.windows is None else options.windows,
         loading,
         batch_tokens=options.batch_tokens,
     )
@@ -427,12 +368,13 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
             if metric == "bits_per_byte":
                 what = f"text ({scored_bytes(entries):,} bytes scored; {scored_bytes(groups[0]):,} in the first table)"
             print(f"\nOther {what}, so {METRICS[metric]} cannot be compared with the values above:\n")
-        print(table(entries, metric=metric))
+        title = heading(entries, measured_text(results.data, entries), metric=metric)
+        print(f"{title}:\n\n{table(entries, metric=metric)}")
         stem = results.path.with_name(results.path.stem + f"_{number}" * (number > 1))
-        files += draw(entries, stem, metric=metric, title=f"{source}, {split}")
+        files += draw(entries, stem, metric=metric, title=text_of(results.data))
     remove_numbered_figures(results.path.with_suffix(""), files)
     written = ", ".join(file.name for file in files)
-    print(f"{METRICS[metric]} ± standard error. In {options.output}: {written}")
+    print(f"In {options.output}: {written}")
     return results
 
 

@@ -7,10 +7,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...model_card import encoding_text
-from .figures import log_perplexity, new_figure, save_figure
+from .figures import log_perplexity, new_figure, save_figure, wrapped
 from .results import markdown_table
 
 METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+
+
+def unit_of(entries: Sequence[dict[str, Any]]) -> str:
+    """Returns what loss and perplexity of entries are per: "byte" or "token"."""
+    return "byte" if {entry.get("unit") for entry in entries} == {"byte"} else "token"
+
+
+def measure(entries: Sequence[dict[str, Any]], metric: str) -> str:
+    """Returns the name of a metric with its unit, such as `perplexity per byte`."""
+    return METRICS[metric] + (f" per {unit_of(entries)}" if metric == "perplexity" else "")
+
+
+def heading(entries: Sequence[dict[str, Any]], text: str, *, metric: str = "perplexity") -> str:
+    """Returns the heading of a table: the metric with its unit, and the name of the text."""
+    name = measure(entries, metric)
+    return f"{name[0].upper()}{name[1:]} ± standard error on {text}, by window (tokens)"
 
 
 def label(entry: dict[str, Any]) -> str:
@@ -87,7 +103,7 @@ def draw(
     # One legend below both panels, with three curves in a row.
     figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(entries) / columns))
     left, right = figure.subplots(1, 2)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(wrapped(title, 10.0), fontsize="medium")
     # A colour for each checkpoint, a line style for each variant.
     names = list(dict.fromkeys(entry["name"] for entry in entries))
     variants = list(dict.fromkeys(entry["variant"] for entry in entries if entry["variant"]))
@@ -119,8 +135,8 @@ def draw(
     if metric == "perplexity":
         log_perplexity(left)
     left.set_xlabel("window (tokens); dotted: trained length")
-    left.set_ylabel(f"{METRICS[metric]} (bars: one standard error)")
+    left.set_ylabel(f"{measure(entries, metric)} (bars: one standard error)")
     right.set_xlabel("position in the longest measured window (tokens)")
-    right.set_ylabel("loss (nats per token)")
+    right.set_ylabel(f"loss (nats per {unit_of(entries)})")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize="small")
     return save_figure(figure, stem)

@@ -29,6 +29,8 @@ class Training(Origin):
     data: dict[str, Any]
     length: int | None = None
     recipe: dict[str, Any] | None = None
+    unit: str | None = None
+    held_out: dict[str, Any] | None = None
     weights_sha256: str | None = None
 
 
@@ -72,13 +74,17 @@ class Cell(Stored):
 
 
 class LengthEntry(Stored):
-    """A checkpoint, unchanged or with a variant, in windows of several lengths."""
+    """A checkpoint, unchanged or with a variant, in windows of several lengths.
+
+    Loss and perplexity are per `unit`: "byte", "token", or None in results of earlier versions, where it is not known.
+    """
 
     name: str
     variant: str | None
     weights: str | None
     trained_length: int
     tokens_sha256: str
+    unit: str | None = None
     cells: list[Cell]
     by_position: list[dict[str, Any]]
 

@@ -29,6 +29,7 @@ class TrainingData:
         splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
         unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
         bytes_per_token: for bits per byte; None for toy tasks and for symbols that are not text.
+        texts: the rows of each held-out split, of each text of a mixture; of a stream, those that are in `held_out`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ class TrainingData:
     splits_sha256: dict[str, str | None]
     unit: str = "tokens"
     bytes_per_token: torch.Tensor | None = None
+    texts: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
 def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
@@ -60,6 +62,7 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
     weights = data.weights()
+    rows_of: dict[str, list[Any]] = {}
 
     def blocks(split: str, limit: int | None) -> TextBlocks:
         """Returns the blocks of all texts; of a limited number, each text has its share."""
@@ -70,6 +73,7 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
             rows = text[split]
             if data.streaming and some is not None:
                 rows = first_rows(rows, tokenizer, **form, blocks=some)
+            rows_of.setdefault(split, []).append(rows)
             prepared = prepare(rows, tokenizer, name=name, processes=processes)
             parts.append(TextBlocks(prepared, **form, pad_token_id=tokenizer.pad_token_id, limit=some, name=name))
         return MixedBlocks(parts) if data.mixture else parts[0]
@@ -93,6 +97,7 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         splits_sha256={**sha256, **{split: some.sha256 for split, some in held_out.items()}},
         unit="sequences" if data.pack == "separate" else "tokens",
         bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
+        texts=rows_of,
     )
 
 

@@ -1,15 +1,21 @@
 """Scores on held-out data, during training and at its end."""
 
+import contextlib
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..data.pack import IGNORED, add_labels
+from ..data.rows import documents_of, documents_sha256
 from ..evaluation.answers import count_errors, summarise
 from ..evaluation.data_description import describe_data
+from .data import TrainingData
 from .errors import TrainingError
+from .recipe import DataRecipe
 
 # Nats per token; its exponential is a finite float.
 HOPELESS = 700.0
@@ -74,6 +80,9 @@ def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) 
     about: dict[str, Any] = {"source": data.source, "dataset": data.dataset, "splits": data.splits, "split": split}
     if data.train_file:
         about |= {"train_file": data.train_file, "validation_file": data.validation_file}
+    for name in ("dataset_config", "text_field", "streaming"):
+        if getattr(data, name) != DataRecipe.model_fields[name].default:
+            about[name] = getattr(data, name)
     if data.mixture:
         about["mixture"] = [text.model_dump(exclude_defaults=True) | {"source": text.source} for text in data.mixture]
     if any(text.source == "corpus" for text in data.texts()):
@@ -85,6 +94,20 @@ def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) 
         "length": data.sequence_length,
         "tokens": scores["tokens"],
     }
+
+
+def held_out_text(data: TrainingData, split: str, output: Path) -> dict[str, Any]:
+    """Returns the `held_out` of `results.json`, by which `evaluation.text` reads a held-out split again.
+
+    It has the `folder` that files are relative to, itself relative to the run's, and of each text (of a mixture) the
+    number of documents and their SHA-256.
+    """
+    folder = os.getcwd()
+    # On Windows, there is no path between two drives.
+    with contextlib.suppress(ValueError):
+        folder = os.path.relpath(folder, output.resolve())
+    found = (documents_sha256(documents_of(rows)) for rows in data.texts[split])
+    return {"folder": folder, "texts": [{"documents": count, "sha256": sha256} for count, sha256 in found]}
 
 
 def about_task(data: Any, tokenizer: Any, scores: dict[str, dict[str, float]]) -> dict[str, Any]:

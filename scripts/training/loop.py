@@ -33,6 +33,7 @@ from ..conversion import FAMILIES
 from ..data.pack import IGNORED
 from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
+from ..data.tokenize import token_unit
 from ..evaluation.results import provenance, write_json, write_text
 from .checkpoint import (
     Checkpoints,
@@ -54,7 +55,7 @@ from .distributed import (
 )
 from .errors import Interrupted, TrainingError
 from .flops import flops_per_token, peak_flops
-from .held_out import about_task, about_text, evaluate
+from .held_out import about_task, about_text, evaluate, held_out_text
 from .model import build_config, build_model, build_optimizer, count_parameters
 from .progress import Progress, peak_memory, stop_signals
 from .recipe import DataRecipe, Recipe
@@ -489,9 +490,8 @@ class Run:
         about = about_text(
             data, split, evaluate(self, split, self.recipe.evaluation.final_blocks), local=bool(self.data_dir)
         )
-        if data.source == "local":
-            # Names of the user's own files do not say which text they are.
-            about["tokens_sha256"] = self.data.splits_sha256[split]
+        # A name does not say which text it is: that of a file, or of a corpus of which there are versions.
+        about["tokens_sha256"] = self.data.splits_sha256[split]
         if self.data.unit == "sequences":
             return {**about, "samples_trained": samples}
         return {**about, "tokens_trained": samples * data.sequence_length}
@@ -520,6 +520,12 @@ class Run:
         """Returns what `results.json` also has."""
         return {}
 
+    def more_about_text(self, split: str) -> dict[str, Any]:
+        """Returns the unit of the loss on text, and what the run held out; empty for a toy task."""
+        if self.data.unit == "samples":
+            return {}
+        return {"unit": token_unit(self.data.tokenizer), "held_out": held_out_text(self.data, split, self.output)}
+
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
         """Evaluates the last model, or the best one if the recipe keeps it, and saves it with results and card."""
         recipe, model = self.recipe, self.whole_model
@@ -535,6 +541,7 @@ class Run:
                 self.data.tokenizer.save_pretrained(draft)
                 results = {
                     **scores,
+                    **self.more_about_text(scores["data"]["split"]),
                     "recipe": self.settings(),
                     "seed": recipe.seed,
                     "steps": self.step,
