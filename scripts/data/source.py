@@ -8,9 +8,10 @@ other files, but the text differs between Python versions, and so results of two
 import hashlib
 import os
 import re
+import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,10 +145,33 @@ def find_files(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dic
     return result
 
 
+def held_out_files(files: Mapping[str, tuple[str, list[str]]]) -> list[str]:
+    """Returns the files of all splits of `find_files` but `train`."""
+    return [file for name, (_, found) in files.items() if name != "train" for file in found]
+
+
+def _trained_on(files: Mapping[str, tuple[str, list[str]]], held_out: Iterable[str]) -> list[str]:
+    """Returns the training files of `find_files` that are not held out, and says on standard error if some are.
+
+    `held_out` are more files than those of the other splits. If all are held out, all are returned.
+    """
+    what, found = files["train"]
+    others = {os.path.realpath(file) for file in (*held_out_files(files), *held_out)}
+    kept = [file for file in found if os.path.realpath(file) not in others]
+    note = f"{len(found) - len(kept)} of {len(found)} files are held out, and not trained on"
+    if not kept:
+        note = "WARNING: all of it is held out as well: scores on held-out text say nothing about other text"
+    # Once for all processes.
+    if len(kept) < len(found) and not int(os.environ.get("RANK", "0")):
+        print(f"{what}: {note}", file=sys.stderr)
+    return kept or found
+
+
 def load_text(
     text: str | TextSource = "stdlib",
     *,
     data_dir: str | os.PathLike[str] | None = None,
+    held_out: Iterable[str] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the splits of a source, tables or streams of `datasets` with documents in `text`; `test` may be missing.
@@ -157,6 +181,7 @@ def load_text(
     Args:
         text: the source, or its name.
         data_dir: the folder of local files; by default the environment variable WHATWHERE_DATA_DIR.
+        held_out: files that `local` does not train on; files of its own other splits are left out in any case.
         options: the other fields of `TextSource`, if `text` is a name.
     """
     if isinstance(text, str):
@@ -170,6 +195,7 @@ def load_text(
         result = _load_corpora(text, data_dir)
     else:
         files = find_files(text, data_dir)
+        files["train"] = files["train"][0], _trained_on(files, held_out)
         form: dict[str, Any] = {"text_field": text.text_field, "streaming": streaming, "pieces": True}
         result = {name: read_found(found, what, **form) for name, (what, found) in files.items()}
         if "validation" not in result:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.pack import MixedBatches, ShuffledBatches
 from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
 from ..data.samples import TaskSamples
-from ..data.source import load_text
+from ..data.source import TextSource, find_files, held_out_files, load_text
 from ..data.stream import StreamedBatches, first_rows
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
@@ -46,12 +47,18 @@ def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = N
 
 def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> TrainingData:
     data, evaluation = recipe.data, recipe.evaluation
-    texts = []
-    for index, text in enumerate(data.texts()):
-        try:
-            texts.append(load_text(text, data_dir=data_dir))
-        except ValueError as error:
-            raise ValueError(f"mixture[{index}].{error}" if data.mixture else str(error)) from error
+
+    def each(read: Callable[[TextSource], Any]) -> Iterator[Any]:
+        for index, text in enumerate(data.texts()):
+            try:
+                yield read(text)
+            except ValueError as error:
+                raise ValueError(f"mixture[{index}].{error}" if data.mixture else str(error)) from error
+
+    # What is held out of one text of a mixture is not in the training part of another.
+    files = each(lambda text: find_files(text, data_dir) if text.source == "local" else {})
+    not_trained = [file for found in files for file in held_out_files(found)]
+    texts = list(each(lambda text: load_text(text, data_dir=data_dir, held_out=not_trained)))
     # The tokenizer is `bpe`.
     if data.vocab_size is not None:
         tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
