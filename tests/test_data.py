@@ -30,7 +30,13 @@ from whatwhere.scripts.data.pack import (
 )
 from whatwhere.scripts.data.prepared import TextBlocks, prepare
 from whatwhere.scripts.data.source import TextSource, find_files
-from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents, train_bpe
+from whatwhere.scripts.data.tokenize import (
+    build_tokenizer,
+    check_bytes,
+    measure_documents,
+    tokenize_documents,
+    train_bpe,
+)
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
 
@@ -776,22 +782,81 @@ def test_a_damaged_tokenizer_is_named(tmp_path, content):
         build_tokenizer(str(tmp_path))
 
 
-def test_bytes_per_token_counts_every_byte(tokenizer):
-    ids = torch.tensor(list(itertools.chain(*tokenize_documents(tokenizer, TEXTS))))
-    sizes = bytes_per_token(tokenizer)[ids]
-    assert sizes.dtype == torch.int64
-    assert sizes.sum().item() == sum(len(text.encode()) for text in TEXTS)
-    ends = (ids == tokenizer.eos_token_id).nonzero().flatten().tolist()
-    assert len(ends) == len(TEXTS)
-    assert sizes[ends].sum() == 0
-    # each document by itself, too
-    start = 0
-    for end, text in zip(ends, TEXTS):
-        assert sizes[start:end].sum().item() == len(text.encode())
-        start = end + 1
+def measured(tokenizer, texts):
+    """Returns of each document its ids, the bytes of each token, and whether it is changed; checks ends and ids."""
+    found = list(measure_documents(tokenizer, texts))
+    assert [ids.tolist() for ids, _, _ in found] == list(tokenize_documents(tokenizer, texts))
+    return found
 
 
-def test_bytes_per_token_of_sentencepiece_and_refusal_of_others():
+def test_the_bytes_of_each_token(tokenizer):
+    for (ids, sizes, changed), text in zip(measured(tokenizer, TEXTS), TEXTS, strict=True):
+        assert sizes.sum() == len(text.encode())
+        assert (sizes[-1], changed) == (0, False)
+        if len(tokenizer) == 258:
+            assert sizes[:-1].tolist() == [1] * len(ids[:-1])
+        # A token has the bytes of its piece of text, up to the parts of characters.
+        pieces = [tokenizer.decode(ids[: number + 1]) for number in range(len(ids) - 1)]
+        whole = [number for number, piece in enumerate(pieces) if "\ufffd" not in piece]
+        assert [sizes[: number + 1].sum() for number in whole] == [len(pieces[number].encode()) for number in whole]
+
+
+CHANGED = ["ﬁne ①  café   ﬀ \uff21  word\n\n\ttabs  ", "e\u0301 x", "數 x <new> y 🤖 "]
+KEPT = ["plain words", "don't stop", " one space", "naive cafe", ""]
+CHANGING = ("NFKC", "NFKC, byte-level", "unknown", "unknown, one by one", "NFKC and collapsed spaces", "added", "strip")
+
+
+def tokenizer_that_changes_text(kind):
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    byte_level = kind in ("NFKC, byte-level", "added", "strip")
+    unigram = kind in ("unknown", "NFKC and collapsed spaces")
+    backend = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token=None if byte_level else "<unk>"))
+    normalizer = {"NFKC": "NFKC", "NFKC, byte-level": "NFKC", "strip": "Strip"}.get(kind)
+    if normalizer:
+        backend.normalizer = getattr(normalizers, normalizer)()
+    if kind == "NFKC and collapsed spaces":
+        backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    special, alphabet = ["<unk>", "<e>"], pre_tokenizers.ByteLevel.alphabet()
+    if byte_level:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    form = {"vocab_size": 300, "special_tokens": special, "show_progress": False}
+    trainer = (
+        trainers.UnigramTrainer(**form, unk_token="<unk>")
+        if unigram
+        else trainers.BpeTrainer(**form, initial_alphabet=alphabet if byte_level else [])
+    )
+    backend.train_from_iterator([*KEPT, "abcdefghijklmnopqrstuvwxyz'1\n\tAfi"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", unk_token="<unk>")
+    if kind == "added":
+        tokenizer.add_tokens([AddedToken("<new>", lstrip=True, rstrip=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_bytes_are_those_of_the_text_itself(kind, monkeypatch):
+    """Whatever the tokenizer makes of it, and in pieces too; what is changed is known."""
+    tokenizer = tokenizer_that_changes_text(kind)
+    found = measured(tokenizer, CHANGED)
+    assert all(sizes.min() >= 0 for _, sizes, _ in found)
+    expected = {"NFKC, byte-level": [True, True, False], "strip": [True, False, True], "added": [False, False, True]}
+    assert [changed for _, _, changed in found] == expected.get(kind, [True] * 3)
+    texts = [*CHANGED, *KEPT, "   ", "  ", "\n"]
+    assert [sizes.sum() for _, sizes, _ in measured(tokenizer, texts)] == [len(text.encode()) for text in texts]
+    assert [changed for _, _, changed in measured(tokenizer, KEPT)] == [False] * len(KEPT)
+    monkeypatch.setattr(tokens, "_PIECE", 64)
+    monkeypatch.setattr(tokens, "_BATCH", 256)
+    monkeypatch.setattr(tokens, "_CONTEXT", 16)
+    texts = [text * 20 for text in CHANGED]
+    assert [sizes.sum() for _, sizes, _ in measured(tokenizer, texts)] == [len(text.encode()) for text in texts]
+
+
+def test_bytes_of_sentencepiece_and_refusal_of_others():
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -800,14 +865,16 @@ def test_bytes_per_token_of_sentencepiece_and_refusal_of_others():
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    # one more byte a document: the space that SentencePiece puts before it
-    ids = [*itertools.chain(*tokenize_documents(tokenizer, ["ab aé", "b"]))]
-    assert bytes_per_token(tokenizer)[ids].sum().item() == len("ab aé".encode()) + len("b") + 2
+    # Without the space that SentencePiece puts before a document.
+    (ids, sizes, changed), (_, others, _) = measured(tokenizer, ["ab aé", "b"])
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁a", "b", "▁a", "<0xC3>", "<0xA9>", "</s>"]
+    assert (sizes.tolist(), changed) == ([1, 1, 2, 1, 1, 0], False)
+    assert others.sum() == 1
 
     words = Tokenizer(models.WordLevel({"a": 0, "[EOS]": 1}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(ValueError, match="bits per byte"):
-        bytes_per_token(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]"))
+    with pytest.raises(ValueError, match="bits per byte cannot be computed"):
+        check_bytes(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]"))
 
 
 def test_pair_of_gpt2_files(tmp_path):
@@ -815,7 +882,7 @@ def test_pair_of_gpt2_files(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     tokenizer = build_tokenizer(str(tmp_path))
     assert list(tokenize_documents(tokenizer, ["aab"])) == [[0, 2, 3]]
-    assert bytes_per_token(tokenizer).tolist() == [1, 1, 2, 0]
+    assert [sizes.tolist() for _, sizes, _ in measured(tokenizer, ["aab"])] == [[1, 2, 0]]
 
 
 # --- packing

@@ -4,10 +4,11 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.pack import MixedBatches, ShuffledBatches
@@ -15,7 +16,7 @@ from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
 from ..data.samples import TaskSamples
 from ..data.source import TextSource, find_files, held_out_files, load_text
 from ..data.stream import StreamedBatches, first_rows
-from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
+from ..data.tokenize import WORD_TOKENIZERS, about_changes, build_tokenizer, check_bytes
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .recipe import Recipe
 
@@ -29,7 +30,6 @@ class TrainingData:
         held_out: blocks or samples by the name of their split.
         splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
         unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
-        bytes_per_token: for bits per byte; None for toy tasks and for symbols that are not text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -37,7 +37,6 @@ class TrainingData:
     held_out: dict[str, Any]
     splits_sha256: dict[str, str | None]
     unit: str = "tokens"
-    bytes_per_token: torch.Tensor | None = None
 
 
 def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
@@ -64,6 +63,13 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
     else:
         tokenizer = build_tokenizer(data.tokenizer)
+    measure = data.tokenizer not in WORD_TOKENIZERS
+    if measure:
+        try:
+            check_bytes(tokenizer)
+        except ValueError as error:
+            measure = False
+            _say(str(error))
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
     weights = data.weights()
@@ -77,7 +83,9 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
             rows = text[split]
             if data.streaming and some is not None:
                 rows = first_rows(rows, tokenizer, **form, blocks=some)
-            prepared = prepare(rows, tokenizer, name=name, processes=processes)
+            prepared = prepare(rows, tokenizer, name=name, processes=processes, measure=measure and split != "train")
+            if prepared.changed:
+                _say(f"{name}: {about_changes(prepared.changed, prepared.documents)}")
             parts.append(TextBlocks(prepared, **form, pad_token_id=tokenizer.pad_token_id, limit=some, name=name))
         return MixedBlocks(parts) if data.mixture else parts[0]
 
@@ -99,8 +107,13 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         held_out=held_out,
         splits_sha256={**sha256, **{split: some.sha256 for split, some in held_out.items()}},
         unit="sequences" if data.pack == "separate" else "tokens",
-        bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
     )
+
+
+def _say(text: str) -> None:
+    # Once for all processes.
+    if not int(os.environ.get("RANK", "0")):
+        print(text, file=sys.stderr)
 
 
 def _load_task(recipe: Recipe) -> TrainingData:

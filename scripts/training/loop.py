@@ -489,6 +489,8 @@ class Run:
         about = about_text(
             data, split, evaluate(self, split, self.recipe.evaluation.final_blocks), local=bool(self.data_dir)
         )
+        if changed := self.data.held_out[split].changed:
+            about["changed_documents"] = changed
         if data.source == "local":
             # Names of the user's own files do not say which text they are.
             about["tokens_sha256"] = self.data.splits_sha256[split]
