@@ -130,10 +130,16 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
             # `datasets` caches by these values.
             state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
             # A tuple: `datasets` would split a list into shards.
-            settings = {"files": tuple(files), "text_field": field, "pieces": pieces, "state": str(state)}
+            settings: dict[str, Any] = {
+                "files": tuple(files),
+                "text_field": field,
+                "pieces": pieces,
+                "state": str(state),
+            }
             settings |= {"version": whatwhere.__version__}
-            form = {"gen_kwargs": settings, "features": _FEATURES, "writer_batch_size": _ROWS}
-            rows = datasets.Dataset.from_generator(_rows, **form)
+            rows = datasets.Dataset.from_generator(
+                _rows, gen_kwargs=settings, features=_FEATURES, writer_batch_size=_ROWS
+            )
         if kind != "text" or streaming or not pieces:
             rows = rows.remove_columns("document")
         return check_text(rows, what)

@@ -92,12 +92,14 @@ def _write_shard(shard: int) -> tuple[int, int]:
         _work["tokenizer"],
         _work["measure"],
     )
-    total, ends, changed = 0, [], set()
+    total = 0
+    ends: list[int] = []
+    changed: set[int] = set()
     files = {kind: _file(folder, kind, shard) for kind in ("tokens", "ends", *(["bytes"] if measure else []))}
     with contextlib.ExitStack() as stack:
         drafts = {kind: stack.enter_context(_draft_of(file)) for kind, file in files.items()}
         written = {kind: stack.enter_context(draft.open("wb")) for kind, draft in drafts.items()}
-        pieces = measure_pieces(tokenizer, rows) if measure else tokenize_pieces(tokenizer, rows)
+        pieces: Iterator[Any] = measure_pieces(tokenizer, rows) if measure else tokenize_pieces(tokenizer, rows)
         for ids, last, *measured in pieces:
             written["tokens"].write(ids.astype(_work["dtype"]).tobytes())
             total += len(ids)

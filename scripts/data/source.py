@@ -54,9 +54,9 @@ class TextSource(Checked):
             ...}`. With `corpus` the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test":
             "wikitext103:test"}`.
         train_file: for `local` without `splits`: one or more files, folders or glob patterns, relative to the current
-            folder; a folder means all text, jsonl and parquet files in it.
-        validation_file: the same for the validation split. By default, 5 % of the documents of `train_file` are held
-            out at random, or with fewer than 20 documents the last 5 % of each.
+            folder; a folder means all text, jsonl and parquet files in it (see `find_all`).
+        validation_file: the same for the validation split; its files are not trained on. By default, 5 % of the
+            documents of `train_file` are held out at random, or with fewer than 20 documents the last 5 % of each.
         text_field: the column or key of the document (`hub`, jsonl and parquet files).
         streaming: read lazily instead of downloading or copying first (not `stdlib`).
     """

@@ -275,9 +275,10 @@ def compare(
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
         if key not in tokenised:
             tokenised = {key: tokenise(tokenizer, texts(), results.data, every)}
-        parts, sizes, results.data["documents"], changed = tokenised[key]
-        if changed:
-            _report(f"{curve.name}: {about_changes(changed, results.data['documents'])}.")
+        text = tokenised[key]
+        parts, results.data["documents"] = text.ids, text.documents
+        if text.changed:
+            _report(f"{curve.name}: {about_changes(text.changed, text.documents)}.")
         filled, skipped = fillable(parts, wanted[curve])
         if skipped:
             _report(
@@ -301,7 +302,7 @@ def compare(
                 "position_encoding": getattr(config, "position_encoding", None),
                 "device": loading.device,
                 "tokens": sum(len(ids) - 1 for ids in parts),
-                "changed_documents": changed,
+                "changed_documents": text.changed,
             },
         )
         measured = {cell["length"] for cell in entry["cells"]}
@@ -321,7 +322,7 @@ def compare(
             cell, by_position = measure_windows(
                 model,
                 parts,
-                sizes,
+                text.sizes,
                 length,
                 trained_length=curve.trained_length,
                 batch_tokens=batch_tokens,
