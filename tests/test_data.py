@@ -1,10 +1,12 @@
 """Corpora, tokenizers and packing."""
 
+import glob
 import gzip
 import itertools
 import json
 import os
 import random
+import re
 
 import numpy
 import pytest
@@ -13,10 +15,13 @@ import torch
 pytest.importorskip("datasets", reason='needs pip install "whatwhere[train]"')
 
 import datasets
+import pyarrow as pa
+from pyarrow import parquet
 
 from processes import python
 from whatwhere.scripts.data import source
 from whatwhere.scripts.data import tokenize as tokens
+from whatwhere.scripts.data.files import find_all
 from whatwhere.scripts.data.pack import (
     IGNORED,
     Packer,
@@ -25,7 +30,13 @@ from whatwhere.scripts.data.pack import (
 )
 from whatwhere.scripts.data.prepared import TextBlocks, prepare
 from whatwhere.scripts.data.source import TextSource, find_files
-from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents, train_bpe
+from whatwhere.scripts.data.tokenize import (
+    build_tokenizer,
+    check_bytes,
+    measure_documents,
+    tokenize_documents,
+    train_bpe,
+)
 
 TEXTS = ["def f(x):\n    return x\n", "Zoë's naïve café, 数学 🤖\r\n\ttabs", "a" * 50, " leading and trailing  "]
 
@@ -142,14 +153,14 @@ def test_text_of_jsonl_is_taken_as_it_is(tmp_path):
             r"a\.txt\.gz' cannot be read as UTF-8 text",
         ),
         ("a.jsonl", bytes(1000), r"a\.jsonl' (is not valid: it has no text|cannot be read)"),
-        ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl' (is not valid|cannot be read): 'utf-8' codec can't decode"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', r"a\.jsonl' cannot be read: line 1: 'utf-8' codec can't decode"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz' cannot be read: Not a gzipped file"),
         (
             "a.jsonl.gz",
             gzip.compress(os.urandom(4000).hex().encode())[:2000],
             r"a\.jsonl\.gz' cannot be read: Compressed",
         ),
-        ("a.jsonl", b'["text"]\n["text"]', r"a\.jsonl' cannot be read: Trailing data"),
+        ("a.jsonl", b'["text"]\n["text"]', r"a\.jsonl' cannot be read: line 2 is not valid JSON: Extra data"),
     ],
     ids=[
         "nul",
@@ -219,8 +230,169 @@ def test_some_documents_without_text(textless):
     loaded = source.load_text("local", train_file="most.jsonl")
     assert documents_of(loaded["train"])[0] + documents_of(loaded["validation"])[0] == "some text " * 50
     (textless / "nulls.jsonl").write_text(lines[1] * 9 + '{"text": null}\n{"other": 1}\n')
-    with pytest.raises(ValueError, match=r"^train_file='nulls.jsonl' is not valid: 2 documents .* in row 10;"):
+    with pytest.raises(ValueError, match=r"^train_file='nulls.jsonl' is not valid: line 10 of .* has text=None;"):
         source.load_text("local", train_file="nulls.jsonl")
+
+
+FOUND = {
+    "t/a.txt": "a",
+    "t/sub/b.txt": "b",
+    "t/.hidden.txt": "1",
+    "t/._a.txt": "2",
+    "t/.git/c.txt": "3",
+    "t/sub/.ipynb_checkpoints/b.txt": "4",
+    "t/__pycache__/d.txt": "5",
+    "elsewhere/e.txt": "e",
+    "f.txt": "f",
+}
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A folder `t` with hidden files and links: to a file and a folder elsewhere, to itself, and to nothing."""
+    for name, content in FOUND.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content * 99)
+    for link, target in {"t/f.txt": "f.txt", "t/link": "elsewhere", "t/sub/loop": "t", "t/dead.txt": "none"}.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (["t"], ["t/a.txt", "t/f.txt", "t/sub/b.txt"]),
+        (["./t/"], ["t/a.txt", "t/f.txt", "t/sub/b.txt"]),
+        (["t/**/*.txt"], ["t/a.txt", "t/f.txt", "t/sub/b.txt"]),
+        (["t/**"], ["t/a.txt", "t/f.txt", "t/sub/b.txt"]),
+        (["t/*"], ["t/a.txt", "t/f.txt"]),
+        (["t/sub/../*.txt"], ["t/a.txt", "t/f.txt"]),
+        (["t/link"], ["t/link/e.txt"]),
+        (["t/link/*.txt"], ["t/link/e.txt"]),
+        (["t/.git"], ["t/.git/c.txt"]),
+        (["t/.*.txt"], ["t/._a.txt", "t/.hidden.txt"]),
+        (["t/.git/*"], ["t/.git/c.txt"]),
+        (["t/__pycache__"], ["t/__pycache__/d.txt"]),
+        (["t/.hidden.txt"], ["t/.hidden.txt"]),
+        (["t/a.txt", "./t/a.txt", "{root}/t/a.txt", "t/sub/../a.txt", "t/?.txt"], ["t/a.txt", "t/f.txt"]),
+        (["f.txt", "t"], ["f.txt", "t/a.txt", "t/sub/b.txt"]),
+        (["elsewhere", "t/link"], ["elsewhere/e.txt"]),
+    ],
+)
+def test_which_files_a_folder_and_a_pattern_have(tree, entries, expected):
+    """The rule of `datasets`: without hidden files and linked folders, unless they are named. Each file counts once."""
+    entries = [entry.format(root=tree) for entry in entries]
+    found = find_all("train_file", entries)
+    assert [os.path.normpath(file) for file in found] == expected
+    # The same in a data folder.
+    inside = find_all("splits", [entry for entry in entries if not os.path.isabs(entry)], tree)
+    assert [os.path.relpath(file, tree) for file in inside] == expected
+    if len(entries) == 1 and glob.has_magic(entries[0]) and ".." not in entries[0]:
+        theirs = datasets.load_dataset("text", data_files=entries[0], sample_by="document", split="train")
+        assert sorted(theirs["text"]) == sorted((tree / file).read_text() for file in expected)
+
+
+def test_names_with_brackets_and_files_that_are_not_data(tree, monkeypatch):
+    (tree / "t[1]").mkdir()
+    for name in ("x[a].txt", "README.md", "config.json"):
+        (tree / "t[1]" / name).write_text("text")
+    assert find_all("train_file", ["t[1]"]) == find_all("train_file", ["t[1]/x[a].txt"]) == ["t[1]/x[a].txt"]
+    monkeypatch.chdir(tree / "t[1]")
+    assert find_all("train_file", ["*.txt"]) == find_all("train_file", ["."]) == ["x[a].txt"]
+    for entry, reason in (
+        ("**.txt", "Invalid pattern: .*entire path component"),
+        ("*::*", "no file"),
+        ("*x", "no file"),
+    ):
+        with pytest.raises(ValueError, match=rf"^train_file='{re.escape(entry)}' is not valid: .*{reason}"):
+            find_all("train_file", [entry])
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+def test_held_out_files_are_not_trained_on(tree, streaming, capsys):
+    (tree / "v.txt").symlink_to(tree / "t/sub/b.txt")
+    loaded = source.load_text("local", train_file="t", validation_file=["v.txt"], streaming=streaming)
+    assert documents_of(loaded["train"]) == ["a" * 99, "f" * 99]
+    assert documents_of(loaded["validation"]) == ["b" * 99]
+    assert capsys.readouterr().err.startswith("train_file='t': 1 of 3 files are held out, and not trained on\n")
+    splits = {"train": "t/*.txt", "validation": "t/sub/*", "test": "f.txt"}
+    loaded = source.load_text("local", data_dir=tree, splits=splits, streaming=streaming)
+    assert documents_of(loaded["train"]) == ["a" * 99]
+
+
+BROKEN = {
+    "null": ('{"text": null}', "a document has text=None; it must be a string"),
+    "number": ('{"text": 5}', "a document has text=5; it must be a string"),
+    "missing": ('{"other": "x"}', "has no text_field='text', but 'other'"),
+    "nul": ('{"text": "a\\u0000b"}', "a document contains NUL characters"),
+    "surrogate": ('{"text": "a\\ud800b"}', "surrogates not allowed"),
+    "cut": ('{"text": "abc', "cannot be read: line 3 is not valid JSON: Unterminated string starting, character 10"),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_lines_are_named_once(textless, kind, streaming, capfd):
+    """By the number of the line, also in a later file, and without a second message of `datasets`."""
+    line, reason = BROKEN[kind]
+    (textless / "0.jsonl").write_text('{"text": "first", "id": 1}\n')
+    (textless / "1.jsonl").write_text('{"text": "second"}\n\n' + line + '\n{"text": "third"}\n')
+    (textless / "good.jsonl").write_text('{"text": "held out"}\n')
+    loaded = {"train_file": "[01].jsonl", "validation_file": "good.jsonl", "streaming": streaming}
+    with pytest.raises(ValueError, match=re.escape(reason)) as raised:
+        list(source.load_text("local", **loaded)["train"])
+    assert len(re.findall(r"line 3|'1\.jsonl'", str(raised.value))) == 2
+    assert ("train_file='[01].jsonl' is not valid: " in str(raised.value)) != streaming
+    assert "rror" not in capfd.readouterr().err
+
+
+CODES = pa.array(["c"]).dictionary_encode()
+PARQUET = {
+    "null": ([{"text": ["a", None]}], "row 2 of '0.parquet': a document has text=None"),
+    "all null": ([{"text": ["a"]}, {"text": pa.nulls(2)}], "row 1 of '1.parquet': a document has text=None"),
+    "numbers": ([{"text": ["a"]}, {"text": [5]}], "row 1 of '1.parquet': a document has text=5"),
+    "bytes": ([{"text": ["a"]}, {"text": [b"x"]}], "row 1 of '1.parquet': a document has text=b'x'"),
+    "no text": ([{"text": ["a"]}, {"body": ["x"], "id": [1]}], "row 1 of '1.parquet' has no .*, but 'body', 'id'"),
+    "nul": ([{"text": ["a", "b\0"]}], "row 2 of '0.parquet': a document contains NUL characters"),
+    "schemas": ([{"text": ["a"]}, {"id": [1], "text": ["b"]}, {"text": ["c"], "id": ["x"]}], None),
+    "types": ([{"text": ["a"]}, {"text": pa.array(["b"], pa.large_string())}, {"text": CODES}], None),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize("kind", PARQUET)
+def test_parquet_files(tmp_path, monkeypatch, kind, streaming):
+    """Other columns than the text may differ; what is no text is named by file and row."""
+    monkeypatch.chdir(tmp_path)
+    tables, message = PARQUET[kind]
+    for number, columns in enumerate(tables):
+        parquet.write_table(pa.table(columns), f"{number}.parquet")
+    parquet.write_table(pa.table({"text": ["held out"]}), "held_out.parquet")
+    read = lambda: source.load_text(  # noqa: E731
+        "local", train_file="[0-9].parquet", validation_file="held_out.parquet", streaming=streaming
+    )
+    if message is None:
+        assert documents_of(read()["train"]) == ["a", "b", "c"]
+        return
+    with pytest.raises(ValueError, match=message):
+        list(read()["train"])
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+@pytest.mark.parametrize(
+    "content",
+    ['[{"text": "2020-01-01"},\n {"text": "b"}]', '["2020-01-01", "b"]', '{"text": "2020-01-01"}\n{"text": "b"}'],
+    ids=["objects", "strings", "lines"],
+)
+def test_forms_of_json(tmp_path, monkeypatch, content, streaming):
+    """Text that looks like a date stays text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text(content)
+    (tmp_path / "v.json").write_text(json.dumps({"text": "held out"}, indent=1))
+    loaded = source.load_text("local", train_file="a.json", validation_file="v.json", streaming=streaming)
+    assert documents_of(loaded["train"]) == ["2020-01-01", "b"]
+    assert documents_of(loaded["validation"]) == ["held out"]
 
 
 def test_a_file_that_vanishes_is_named(textless, monkeypatch):
@@ -256,7 +428,7 @@ def test_own_text_of_one_file(tmp_path, monkeypatch, capsys):
     assert "without a validation file: the last 5% of the document are held out" in capsys.readouterr().err
     given = source.load_text("local", train_file=["a.txt"], validation_file="a.txt")
     assert documents_of(given["train"]) == documents_of(given["validation"]) == [text]
-    assert "held out" not in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("train_file=['a.txt']: WARNING: all of it is held out as well")
     blocks = [block["input_ids"] for block in Packer(build_tokenizer("bytes"), 8, "concat")(loaded["train"])]
     assert bytes(torch.from_numpy(numpy.concatenate(blocks)).tolist()) == train.encode()[: 8 * len(blocks)]
 
@@ -333,7 +505,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
     monkeypatch.chdir(folder)
     books = {"validation_file": "valid.jsonl", "text_field": "body"}
     loaded = source.load_text("local", train_file="books/*", validation_file="books/1.txt", streaming=True)
-    assert [row["text"] for row in loaded["train"]] == ["one\ntwo\n", "three\n\nfour é"]
+    assert [row["text"] for row in loaded["train"]] == ["three\n\nfour é"]
     (folder / "empty").mkdir()
     (folder / "table.csv").write_text("a,b")
     (folder / "blank.jsonl").write_text('{"text": ""}\n' * 3)
@@ -352,7 +524,7 @@ def test_own_text_by_pattern_and_refusals(folder, monkeypatch):
         ({"train_file": ["books/1.txt", 3]}, r"train_file(\[1\])?="),
         (
             {"train_file": "valid.jsonl"},
-            "text_field='text' is not valid: train_file='valid.jsonl' has the columns 'id', 'body'",
+            "train_file='valid.jsonl' is not valid: line 1 of 'valid.jsonl' has no text_field='text', but 'id', 'body'",
         ),
         ({"train_file": "books/1.txt", **books, "validation_file": "books/1.txt"}, "text_field='body' has no effect"),
         ({"train_file": "blank.jsonl"}, "train_file='blank.jsonl' is not valid: it has no text"),
@@ -610,22 +782,81 @@ def test_a_damaged_tokenizer_is_named(tmp_path, content):
         build_tokenizer(str(tmp_path))
 
 
-def test_bytes_per_token_counts_every_byte(tokenizer):
-    ids = torch.tensor(list(itertools.chain(*tokenize_documents(tokenizer, TEXTS))))
-    sizes = bytes_per_token(tokenizer)[ids]
-    assert sizes.dtype == torch.int64
-    assert sizes.sum().item() == sum(len(text.encode()) for text in TEXTS)
-    ends = (ids == tokenizer.eos_token_id).nonzero().flatten().tolist()
-    assert len(ends) == len(TEXTS)
-    assert sizes[ends].sum() == 0
-    # each document by itself, too
-    start = 0
-    for end, text in zip(ends, TEXTS):
-        assert sizes[start:end].sum().item() == len(text.encode())
-        start = end + 1
+def measured(tokenizer, texts):
+    """Returns of each document its ids, the bytes of each token, and whether it is changed; checks ends and ids."""
+    found = list(measure_documents(tokenizer, texts))
+    assert [ids.tolist() for ids, _, _ in found] == list(tokenize_documents(tokenizer, texts))
+    return found
 
 
-def test_bytes_per_token_of_sentencepiece_and_refusal_of_others():
+def test_the_bytes_of_each_token(tokenizer):
+    for (ids, sizes, changed), text in zip(measured(tokenizer, TEXTS), TEXTS, strict=True):
+        assert sizes.sum() == len(text.encode())
+        assert (sizes[-1], changed) == (0, False)
+        if len(tokenizer) == 258:
+            assert sizes[:-1].tolist() == [1] * len(ids[:-1])
+        # A token has the bytes of its piece of text, up to the parts of characters.
+        pieces = [tokenizer.decode(ids[: number + 1]) for number in range(len(ids) - 1)]
+        whole = [number for number, piece in enumerate(pieces) if "\ufffd" not in piece]
+        assert [sizes[: number + 1].sum() for number in whole] == [len(pieces[number].encode()) for number in whole]
+
+
+CHANGED = ["ﬁne ①  café   ﬀ \uff21  word\n\n\ttabs  ", "e\u0301 x", "數 x <new> y 🤖 "]
+KEPT = ["plain words", "don't stop", " one space", "naive cafe", ""]
+CHANGING = ("NFKC", "NFKC, byte-level", "unknown", "unknown, one by one", "NFKC and collapsed spaces", "added", "strip")
+
+
+def tokenizer_that_changes_text(kind):
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    byte_level = kind in ("NFKC, byte-level", "added", "strip")
+    unigram = kind in ("unknown", "NFKC and collapsed spaces")
+    backend = Tokenizer(models.Unigram() if unigram else models.BPE(unk_token=None if byte_level else "<unk>"))
+    normalizer = {"NFKC": "NFKC", "NFKC, byte-level": "NFKC", "strip": "Strip"}.get(kind)
+    if normalizer:
+        backend.normalizer = getattr(normalizers, normalizer)()
+    if kind == "NFKC and collapsed spaces":
+        backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    special, alphabet = ["<unk>", "<e>"], pre_tokenizers.ByteLevel.alphabet()
+    if byte_level:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    form = {"vocab_size": 300, "special_tokens": special, "show_progress": False}
+    trainer = (
+        trainers.UnigramTrainer(**form, unk_token="<unk>")
+        if unigram
+        else trainers.BpeTrainer(**form, initial_alphabet=alphabet if byte_level else [])
+    )
+    backend.train_from_iterator([*KEPT, "abcdefghijklmnopqrstuvwxyz'1\n\tAfi"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", unk_token="<unk>")
+    if kind == "added":
+        tokenizer.add_tokens([AddedToken("<new>", lstrip=True, rstrip=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_bytes_are_those_of_the_text_itself(kind, monkeypatch):
+    """Whatever the tokenizer makes of it, and in pieces too; what is changed is known."""
+    tokenizer = tokenizer_that_changes_text(kind)
+    found = measured(tokenizer, CHANGED)
+    assert all(sizes.min() >= 0 for _, sizes, _ in found)
+    expected = {"NFKC, byte-level": [True, True, False], "strip": [True, False, True], "added": [False, False, True]}
+    assert [changed for _, _, changed in found] == expected.get(kind, [True] * 3)
+    texts = [*CHANGED, *KEPT, "   ", "  ", "\n"]
+    assert [sizes.sum() for _, sizes, _ in measured(tokenizer, texts)] == [len(text.encode()) for text in texts]
+    assert [changed for _, _, changed in measured(tokenizer, KEPT)] == [False] * len(KEPT)
+    monkeypatch.setattr(tokens, "_PIECE", 64)
+    monkeypatch.setattr(tokens, "_BATCH", 256)
+    monkeypatch.setattr(tokens, "_CONTEXT", 16)
+    texts = [text * 20 for text in CHANGED]
+    assert [sizes.sum() for _, sizes, _ in measured(tokenizer, texts)] == [len(text.encode()) for text in texts]
+
+
+def test_bytes_of_sentencepiece_and_refusal_of_others():
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -634,14 +865,16 @@ def test_bytes_per_token_of_sentencepiece_and_refusal_of_others():
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    # one more byte a document: the space that SentencePiece puts before it
-    ids = [*itertools.chain(*tokenize_documents(tokenizer, ["ab aé", "b"]))]
-    assert bytes_per_token(tokenizer)[ids].sum().item() == len("ab aé".encode()) + len("b") + 2
+    # Without the space that SentencePiece puts before a document.
+    (ids, sizes, changed), (_, others, _) = measured(tokenizer, ["ab aé", "b"])
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁a", "b", "▁a", "<0xC3>", "<0xA9>", "</s>"]
+    assert (sizes.tolist(), changed) == ([1, 1, 2, 1, 1, 0], False)
+    assert others.sum() == 1
 
     words = Tokenizer(models.WordLevel({"a": 0, "[EOS]": 1}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    with pytest.raises(ValueError, match="bits per byte"):
-        bytes_per_token(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]"))
+    with pytest.raises(ValueError, match="bits per byte cannot be computed"):
+        check_bytes(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[EOS]"))
 
 
 def test_pair_of_gpt2_files(tmp_path):
@@ -649,7 +882,7 @@ def test_pair_of_gpt2_files(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     tokenizer = build_tokenizer(str(tmp_path))
     assert list(tokenize_documents(tokenizer, ["aab"])) == [[0, 2, 3]]
-    assert bytes_per_token(tokenizer).tolist() == [1, 1, 2, 0]
+    assert [sizes.tolist() for _, sizes, _ in measured(tokenizer, ["aab"])] == [[1, 2, 0]]
 
 
 # --- packing

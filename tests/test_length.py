@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import transformers
+from tokenizers import normalizers
 
 from tiny import LargestTensor, tiny_model
 from whatwhere.scripts import cli
@@ -62,16 +63,14 @@ def by_hand(model, texts, length):
 
 @pytest.mark.parametrize("make", [lambda: small("rope"), granite], ids=["plain head", "scaled logits"])
 def test_equals_a_loop_over_windows(make, texts):
-    model = make()
-    byte_counts = torch.arange(258) % 5
-    cell, by_position = windows.measure_windows(model, texts, byte_counts, 32, trained_length=16, batch_tokens=64)
+    model, sizes = make(), [torch.arange(len(ids)) % 5 for ids in texts]
+    cell, by_position = windows.measure_windows(model, texts, sizes, 32, trained_length=16, batch_tokens=64)
     losses = by_hand(model, texts, 32)
     assert [len(rows) for rows in losses] == [2, 0, 3, 1]
     whole = torch.cat(losses)
     assert cell.loss == pytest.approx(whole.mean().item(), rel=1e-6)
     assert cell.perplexity == pytest.approx(math.exp(whole.mean()), rel=1e-6)
-    targets = [ids[1:][: len(rows) * 32].long() for ids, rows in zip(texts, losses)]
-    size = sum(byte_counts[some].sum().item() for some in targets)
+    size = sum(some[1:][: len(rows) * 32].sum().item() for some, rows in zip(sizes, losses))
     assert cell.bytes == size
     assert cell.bits_per_byte == pytest.approx(whole.sum().item() / math.log(2) / size, rel=1e-6)
     assert (cell.windows, cell.tokens, cell.multiple) == (6, 192, 2.0)
@@ -112,14 +111,14 @@ class InTurn(Processes):
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_shares_of_processes_add_up(texts, count, monkeypatch):
     """6 windows in 5 batches, and one window; the other processes have nothing to do."""
-    model, byte_counts = small("rope"), torch.arange(258) % 5
+    model, sizes = small("rope"), [torch.arange(len(ids)) % 5 for ids in texts]
     for length, windows_ in ((32, 6), (80, 1)):
         given = {"trained_length": 16, "batch_tokens": 64}
-        cell, by_position = windows.measure_windows(model, texts, byte_counts, length, **given)
+        cell, by_position = windows.measure_windows(model, texts, sizes, length, **given)
         assert cell.windows == windows_
         monkeypatch.setattr(InTurn, "given", [])
         for rank in range(count):
-            found = windows.measure_windows(model, texts, byte_counts, length, **given, processes=InTurn(rank, count))
+            found = windows.measure_windows(model, texts, sizes, length, **given, processes=InTurn(rank, count))
         assert len(InTurn.given) == count, "one sum for each cell"
         # Sums by position are added in another order.
         assert found[0] == cell
@@ -399,11 +398,11 @@ def test_the_same_command_goes_on(run, monkeypatch):
     lengths = []
     measure = windows.measure_windows
 
-    def counted(model, parts, byte_counts, length, **options):
+    def counted(model, parts, sizes, length, **options):
         if len(lengths) == 2:
             raise KeyboardInterrupt
         lengths.append(length)
-        return measure(model, parts, byte_counts, length, **options)
+        return measure(model, parts, sizes, length, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "measure_windows", counted)
@@ -493,6 +492,26 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
         assert name in (tmp_path / "length.svg").read_bytes()
     # The earlier run's second figure is gone, and nothing else.
     assert {path.name for path in tmp_path.glob("length_*")} == {"length_2_notes.svg", "length_65536.png"}
+
+
+def test_a_tokenizer_that_changes_the_text(root, run, tmp_path, capsys):
+    """The bytes are those of the text itself; bits per byte are in a table of their own, and why is said."""
+    (root / "changed").mkdir()
+    text = "ﬁne ① café  \uff54ext " * 30
+    (root / "changed" / "a.txt").write_text(text)
+    tokenizer = train_bpe(300, [text])
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    small("rope", vocab_size=300).save_pretrained(root / "nfkc")
+    tokenizer.save_pretrained(root / "nfkc")
+    arguments = ["--windows", "1", "--tokens", "9999", "--metric", "bits_per_byte"]
+    content = run(["pope", "nfkc"], *arguments, data="local", data_dir="changed")
+    said = capsys.readouterr()
+    one, two = content["checkpoints"]
+    assert (one["changed_documents"], two["changed_documents"]) == (0, 1)
+    # The first token is not predicted.
+    assert len(text.encode()) - two["cells"][0]["bytes"] in range(1, 9)
+    assert "nfkc: the tokenizer changes the text of 1 of 1 documents" in said.err
+    assert "Other text, because a tokenizer changes it, so bits per byte cannot be compared" in said.out
 
 
 def test_entries_are_those_of_their_weights(tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from whatwhere.scripts.data import music
 from whatwhere.scripts.data.corpora import CORPORA, load_corpus
 from whatwhere.scripts.data.pack import Packer
-from whatwhere.scripts.data.tokenize import build_tokenizer, bytes_per_token, tokenize_documents
+from whatwhere.scripts.data.tokenize import build_tokenizer, check_bytes, tokenize_documents
 from whatwhere.scripts.extras import explain
 
 CHORALES = {
@@ -68,7 +68,7 @@ def test_chorale_words():
     with pytest.raises(ValueError, match="the word '<pad>'"):
         list(tokenize_documents(tokenizer, ["60 <pad>"]))
     with pytest.raises(ValueError, match="bits per byte"):
-        bytes_per_token(tokenizer)
+        check_bytes(tokenizer)
 
 
 def test_word_tokenizer_loads_again(tmp_path):

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tokenizers import normalizers
 
 from whatwhere.scripts.commands import prepare as command
 from whatwhere.scripts.data import prepared
 from whatwhere.scripts.data.pack import Packer, ShuffledBatches
 from whatwhere.scripts.data.prepared import PreparedText, TextBlocks, prepare, prepared_folder
 from whatwhere.scripts.data.rows import on_disk, texts_of
-from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.data.tokenize import build_tokenizer, train_bpe
 from whatwhere.scripts.training.recipe import RECIPES
 
 TEXTS = [f"{'word ' * (number % 7)}{number}" for number in range(300)] + ["", "x"]
@@ -57,6 +58,28 @@ def test_blocks_are_those_of_the_text(rows, tokenizer, pack):
     assert both["input_ids"].shape[0] == 2
     assert torch.equal(both["input_ids"][1, :9], blocks[[3]]["input_ids"][0, :9])
     assert len(TextBlocks(blocks.text, 16, pack, pad_token_id=0, limit=5)) == 5
+
+
+@pytest.mark.parametrize("pack", ["concat", "documents", "separate"])
+def test_measured_text(pack):
+    """Held-out text has the bytes of each token, before the tokenizer changed it, in all forms of blocks."""
+    texts = [f"{'ﬁne ' * (number % 5)}{number}" for number in range(80)]
+    rows, tokenizer = datasets.Dataset.from_dict({"text": texts}), train_bpe(300, texts)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    plain, text = prepare(rows, tokenizer), prepare(rows, tokenizer, measure=True)
+    assert (text.sha256, text.is_measured, plain.is_measured) == (plain.sha256, True, False)
+    assert (text.changed, plain.changed, text.documents) == (64, 0, 80)
+    assert text.read(0, text.tokens, "bytes").sum() == sum(len(text.encode()) for text in texts)
+    blocks = TextBlocks(text, 8, pack, pad_token_id=tokenizer.pad_token_id)
+    batch, without = blocks[range(len(blocks))], TextBlocks(plain, 8, pack, pad_token_id=0)[[0]]
+    assert "bytes" not in without
+    sizes = batch["bytes"][batch["labels"] >= 0 if pack == "separate" else slice(None)]
+    scored = text.tokens // 8 * 8 if pack != "separate" else text.tokens
+    if pack == "separate":
+        # A remainder of one token, which is the end of text or a word, is not in a block.
+        assert 0 <= sum(len(text.encode()) for text in texts) - sizes.sum() < 80
+    else:
+        assert sizes.flatten().tolist() == text.read(0, scored, "bytes").tolist()
 
 
 def test_pieces_of_documents(tokenizer):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from whatwhere.scripts.data.files import read_found
 from whatwhere.scripts.data.pack import IGNORED, MixedBatches
 from whatwhere.scripts.data.prepared import MixedBlocks, TextBlocks, prepare
 from whatwhere.scripts.data.rows import choose
@@ -16,7 +17,7 @@ from whatwhere.scripts.data.stream import StreamedBatches
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
 TEXTS = [f"<{number:03d}>" + "x" * (number % 17) for number in range(120)]
-WAYS = ("files", "a slice", "lines", "memory")
+WAYS = ("files", "a slice", "own files", "lines", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,10 @@ def streams(tmp_path_factory):
     def stream(way):
         if way == "memory":
             return datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
-        kind, files = ("json", "all.jsonl") if way == "lines" else ("parquet", "*.parquet")
-        rows = datasets.load_dataset(kind, data_files=str(folder / files), split="train", streaming=True)
+        if way in ("own files", "lines"):
+            files = [str(file) for file in sorted(folder.glob("*.jsonl" if way == "lines" else "*.parquet"))]
+            return read_found(files, way, text_field="text", streaming=True)
+        rows = datasets.load_dataset("parquet", data_files=str(folder / "*.parquet"), split="train", streaming=True)
         return choose(rows, "[20:]") if way == "a slice" else rows
 
     return stream
@@ -114,11 +117,12 @@ def test_processes_and_workers_share_the_documents(streams, tokenizer, way):
     assert len(documents) > 0.85 * len(wanted)
 
 
-def test_order(streams, tokenizer):
-    plain = numbers(first(batches_of(streams("files"), tokenizer, shuffle_buffer=1), 80), tokenizer)
+@pytest.mark.parametrize("way", ["files", "own files"])
+def test_order(streams, tokenizer, way):
+    plain = numbers(first(batches_of(streams(way), tokenizer, shuffle_buffer=1), 80), tokenizer)
     assert plain[:110] == list(range(110))
-    shuffled = numbers(first(batches_of(streams("files"), tokenizer), 100), tokenizer)
-    other = numbers(first(batches_of(streams("files"), tokenizer, seed=2), 100), tokenizer)
+    shuffled = numbers(first(batches_of(streams(way), tokenizer), 100), tokenizer)
+    other = numbers(first(batches_of(streams(way), tokenizer, seed=2), 100), tokenizer)
     assert shuffled[:110] != plain[:110] != other[:110] != shuffled[:110]
     # Files, and documents in windows of 11.
     assert len({number // 30 for number in shuffled[:11]}) == 1
@@ -146,6 +150,18 @@ def test_refusals(streams, tokenizer):
     for workers in (0, 1):
         with pytest.raises(ValueError, match=r"^sequence_length=5000 is not valid"):
             first(batches_of(streams("files"), tokenizer, sequence_length=5000), 1, workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_of_the_hub_that_cannot_be_read(tmp_path, tokenizer, workers):
+    """Files of several schemas, as `datasets` streams them: one sentence, not its classes of errors."""
+    for number, columns in enumerate(({"text": ["abc"] * 9}, {"text": ["abc"] * 9, "id": [1] * 9})):
+        datasets.Dataset.from_dict(columns).to_parquet(str(tmp_path / f"{number}.parquet"))
+    rows = datasets.load_dataset("parquet", data_files=f"{tmp_path}/*", split="train", streaming=True)
+    with pytest.raises(ValueError, match=r"^the text cannot be read: Couldn't cast .*") as raised:
+        first(batches_of(rows, tokenizer, shuffle_buffer=1), 30, workers=workers)
+    assert type(raised.value) is ValueError
+    assert "\n" not in str(raised.value)
 
 
 # --- mixtures

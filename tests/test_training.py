@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -22,12 +23,14 @@ pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from processes import TORCHRUN, python
 from tiny import slow_but, tiny_model
 from toys import SOLVABLE, toy_recipe, with_changes
 from whatwhere.scripts import cli
+from whatwhere.scripts.data.tokenize import train_bpe
 from whatwhere.scripts.training import data, loop, plan, progress
 from whatwhere.scripts.training.checkpoint import Checkpoints
 from whatwhere.scripts.training.errors import Interrupted, TrainingError
@@ -1203,6 +1206,51 @@ def test_own_text(tmp_path, capsys):
     assert results["data"]["train_file"] == str(tmp_path / "*.txt")
     assert len(results["tokens_sha256"]) == 64
     assert "train_file" in (tmp_path / "run" / "recipe.yaml").read_text()
+
+
+def test_bits_per_byte_of_a_tokenizer_that_changes_the_text(tmp_path, capsys):
+    """They are per byte of the file; that they are not comparable is said, and in the results and the card."""
+    text = "ﬁne ① café \uff54ext. " * 40
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.txt").write_text(text)
+    tokenizer = train_bpe(260, [text])
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    files = {"data__train_file": str(tmp_path / "train.txt"), "data__validation_file": str(tmp_path / "held_out.txt")}
+    files |= {"data__tokenizer": str(tmp_path / "tokenizer"), "data__sequence_length": 8}
+    own = recipe(data__source="local", data__splits=None, training__steps=2, **files)
+    results = loop.train(own, tmp_path / "run", arguments=[])
+    bits, nats = results["metrics"]["bits_per_byte"]["value"], results["metrics"]["loss"]["value"] * results["tokens"]
+    # Of each block of 8 tokens 7 are predicted.
+    assert nats / math.log(2) / bits == pytest.approx(len(text.encode()) * 7 / 8, rel=0.05)
+    assert "the validation split: the tokenizer changes the text of 1 of 1 documents" in capsys.readouterr().err
+    assert results["changed_documents"] == 1
+    assert "changes the text of 1 documents: bits per byte are not" in (tmp_path / "run" / "README.md").read_text()
+
+
+def test_a_tokenizer_without_bytes(tmp_path, capsys):
+    backend = Tokenizer(models.WordLevel({"word": 0, "[EOS]": 1}, unk_token="word"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]").save_pretrained(tmp_path / "words")
+    (tmp_path / "a.txt").write_text("word " * 2000)
+    files = {"data__train_file": str(tmp_path / "a.txt"), "data__tokenizer": str(tmp_path / "words")}
+    own = recipe(data__source="local", data__splits=None, training__steps=2, **files)
+    assert set(loop.train(own, tmp_path / "run", arguments=[])["metrics"]) == {"loss", "perplexity"}
+    assert "bits per byte cannot be computed with" in capsys.readouterr().err
+
+
+def test_a_mixture_does_not_train_on_what_is_held_out(tmp_path, capsys):
+    """Of any of its texts."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 99)
+    mixture = [
+        {"train_file": f"{tmp_path}/a.txt", "validation_file": f"{tmp_path}/b.txt", "weight": 1},
+        {"train_file": str(tmp_path), "validation_file": f"{tmp_path}/c.txt", "weight": 1},
+    ]
+    mixed = data.load_data(recipe(data__source="mixture", data__splits=None, data__mixture=mixture))
+    for part in mixed.batches.blocks.parts:
+        assert set(part.text.read(0, part.text.tokens)) == {ord("a"), ord(" "), 256}
+    assert "2 of 3 files are held out, and not trained on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Local text files: `.txt`, `.jsonl` and `.parquet`, and the part that is held out for validation.
 
 A document is a text file, a line of a jsonl file or a row of a parquet file. Text files are UTF-8: a byte order mark is
-removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is not changed.
+removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and parquet files is not changed. NUL
+characters are refused in all of them: they are a sign of files that are no text.
 """
 
 import glob
 import gzip
+import itertools
+import json
 import os
 import re
 import sys
@@ -16,18 +19,22 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from datasets.data_files import resolve_pattern
 
 import whatwhere
 
 from ..checks import Refused
-from .rows import NO_TEXT, check_text, texts_of, with_text
+from .rows import NO_TEXT, check_text, texts_of
+from .tokenize import text_of
 
 OWN_TEXT = (
     "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
     "mytext/*.txt, ...}."
 )
-# File endings, and the format's name in `datasets`.
+# File endings, and the format.
 _KINDS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json"}
 _KINDS |= {f"{ending}.gz": kind for ending, kind in _KINDS.items()} | {".parquet": "parquet"}
 # Maximum number of characters in a piece of a text file.
@@ -38,33 +45,58 @@ _HELD_OUT = 0.05
 _FEW = 20
 # Approximate number of pieces of a short document (fewer if its characters take several bytes).
 _PIECES = 80
+# Rows that are copied at once; they may be books.
+_ROWS = 256
 _FEATURES = datasets.Features({"text": datasets.Value("large_string"), "document": datasets.Value("int64")})
 # Errors of files that are cut or have other contents.
-_UNREADABLE = (EOFError, gzip.BadGzipFile, zlib.error, ValueError)
+_UNREADABLE = (EOFError, gzip.BadGzipFile, zlib.error, ValueError, pa.ArrowException)
 _WHITE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
 def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> list[str]:
-    """Returns the files of an option, each once: files, folders or patterns, in `root` or the current folder."""
-    files: list[str] = []
+    """Returns the files of an option: files, folders or patterns, in `root` or the current folder.
+
+    Folders and patterns have the files that `datasets` finds: hidden ones, folders with names such as `__pycache__` and
+    a few names such as `README.md` are left out unless the entry names them, and links to folders are not followed. A
+    file that is found twice, by a link or another spelling, counts once.
+    """
+    files: dict[str, str] = {}
     for entry in entries:
         if not isinstance(entry, str) or not entry:
             raise ValueError(f"{option}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
-        path = os.path.join(root or "", os.path.expanduser(entry))
-        if os.path.isdir(path):
-            found = sorted(str(file) for file in Path(path).rglob("*") if _kind(str(file)) and file.is_file())
-            reason = f"the folder has no {', '.join(_KINDS)} file"
+        path, start = os.path.expanduser(entry), os.fspath(root or "")
+        here, reason = os.path.join(start, path), "there is no such file or folder, and no file matches it as a pattern"
+        # An existing file takes precedence over a pattern, for names with brackets.
+        if os.path.isfile(here):
+            found = [here]
+        elif os.path.isdir(here):
+            found, reason = (
+                _matching(os.path.join(glob.escape(here), "**")),
+                f"the folder has no {', '.join(_KINDS)} file",
+            )
+            found = [file for file in found if _kind(file)]
         else:
-            names = glob.glob(os.path.expanduser(entry), root_dir=root, recursive=True)
-            # An existing file takes precedence over a pattern, for names with brackets.
-            found = [path] if os.path.isfile(path) else sorted(os.path.join(root or "", name) for name in names)
-            found = [file for file in found if os.path.isfile(file)]
-            reason = "there is no such file or folder, and no file matches it as a pattern"
+            try:
+                found = _matching(os.path.join(glob.escape(start), path))
+            except ValueError as error:
+                found, reason = [], f"{error}"
         if not found:
             where = f" in {str(root)!r}" if root else ""
             raise ValueError(f"{option}={entry!r} is not valid{where}: {reason}.")
-        files += [file for file in found if file not in files]
-    return files
+        for file in found:
+            files.setdefault(os.path.realpath(file), file)
+    return list(files.values())
+
+
+def _matching(pattern: str) -> list[str]:
+    """Returns the files of a pattern, sorted, and relative to the current folder as the pattern is."""
+    try:
+        # `datasets` does not normalise paths.
+        found = resolve_pattern(os.path.normpath(os.path.join(glob.escape(os.getcwd()), pattern)), "")
+    except FileNotFoundError:
+        return []
+    found = found if os.path.isabs(pattern) else map(os.path.relpath, found)
+    return sorted(file for file in found if os.path.isfile(file))
 
 
 def _kind(file: str) -> str | None:
@@ -88,20 +120,29 @@ def kind_of_all(files: Sequence[str], what: str) -> str:
 def read_found(files: list[str], what: str, *, text_field: str, streaming: bool, pieces: bool = False) -> Any:
     """Returns the rows of files of one format; `what` is their name in messages."""
     kind = kind_of_all(files, what)
+    # Not a field of text files.
+    field = "" if kind == "text" else text_field
     try:
-        if kind != "text":
-            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=streaming)
-        elif streaming:
-            rows = datasets.IterableDataset.from_generator(_text_rows, gen_kwargs={"files": files}, features=_FEATURES)
+        if streaming:
+            form = {"files": files, "text_field": field}
+            rows = datasets.IterableDataset.from_generator(_rows, gen_kwargs=form, features=_FEATURES)
         else:
             # `datasets` caches by these values.
             state = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)]
             # A tuple: `datasets` would split a list into shards.
-            settings = {"files": tuple(files), "pieces": pieces, "state": str(state), "version": whatwhere.__version__}
-            rows = datasets.Dataset.from_generator(_text_rows, gen_kwargs=settings, features=_FEATURES)
-        if kind == "text" and (streaming or not pieces):
+            settings: dict[str, Any] = {
+                "files": tuple(files),
+                "text_field": field,
+                "pieces": pieces,
+                "state": str(state),
+            }
+            settings |= {"version": whatwhere.__version__}
+            rows = datasets.Dataset.from_generator(
+                _rows, gen_kwargs=settings, features=_FEATURES, writer_batch_size=_ROWS
+            )
+        if kind != "text" or streaming or not pieces:
             rows = rows.remove_columns("document")
-        return check_text(with_text(rows, text_field, what), what)
+        return check_text(rows, what)
     except Refused:
         raise
     except (datasets.exceptions.DatasetGenerationError, StopIteration, *_UNREADABLE) as error:
@@ -109,15 +150,77 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise Refused(f"{what} is not valid: {NO_TEXT}") from error
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        raise Refused(f"{what} cannot be read: {reason}") from error
+        raise Refused(f"{what} is not valid: {reason}") from error
 
 
-def _text_rows(files: Sequence[str], pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
-    """Yields rows with the text of files, whole or in pieces; `state` is only used in the cache key of `datasets`."""
+def _rows(files: Sequence[str], text_field: str, pieces: bool = False, **state: str) -> Iterator[dict[str, Any]]:
+    """Yields rows with the text of files: text files whole or in pieces, or the documents of jsonl and parquet files.
+
+    `state` is only used in the cache key of `datasets`.
+    """
     for number, file in enumerate(files):
-        texts = read_text(file) if pieces else ["".join(read_text(file))]
-        for text in texts:
+        texts = _documents(file, text_field) if text_field else read_text(file)
+        for text in texts if text_field or pieces else ["".join(texts)]:
             yield {"text": text, "document": number}
+
+
+def _documents(file: str, text_field: str) -> Iterator[str]:
+    """Yields the documents of a jsonl or parquet file; raises Refused if one is not text."""
+    try:
+        for place, row in _parquet_rows(file, text_field) if file.endswith(".parquet") else _json_rows(file):
+            if text_field not in row:
+                others = ", ".join(map(repr, row)) or "nothing"
+                raise Refused(f"{place} of {file!r} has no text_field={text_field!r}, but {others}.")
+            try:
+                text = text_of({"text": row[text_field]})
+                if "\0" in text:
+                    raise ValueError("a document contains NUL characters.")
+                # JSON can have lone surrogates.
+                text.encode()
+            except ValueError as error:
+                raise Refused(f"{place} of {file!r}: {error}") from error
+            yield text
+    except Refused:
+        raise
+    except (OSError, *_UNREADABLE) as error:
+        # Of the file system.
+        if getattr(error, "errno", None) is not None:
+            raise
+        raise ValueError(f"file {file!r} cannot be read: {error}") from error
+
+
+def _json_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the place and the object of each line, or of each entry of an array that is the whole file."""
+    with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as lines:
+        first = lines.readline()
+        is_whole = first.removeprefix(b"\xef\xbb\xbf").strip()[:1] == b"[" or first.strip() == b"{"
+        for number, line in enumerate([first + lines.read()] if is_whole else itertools.chain([first], lines), 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8-sig").rstrip())
+            except json.JSONDecodeError as error:
+                place = f"line {number + error.lineno - 1} is not valid JSON"
+                raise ValueError(f"{place}: {error.msg.removesuffix(' at')}, character {error.colno}.") from error
+            except UnicodeDecodeError as error:
+                raise ValueError(f"line {number}: {error}.") from error
+            for entry, row in enumerate(value if isinstance(value, list) else [value], 1):
+                place = f"entry {entry}" if isinstance(value, list) else f"line {number}"
+                yield place, row if isinstance(row, dict) else {"text": row}
+
+
+def _parquet_rows(file: str, text_field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the place and the value of each row; the first row has all columns if there is none for text."""
+    with open(file, "rb") as content:
+        table = pq.ParquetFile(content)
+        names = table.schema_arrow.names
+        if text_field not in names:
+            yield "row 1", dict.fromkeys(names)
+        rows = (
+            value for batch in table.iter_batches(_ROWS, columns=[text_field]) for value in batch.column(0).to_pylist()
+        )
+        for number, value in enumerate(rows, 1):
+            yield f"row {number}", {text_field: value}
 
 
 def read_text(file: str) -> Iterator[str]:

@@ -95,7 +95,10 @@ def batch_of(
 ) -> dict[str, torch.Tensor]:
     """Returns blocks as int64 (B, T); those of pack="separate" are padded and have labels."""
     if pack == "separate":
-        return pad_blocks([block["input_ids"] for block in blocks], pad_token_id or 0, longest)
+        batch = pad_blocks([block["input_ids"] for block in blocks], pad_token_id or 0, longest)
+        if "bytes" in blocks[0]:
+            batch["bytes"] = pad_blocks([block["bytes"] for block in blocks], 0, longest)["input_ids"]
+        return batch
     return {name: torch.from_numpy(np.stack([block[name] for block in blocks])).long() for name in blocks[0]}
 
 

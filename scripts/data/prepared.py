@@ -7,7 +7,8 @@ version:
 |---|---|
 | `tokens-00000.bin`, ... | the tokens of a range of documents, uint16, or int32 for more than 65,536 entries |
 | `ends-00000.bin`, ... | int64, for each document of that range the number of tokens up to its end |
-| `shard-00000.json`, ... | numbers of tokens and documents, and of both files size, time of writing and SHA-256 |
+| `bytes-00000.bin`, ... | int32, for each token the bytes of its text; only of held-out text |
+| `shard-00000.json`, ... | numbers of tokens and documents, and of each file size, time of writing and SHA-256 |
 | `prepared.json` | written last: the number of shards, and what was tokenised |
 
 The ranges depend on the rows alone. Each shard is written atomically, so that interrupted work is continued. The tokens
@@ -40,7 +41,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .pack import batch_of
 from .rows import texts_of
-from .tokenize import byte_level, single_threaded, tokenize_pieces, train_bpe
+from .tokenize import byte_level, measure_pieces, single_threaded, tokenize_pieces, train_bpe
 
 FORMAT = 1
 CACHE_VARIABLE = "WHATWHERE_CACHE"
@@ -54,12 +55,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or default).expanduser()
 
 
-def prepared_folder(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Returns the folder of the tokens of these rows; it may not exist yet."""
+def prepared_folder(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, measure: bool = False) -> Path:
+    """Returns the folder of the tokens of these rows, with `measure` of their bytes too; it may not exist yet."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    what = json.dumps([FORMAT, rows._fingerprint, type(tokenizer).__name__, content, special])
+    parts = [FORMAT, rows._fingerprint, type(tokenizer).__name__, content, special]
+    what = json.dumps([*parts, "bytes"] if measure else parts)
     return cache_folder() / hashlib.sha256(what.encode()).hexdigest()[:32]
 
 
@@ -85,22 +87,42 @@ def _write_shard(shard: int) -> tuple[int, int]:
     """Tokenises one shard; returns its tokens and documents."""
     # Mapped anew, see `texts_of`.
     rows, folder, bounds = pickle.loads(_work["rows"]), _work["folder"], _work["bounds"]
-    total, ends = 0, []
-    files = {kind: _file(folder, kind, shard) for kind in ("tokens", "ends")}
-    with _draft_of(files["tokens"]) as tokens, _draft_of(files["ends"]) as draft, tokens.open("wb") as file:
-        for ids, last in tokenize_pieces(_work["tokenizer"], rows.select(range(bounds[shard], bounds[shard + 1]))):
-            file.write(ids.astype(_work["dtype"]).tobytes())
+    rows, tokenizer, measure = (
+        rows.select(range(bounds[shard], bounds[shard + 1])),
+        _work["tokenizer"],
+        _work["measure"],
+    )
+    total = 0
+    ends: list[int] = []
+    changed: set[int] = set()
+    files = {kind: _file(folder, kind, shard) for kind in ("tokens", "ends", *(["bytes"] if measure else []))}
+    with contextlib.ExitStack() as stack:
+        drafts = {kind: stack.enter_context(_draft_of(file)) for kind, file in files.items()}
+        written = {kind: stack.enter_context(draft.open("wb")) for kind, draft in drafts.items()}
+        pieces: Iterator[Any] = measure_pieces(tokenizer, rows) if measure else tokenize_pieces(tokenizer, rows)
+        for ids, last, *measured in pieces:
+            written["tokens"].write(ids.astype(_work["dtype"]).tobytes())
             total += len(ids)
+            if measured:
+                sizes, differs = measured
+                written["bytes"].write(sizes.tobytes())
+                changed |= {len(ends)} if differs else set()
             if last:
                 ends.append(total)
-        draft.write_bytes(np.array(ends, dtype=np.int64).tobytes())
+        written["ends"].write(np.array(ends, dtype=np.int64).tobytes())
     stamps = {kind: _stamp(file) | {"sha256": file_sha256(file)} for kind, file in files.items()}
-    _write_json(_file(folder, "shard", shard), {"tokens": total, "documents": len(ends), "files": stamps})
+    counts = {"tokens": total, "documents": len(ends), "changed": len(changed)}
+    _write_json(_file(folder, "shard", shard), {**counts, "files": stamps})
     return total, len(ends)
 
 
 def prepare(
-    rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, name: str = "the text", processes: int | None = None
+    rows: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str = "the text",
+    processes: int | None = None,
+    measure: bool = False,
 ) -> "PreparedText":
     """Tokenises rows, or the part of them that is not tokenised yet, and returns the tokens.
 
@@ -108,8 +130,9 @@ def prepare(
         rows: with `text`, and `document` if the text is a piece (see `tokenize_pieces`).
         processes: that tokenise, in one thread each; by default one for each core. Little text is tokenised by this
             process alone, in several threads unless `processes` is 1.
+        measure: also write the bytes of the text of each token, for bits per byte; see `measure_pieces`.
     """
-    folder = prepared_folder(rows, tokenizer)
+    folder = prepared_folder(rows, tokenizer, measure=measure)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,7 +143,8 @@ def prepare(
     with FileLock(f"{folder}.lock"):
         if not (folder / "prepared.json").exists():
             dtype, bounds = "uint16" if len(tokenizer) <= 1 << 16 else "int32", _shard_bounds(rows)
-            _work.update(rows=pickle.dumps(rows), tokenizer=tokenizer, folder=folder, dtype=dtype, bounds=bounds)
+            _work.update(rows=pickle.dumps(rows), tokenizer=tokenizer, measure=measure)
+            _work.update(folder=folder, dtype=dtype, bounds=bounds)
             try:
                 _write_all(folder, len(bounds) - 1, name, processes)
             except ValueError as error:
@@ -183,6 +207,10 @@ class PreparedText:
     """The tokens of a split, in a folder of `prepare`, read as far as they are used.
 
     The sizes of the files are checked, and the SHA-256 of those with another time of writing, or with `verify` of all.
+
+    Attributes:
+        changed: the number of documents whose text the tokenizer changes; 0 if the text was not measured.
+        is_measured: whether there are the bytes of each token.
     """
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
@@ -192,7 +220,8 @@ class PreparedText:
         for shard, record in enumerate(records):
             for kind, stamp in record["files"].items():
                 _check(_file(folder, kind, shard), stamp, verify)
-        self._files = [_file(folder, "tokens", shard) for shard in range(len(records))]
+        self.is_measured = any("bytes" in record["files"] for record in records)
+        self.changed = sum(record.get("changed", 0) for record in records)
         # First token of each shard.
         self._starts = np.cumsum([0, *(record["tokens"] for record in records)], dtype=np.int64)
         self._ends = [
@@ -209,15 +238,16 @@ class PreparedText:
     def _shards(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yields the shards that have tokens of start..stop, and their first tokens."""
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while shard < len(self._files) and (first := int(self._starts[shard])) < stop:
+        while shard < len(self._ends) and (first := int(self._starts[shard])) < stop:
             if first < self._starts[shard + 1]:
                 yield shard, first
             shard += 1
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Returns tokens start..stop, int32."""
+    def read(self, start: int, stop: int, kind: str = "tokens") -> np.ndarray:
+        """Returns tokens start..stop, or with kind="bytes" the bytes of the text of each, int32."""
+        dtype = self._dtype if kind == "tokens" else np.dtype(np.int32)
         parts = [
-            _memory(self._files[shard], self._dtype)[max(0, start - first) : stop - first]
+            _memory(_file(self.folder, kind, shard), dtype)[max(0, start - first) : stop - first]
             for shard, first in self._shards(start, stop)
         ]
         return np.concatenate(parts, dtype=np.int32)
@@ -248,8 +278,8 @@ class TextBlocks:
         name: str = "the text",
     ) -> None:
         self.text, self.sequence_length, self.pack, self.pad_token_id = text, sequence_length, pack, pad_token_id
-        # A fingerprint of the tokens.
-        self.sha256 = text.sha256
+        # A fingerprint of the tokens, and the number of documents that the tokenizer changes.
+        self.sha256, self.changed = text.sha256, text.changed
         if pack == "separate":
             ends = np.concatenate([ends + first for ends, first in zip(text._ends, text._starts)])
             lengths = np.diff(ends, prepend=0)
@@ -278,6 +308,8 @@ class TextBlocks:
             start = int(self._document_starts[document]) + (index - before) * self.sequence_length
             stop = min(start + self.sequence_length, int(self._document_ends[document]))
         result = {"input_ids": self.text.read(start, stop)}
+        if self.text.is_measured:
+            result["bytes"] = self.text.read(start, stop, "bytes")
         if self.pack == "documents":
             begins = np.concatenate([[start], self.text.ends(start, stop)])
             slots = np.arange(start, stop)
@@ -285,7 +317,10 @@ class TextBlocks:
         return result
 
     def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Returns `input_ids`, int64 (B, T), of some blocks, with `position_ids` or `labels` (see `pack`)."""
+        """Returns `input_ids`, int64 (B, T), of some blocks, with `position_ids` or `labels` (see `pack`).
+
+        Measured text also has `bytes`, of the text of each token.
+        """
         blocks = [part.block(within) for part, within in map(self._find, indices)]
         return batch_of(blocks, self.pack, self.pad_token_id, self.sequence_length)
 
@@ -302,6 +337,7 @@ class MixedBlocks(TextBlocks):
         *starts, self.count = itertools.accumulate(map(len, parts), initial=0)
         self.starts = np.array(starts)
         self.sha256 = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
+        self.changed = sum(part.changed for part in parts)
 
     def _find(self, index: int) -> tuple[TextBlocks, int]:
         part = int(np.searchsorted(self.starts, index, side="right")) - 1

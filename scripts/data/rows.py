@@ -8,9 +8,10 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
@@ -20,6 +21,7 @@ from .tokenize import text_of
 
 SPLITS = ("train", "validation", "test")
 DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
+R = TypeVar("R")
 NO_TEXT = "it has no text, and so no tokens. Choose another text."
 
 
@@ -117,6 +119,16 @@ def documents_sha256(documents: Iterable[str]) -> tuple[int, str]:
     return count, digest.hexdigest()
 
 
+def readable(rows: Iterable[R]) -> Iterator[R]:
+    """Yields rows of a stream; an error of `datasets` while it reads them becomes a ValueError with one sentence."""
+    try:
+        yield from rows
+    except (TypeError, ValueError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        if type(error) in (ValueError, Refused):
+            raise
+        raise ValueError(f"the text cannot be read: {' '.join(str(error).split())}") from error
+
+
 def with_text(rows: Any, text_field: str, what: str) -> Any:
     """Renames the column of the documents to `text`; raises Refused if there is none."""
     columns = rows.column_names or list(next(iter(rows), {"text": ""}))
@@ -136,7 +148,7 @@ def check_text(rows: Any, what: str) -> Any:
             "string."
         )
     try:
-        has_text = any(text_of(row) for row in rows)
+        has_text = any(text_of(row) for row in readable(rows))
     except ValueError as error:
         raise Refused(f"{what} is not valid: {error}") from error
     if not has_text:

@@ -8,9 +8,10 @@ other files, but the text differs between Python versions, and so results of two
 import hashlib
 import os
 import re
+import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,9 +54,9 @@ class TextSource(Checked):
             ...}`. With `corpus` the split of a corpus: `{"train": "wikipedia_en:train[:1000]", "test":
             "wikitext103:test"}`.
         train_file: for `local` without `splits`: one or more files, folders or glob patterns, relative to the current
-            folder; a folder means all text, jsonl and parquet files in it.
-        validation_file: the same for the validation split. By default, 5 % of the documents of `train_file` are held
-            out at random, or with fewer than 20 documents the last 5 % of each.
+            folder; a folder means all text, jsonl and parquet files in it (see `find_all`).
+        validation_file: the same for the validation split; its files are not trained on. By default, 5 % of the
+            documents of `train_file` are held out at random, or with fewer than 20 documents the last 5 % of each.
         text_field: the column or key of the document (`hub`, jsonl and parquet files).
         streaming: read lazily instead of downloading or copying first (not `stdlib`).
     """
@@ -148,11 +149,38 @@ def find_files(
     return result
 
 
+def held_out_files(files: Mapping[str, tuple[str, list[str]]]) -> list[str]:
+    """Returns the files of all splits of `find_files` but `train`."""
+    return [file for name, (_, found) in files.items() if name != "train" for file in found]
+
+
+def trained_files(
+    files: Mapping[str, tuple[str, list[str]]], held_out: Iterable[str] = (), *, say: bool = False
+) -> list[str]:
+    """Returns the training files of `find_files` that are not held out, or all of them if all are held out.
+
+    Args:
+        held_out: more files than those of the other splits.
+        say: say on standard error if some, or all, are held out.
+    """
+    what, found = files["train"]
+    others = {os.path.realpath(file) for file in (*held_out_files(files), *held_out)}
+    kept = [file for file in found if os.path.realpath(file) not in others]
+    note = f"{len(found) - len(kept)} of {len(found)} files are held out, and not trained on"
+    if not kept:
+        note = "WARNING: all of it is held out as well: scores on held-out text say nothing about other text"
+    # Once for all processes.
+    if say and len(kept) < len(found) and not int(os.environ.get("RANK", "0")):
+        print(f"{what}: {note}", file=sys.stderr)
+    return kept or found
+
+
 def load_text(
     text: str | TextSource = "stdlib",
     *,
     data_dir: str | os.PathLike[str] | None = None,
     folder: Path | None = None,
+    held_out: Iterable[str] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the splits of a source, tables or streams of `datasets` with documents in `text`; `test` may be missing.
@@ -163,6 +191,7 @@ def load_text(
         text: the source, or its name.
         data_dir: the folder of local files; by default the environment variable WHATWHERE_DATA_DIR.
         folder: as in `find_files`.
+        held_out: files that `local` does not train on; files of its own other splits are left out in any case.
         options: the other fields of `TextSource`, if `text` is a name.
     """
     if isinstance(text, str):
@@ -176,6 +205,7 @@ def load_text(
         result = _load_corpora(text, data_dir)
     else:
         files = find_files(text, data_dir, folder)
+        files["train"] = files["train"][0], trained_files(files, held_out, say=True)
         form: dict[str, Any] = {"text_field": text.text_field, "streaming": streaming, "pieces": True}
         result = {name: read_found(found, what, **form) for name, (what, found) in files.items()}
         if "validation" not in result:

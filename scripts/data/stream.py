@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from .pack import Packer, add_labels, batch_of
-from .rows import on_disk
+from .rows import on_disk, readable
 from .tokenize import single_threaded, text_of
 
 
@@ -34,7 +34,7 @@ def first_rows(
 
     def texts() -> Iterator[str]:
         missing = blocks
-        for row in rows:
+        for row in readable(rows):
             yield text_of(row)
             missing -= sum(1 for _ in packer([row]))
             if missing <= 0:
@@ -72,7 +72,7 @@ class StreamedBlocks:
                 self.rows.set_epoch(int(np.random.default_rng([self.seed, epoch]).integers(1, 1 << 31)))
             packer = Packer(*self.form, begun["rest"])
             # Unlike `iter(rows)`, `iter` does not divide the rows among workers once more.
-            documents = (row["text"][0] for row in self.rows.iter(batch_size=1))
+            documents = (row["text"][0] for row in readable(self.rows.iter(batch_size=1)))
             while window := list(itertools.islice(documents, self.shuffle_buffer)):
                 after, number = self.rows.state_dict(), begun["window"]
                 order = np.random.default_rng([self.seed, epoch, number]).permutation(len(window))

@@ -4,13 +4,11 @@ import contextlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -35,8 +33,6 @@ _CONTEXT = 200
 
 # Files that a tokenizer can be read from.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
-
-_BYTE_FALLBACK = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 
 
 def build_tokenizer(kind: str) -> PreTrainedTokenizerBase:
@@ -106,18 +102,86 @@ def tokenize_pieces(
     Args:
         rows: with `text`, a document; or with `text` and `document`, the next piece of the document with that number.
     """
+    for ids, last, _, _ in _tokenised(tokenizer, rows, measure=False):
+        yield ids, last
+
+
+def measure_pieces(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[np.ndarray, bool, np.ndarray, bool]]:
+    """Yields the pieces of `tokenize_pieces`, the bytes of text of each token, and whether a piece's text is changed.
+
+    The bytes, int32 (tokens), are those of the text itself in UTF-8, whatever the tokenizer makes of it: from the end
+    of the token before, so those of a document add up to its text. An end-of-text token has none. The text is changed
+    if the tokens do not decode to it, but for one space at its start.
+    """
+    check_bytes(tokenizer)
+    return _tokenised(tokenizer, rows, measure=True)
+
+
+def measure_documents(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]
+) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+    """Yields for each document its token ids, their bytes of text, and whether it is changed; see `measure_pieces`."""
+    ids, sizes, changed = [], [], False
+    for piece, last, some, differs in measure_pieces(tokenizer, ({"text": text} for text in texts)):
+        ids.append(piece)
+        sizes.append(some)
+        changed |= differs
+        if last:
+            yield np.concatenate(ids), np.concatenate(sizes), changed
+            ids, sizes, changed = [], [], False
+
+
+def _tokenised(
+    tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]], *, measure: bool
+) -> Iterator[tuple[np.ndarray, bool, np.ndarray, bool]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     of_words = backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
     begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    first = True
+    first, sizes, differs = True, np.empty(0, dtype=np.int32), False
+    # Bytes of pieces without tokens; the next token has them.
+    before = 0
     for batch in _batches(_pieces(tokenizer, rows)):
         texts = [text for text, _ in batch]
         if of_words:
             _check_words(tokenizer, texts)
-        for ids, (_, last) in zip(_encode(tokenizer, texts), batch):
-            yield np.array([*(begin if first else []), *ids, *(end if last else [])], dtype=np.int32), last
+        encoded = _encode(tokenizer, texts, measure)
+        for number, (text, last) in enumerate(batch):
+            start, ids = begin if first else [], encoded["input_ids"][number]
+            tokens = np.array([*start, *ids, *(end if last else [])], dtype=np.int32)
+            if measure:
+                before = 0 if first else before
+                sizes = np.zeros(len(tokens), dtype=np.int32)
+                if ids:
+                    sizes[len(start) : len(start) + len(ids)] = _bytes_of(text, encoded["offset_mapping"][number])
+                else:
+                    before += len(text.encode())
+                if len(tokens):
+                    sizes[len(start)] += before
+                    before = 0
+                decoded = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+                differs = text not in (decoded, f" {decoded}") and decoded != f" {text}"
+            yield tokens, last, sizes, differs
             first = last
+
+
+def _bytes_of(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Returns the bytes of each token: from the end of the token before, and for the last to the end of the text.
+
+    Tokens that end at the same place, such as the bytes of a character, have equal shares.
+    """
+    ends = np.maximum.accumulate([stop for _, stop in offsets])
+    ends[-1] = len(text)
+    if not text.isascii():
+        codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        widths = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
+        ends = np.concatenate([[0], widths.cumsum()])[ends]
+    places, firsts, counts = np.unique(ends, return_index=True, return_counts=True)
+    shared, count = np.repeat(np.diff(places, prepend=0), counts), np.repeat(counts, counts)
+    number = np.arange(len(ends)) - np.repeat(firsts, counts)
+    return (number + 1) * shared // count - number * shared // count
 
 
 def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
@@ -132,15 +196,16 @@ def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
         yield batch
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], offsets: bool = False) -> Mapping[str, list[Any]]:
     return tokenizer(
         texts,
+        return_offsets_mapping=offsets,
         add_special_tokens=False,
         split_special_tokens=True,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
-    )["input_ids"]
+    )
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
@@ -182,7 +247,7 @@ def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     )
     for place in itertools.islice(places, 8):
         left, right = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
-        together, one, other = _encode(tokenizer, [left + right, left, right])
+        together, one, other = _encode(tokenizer, [left + right, left, right])["input_ids"]
         # Needs more than white space on the right: a tokenizer that strips it would otherwise pass the check.
         if together == one + other and not right.isspace():
             return place
@@ -202,34 +267,26 @@ def single_threaded() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def bytes_per_token(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Returns the number of bytes of text of each token, int64 (vocabulary), for bits per byte; 0 for special tokens.
-
-    Exact for byte-level tokenizers (ours, GPT-2's, Llama 3's). SentencePiece-style tokenizers (Llama 2's) add a space
-    before each document, which counts as one byte. Other tokenizers raise ValueError.
-    """
+def check_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if there are no bits per byte with a tokenizer: its tokens are not pieces of text, as words of
+    music are not, or it does not say which piece each of them is."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    description = repr(backend.decoder) + repr(backend.pre_tokenizer) if backend is not None else ""
-    byte_level = "ByteLevel" in description
-    tokens = tokenizer.get_vocab()
-    if not byte_level and not any(token.startswith("▁") for token in tokens):
-        raise ValueError(
-            f"bits per byte cannot be computed with {type(tokenizer).__name__} {tokenizer.name_or_path!r}: the bytes "
-            "of its tokens are unknown. Allowed: byte-level and SentencePiece-style tokenizers."
-        )
-    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-    counts = torch.zeros(max(tokens.values()) + 1, dtype=torch.int64)
-    for token, index in tokens.items():
-        if token in tokenizer.all_special_tokens or (token in added and added[token].special):
-            continue
-        if token in added:
-            counts[index] = len(token.encode())
-        elif byte_level:
-            # Each character of a byte-level token is one byte.
-            counts[index] = len(token)
-        else:
-            counts[index] = 1 if _BYTE_FALLBACK.match(token) else len(token.replace("▁", " ").encode())
-    return counts
+    description = "" if backend is None else repr(backend.decoder) + repr(backend.pre_tokenizer)
+    if "ByteLevel" in description or (backend and any(token.startswith("▁") for token in tokenizer.get_vocab())):
+        return
+    raise ValueError(
+        f"bits per byte cannot be computed with {type(tokenizer).__name__} {tokenizer.name_or_path!r}: the bytes of "
+        "its tokens are unknown. Allowed: byte-level and SentencePiece-style tokenizers of the library `tokenizers`."
+    )
+
+
+def about_changes(changed: int, documents: int) -> str:
+    """Returns a note on bits per byte if a tokenizer changes the text of some documents."""
+    return (
+        f"the tokenizer changes the text of {changed:,} of {documents:,} documents (by normalisation, or for lack of a "
+        "token). Bits per byte are per byte of the text itself, but without what is lost: they are not comparable with "
+        "those of other tokenizers"
+    )
 
 
 def token_unit(tokenizer: PreTrainedTokenizerBase) -> str:

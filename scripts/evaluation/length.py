@@ -144,10 +144,23 @@ def curves_of(
     return curves
 
 
-def tokenise(
-    tokenizer: Any, texts: Iterable[str], data: dict[str, Any], lengths: Sequence[int]
-) -> tuple[list[torch.Tensor], int]:
-    """Returns the token ids of the texts to cut into windows, each int32 (tokens), and the number of documents.
+class Tokens(NamedTuple):
+    """The texts to cut into windows.
+
+    Attributes:
+        ids: of the tokens of each text, int32 (tokens).
+        sizes: for each text the bytes of its tokens, int32 (tokens); None if unknown.
+        documents: their number, and in `changed` that of those whose text the tokenizer changes.
+    """
+
+    ids: list[torch.Tensor]
+    sizes: list[torch.Tensor] | None
+    documents: int
+    changed: int
+
+
+def tokenise(tokenizer: Any, texts: Iterable[str], data: dict[str, Any], lengths: Sequence[int]) -> Tokens:
+    """Returns the tokens of the texts to cut into windows.
 
     Args:
         tokenizer: its end-of-text token is appended to each document.
@@ -155,25 +168,36 @@ def tokenise(
         data: `document_limit`, `text_tokens` (of each text) and `joined` (whether the documents are one text).
         lengths: all window lengths; a joined text that is cut is cut to a multiple of all of them, if long enough.
     """
-    from ..data.tokenize import tokenize_documents
+    from ..data.tokenize import check_bytes, measure_documents, tokenize_documents
 
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"tokenizer={tokenizer.name_or_path!r} is not valid: it has no end-of-text token (`eos_token`)."
         )
-    ids = tokenize_documents(tokenizer, itertools.islice(texts, data["document_limit"]))
-    documents = [torch.tensor(document, dtype=torch.int32) for document in ids]
-    if not documents:
+    texts, changed = itertools.islice(texts, data["document_limit"]), 0
+    try:
+        check_bytes(tokenizer)
+    except ValueError as error:
+        _report(str(error))
+        parts = [[torch.tensor(ids, dtype=torch.int32)] for ids in tokenize_documents(tokenizer, texts)]
+    else:
+        parts = []
+        for ids, sizes, differs in measure_documents(tokenizer, texts):
+            parts.append([torch.from_numpy(ids), torch.from_numpy(sizes)])
+            changed += differs
+    if not parts:
         raise ValueError("data is not valid: it has no documents.")
-    limit = data["text_tokens"]
-    if not data["joined"]:
-        return [document[: None if limit is None else limit + 1] for document in documents], len(documents)
-    text = torch.cat(documents)
-    if limit is None and data["corpus"] in UNNAMED:
-        limit = 16 * max(lengths)
+    # Ids, and sizes if they are known.
+    every, limit = [list(some) for some in zip(*parts)], data["text_tokens"]
+    if data["joined"]:
+        every = [[torch.cat(some)] for some in every]
+        if limit is None and data["corpus"] in UNNAMED:
+            limit = 16 * max(lengths)
+        if limit is not None:
+            limit = common_tokens(limit, len(every[0][0]) - 1, lengths)
     if limit is not None:
-        text = text[: common_tokens(limit, len(text) - 1, lengths) + 1]
-    return [text], len(documents)
+        every = [[text[: limit + 1] for text in some] for some in every]
+    return Tokens(every[0], every[1] if len(every) > 1 else None, len(parts), changed)
 
 
 def compare(
@@ -191,26 +215,23 @@ def compare(
         texts: returns a new iterator over the documents.
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
     """
-    from ..data.tokenize import bytes_per_token, token_unit
+    from ..data.tokenize import about_changes, token_unit
 
     # Raises errors before the first model is loaded.
     wanted = {curve: parse_windows(lengths, curve.trained_length) for curve in curves}
     every = sorted({length for each in wanted.values() for length in each})
-    tokenised: dict[str, list[torch.Tensor]] = {}
+    tokenised: dict[str, Tokens] = {}
     for curve in curves:
         tokenizer = loading.tokenizer(curve.checkpoint)
-        try:
-            byte_counts = bytes_per_token(tokenizer)
-        except ValueError as error:
-            byte_counts = None
-            _report(f"{curve.name}: {error}")
         # Compared checkpoints often share a tokenizer: tokenise once.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
         if key not in tokenised:
-            parts, results.data["documents"] = tokenise(tokenizer, texts(), results.data, every)
-            tokenised = {key: parts}
-        parts = tokenised[key]
+            tokenised = {key: tokenise(tokenizer, texts(), results.data, every)}
+        text = tokenised[key]
+        parts, results.data["documents"] = text.ids, text.documents
+        if text.changed:
+            _report(f"{curve.name}: {about_changes(text.changed, text.documents)}.")
         filled, skipped = fillable(parts, wanted[curve])
         if skipped:
             _report(
@@ -234,6 +255,7 @@ def compare(
                 "position_encoding": getattr(config, "position_encoding", None),
                 "device": loading.device,
                 "tokens": sum(len(ids) - 1 for ids in parts),
+                "changed_documents": text.changed,
             },
         )
         entry["unit"] = token_unit(tokenizer)
@@ -254,7 +276,7 @@ def compare(
             cell, by_position = measure_windows(
                 model,
                 parts,
-                byte_counts,
+                text.sizes,
                 length,
                 trained_length=curve.trained_length,
                 batch_tokens=batch_tokens,
@@ -367,6 +389,8 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
             what = "tokens"
             if metric == "bits_per_byte":
                 what = f"text ({scored_bytes(entries):,} bytes scored; {scored_bytes(groups[0]):,} in the first table)"
+                if any(group[0].get("changed_documents") for group in (entries, groups[0])):
+                    what = "text, because a tokenizer changes it"
             print(f"\nOther {what}, so {METRICS[metric]} cannot be compared with the values above:\n")
         title = heading(entries, measured_text(results.data, entries), metric=metric)
         print(f"{title}:\n\n{table(entries, metric=metric)}")

@@ -66,13 +66,16 @@ def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity", alig
 def comparable(entries: Sequence[dict[str, Any]], metric: str) -> list[list[dict[str, Any]]]:
     """Returns the entries in groups for a table and a figure each; a group is on the same tokens.
 
-    Bits per byte are also comparable between tokenizers: if the numbers of bytes scored differ by at most 1 %.
+    Bits per byte are also comparable between tokenizers, if the numbers of bytes scored differ by at most 1 % and no
+    tokenizer changes the text.
     """
     groups: list[list[dict[str, Any]]] = []
     for entry in entries:
         for group in groups:
             if entry["tokens_sha256"] == group[0]["tokens_sha256"]:
                 break
+            if entry.get("changed_documents") or group[0].get("changed_documents"):
+                continue
             counts = scored_bytes([entry]), scored_bytes(group)
             if metric == "bits_per_byte" and (0 in counts or max(counts) <= 1.01 * min(counts)):
                 break

@@ -150,8 +150,9 @@ def _held_out(checkpoint: str, results: Mapping[str, Any], data_dir: str | None)
     try:
         if in_folder and about.get("place") == "local files" and not (data_dir or os.environ.get(DATA_DIR_VARIABLE)):
             raise ValueError(f"it was read from a folder of local data: give --data-dir, or set {DATA_DIR_VARIABLE}.")
+        others = _held_out_files(sources, data_dir, folder)
         for text, record in zip(sources, held_out["texts"], strict=True):
-            rows = load_text(text, data_dir=data_dir, folder=folder)[split]
+            rows = load_text(text, data_dir=data_dir, folder=folder, held_out=others)[split]
             # Of a stream, only the beginning was held out.
             parts.append(functools.partial(_first, rows, record["documents"]))
             if documents_sha256(parts[-1]())[1] != record["sha256"]:
@@ -166,6 +167,13 @@ def _held_out(checkpoint: str, results: Mapping[str, Any], data_dir: str | None)
         lambda: itertools.chain.from_iterable(part() for part in parts),
         [part for text in sources if (part := _part(text, split, data_dir, folder))],
     )
+
+
+def _held_out_files(sources: Iterable[Any], data_dir: str | None, folder: pathlib.Path) -> list[str]:
+    from ..data.source import find_files, held_out_files
+
+    local = [text for text in sources if text.source == "local"]
+    return [file for text in local for file in held_out_files(find_files(text, data_dir, folder))]
 
 
 def _first(rows: Any, count: int) -> Iterator[str]:
@@ -195,9 +203,11 @@ def _data(about: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _part(text: Any, split: str, data_dir: str | None, folder: pathlib.Path) -> Part | None:
+def _part(
+    text: Any, split: str, data_dir: str | None, folder: pathlib.Path, held_out: Sequence[str] = ()
+) -> Part | None:
     """Returns a split of a text of training; None if it has no files of its own, or they are missing now."""
-    from ..data.source import find_files
+    from ..data.source import find_files, trained_files
 
     chosen = (text.splits or {}).get(split, split)
     if text.source == "local":
@@ -205,6 +215,8 @@ def _part(text: Any, split: str, data_dir: str | None, folder: pathlib.Path) -> 
             found = find_files(text, data_dir, folder)
         except ValueError:
             return None
+        if split == "train":
+            return Part("local", files=tuple(trained_files(found, held_out)))
         return Part("local", files=tuple(found[split][1])) if split in found else None
     if text.source == "corpus":
         corpus, _, chosen = chosen.partition(":")
@@ -233,8 +245,13 @@ def _trained_on(checkpoint: str, data_dir: str | None) -> Iterator[tuple[str, Pa
         if data.get("source") in (None, "task"):
             return
         folder = (pathlib.Path(checkpoint) / results.get("held_out", {}).get("folder", "")).resolve()
-        for text in _sources(data):
-            if part := _part(text, "train", data_dir, folder):
+        sources = _sources(data)
+        try:
+            held_out = _held_out_files(sources, data_dir, folder)
+        except ValueError:
+            held_out = []
+        for text in sources:
+            if part := _part(text, "train", data_dir, folder, held_out):
                 yield checkpoint, part
         base = (results.get("recipe") or {}).get("checkpoint")
         checkpoint = str(folder / base) if base else checkpoint

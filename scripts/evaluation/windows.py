@@ -108,7 +108,7 @@ def token_losses(
 def measure_windows(
     model: Any,
     texts: Sequence[torch.Tensor],
-    byte_counts: torch.Tensor | None,
+    sizes: Sequence[torch.Tensor] | None,
     length: int,
     *,
     trained_length: int,
@@ -121,7 +121,7 @@ def measure_windows(
     Args:
         model: a causal language model of Transformers; it is put into eval mode.
         texts: token ids of each text, integers (tokens), on any device; at least one has a window (see `fillable`).
-        byte_counts: int64 (vocabulary), bytes of text per token; None if unknown.
+        sizes: for each text the bytes of each token, integers (tokens); None if unknown.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
 
     Returns:
@@ -139,31 +139,32 @@ def measure_windows(
     step = max(1, batch_tokens // length)
     batches = processes.share(
         [
-            (ids, before, start, min(start + step, count))
-            for ids, count, before in zip(texts, counts, itertools.accumulate(counts, initial=0))
+            (number, before, start, min(start + step, count))
+            for number, (count, before) in enumerate(zip(counts, itertools.accumulate(counts, initial=0)))
             for start in range(0, count, step)
         ]
     )
     hidden = None if processes.is_first else True
-    for ids, before, start, stop in tqdm(batches, desc=name, unit="batch", leave=False, disable=hidden):
-        some = ids[start * length : stop * length + 1].to(torch.int64)
+    for text, before, start, stop in tqdm(batches, desc=name, unit="batch", leave=False, disable=hidden):
+        some = texts[text][start * length : stop * length + 1].to(torch.int64)
         inputs, targets = some[:-1].view(-1, length), some[1:].view(-1, length)
         losses = token_losses(model, inputs.to(model.device), targets.to(model.device), plain_head=plain_head).to(
             "cpu", torch.float64
         )
         by_position += losses.sum(0)
         nats[before + start : before + stop] = losses.sum(1)
-        if byte_counts is not None:
-            bytes_[before + start : before + stop] = byte_counts[targets.cpu()].sum(1)
+        if sizes is not None:
+            some = sizes[text][start * length + 1 : stop * length + 1]
+            bytes_[before + start : before + stop] = some.view(-1, length).sum(1)
     nats, bytes_, by_position = processes.summed(sums).split(parts)
     number, documents = len(nats), [count for count in counts if count]
-    clusters, sizes = ("documents", documents) if len(documents) > 1 else ("windows", [1] * number)
-    nats, bytes_ = (torch.stack([part.sum() for part in each.split(sizes)]) for each in (nats, bytes_))
-    tokens = torch.tensor(sizes, dtype=torch.float64) * length
+    clusters, windows = ("documents", documents) if len(documents) > 1 else ("windows", [1] * number)
+    nats, bytes_ = (torch.stack([part.sum() for part in each.split(windows)]) for each in (nats, bytes_))
+    tokens = torch.tensor(windows, dtype=torch.float64) * length
     loss = (nats.sum() / tokens.sum()).item()
     error = None
-    if len(sizes) > 1:
-        spread = (nats - loss * tokens).square().sum() * len(sizes) / (len(sizes) - 1)
+    if len(windows) > 1:
+        spread = (nats - loss * tokens).square().sum() * len(windows) / (len(windows) - 1)
         error = (spread.sqrt() / tokens.sum()).item()
     total = number * length
     cell = Cell(
@@ -175,7 +176,7 @@ def measure_windows(
         loss=loss,
         perplexity=math.exp(loss),
         tokens=total,
-        bytes=int(bytes_.sum().item()) if byte_counts is not None else None,
+        bytes=int(bytes_.sum().item()) if sizes is not None else None,
         windows=number,
         clusters=clusters,
         documents=len(documents),

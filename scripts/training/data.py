@@ -4,17 +4,19 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.pack import MixedBatches, ShuffledBatches
 from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
 from ..data.samples import TaskSamples
-from ..data.source import load_text
+from ..data.source import TextSource, find_files, held_out_files, load_text
 from ..data.stream import StreamedBatches, first_rows
-from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, bytes_per_token
+from ..data.tokenize import WORD_TOKENIZERS, about_changes, build_tokenizer, check_bytes
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .recipe import Recipe
 
@@ -28,7 +30,6 @@ class TrainingData:
         held_out: blocks or samples by the name of their split.
         splits_sha256: a fingerprint of each split, checked when a run is resumed; None for a stream.
         unit: of progress: `tokens`, `sequences` (of different lengths) or `samples` of a toy task.
-        bytes_per_token: for bits per byte; None for toy tasks and for symbols that are not text.
         texts: the rows of each held-out split, of each text of a mixture; of a stream, those that are in `held_out`.
     """
 
@@ -37,7 +38,6 @@ class TrainingData:
     held_out: dict[str, Any]
     splits_sha256: dict[str, str | None]
     unit: str = "tokens"
-    bytes_per_token: torch.Tensor | None = None
     texts: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
@@ -48,17 +48,30 @@ def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = N
 
 def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> TrainingData:
     data, evaluation = recipe.data, recipe.evaluation
-    texts = []
-    for index, text in enumerate(data.texts()):
-        try:
-            texts.append(load_text(text, data_dir=data_dir))
-        except ValueError as error:
-            raise ValueError(f"mixture[{index}].{error}" if data.mixture else str(error)) from error
+
+    def each(read: Callable[[TextSource], Any]) -> Iterator[Any]:
+        for index, text in enumerate(data.texts()):
+            try:
+                yield read(text)
+            except ValueError as error:
+                raise ValueError(f"mixture[{index}].{error}" if data.mixture else str(error)) from error
+
+    # What is held out of one text of a mixture is not in the training part of another.
+    files = each(lambda text: find_files(text, data_dir) if text.source == "local" else {})
+    not_trained = [file for found in files for file in held_out_files(found)]
+    texts = list(each(lambda text: load_text(text, data_dir=data_dir, held_out=not_trained)))
     # The tokenizer is `bpe`.
     if data.vocab_size is not None:
         tokenizer = prepare_tokenizer([text["train"] for text in texts], data.vocab_size)
     else:
         tokenizer = build_tokenizer(data.tokenizer)
+    measure = data.tokenizer not in WORD_TOKENIZERS
+    if measure:
+        try:
+            check_bytes(tokenizer)
+        except ValueError as error:
+            measure = False
+            _say(str(error))
     limit = max(evaluation.blocks, evaluation.final_blocks) if evaluation.blocks and evaluation.final_blocks else None
     form: dict[str, Any] = {"sequence_length": data.sequence_length, "pack": data.pack}
     weights = data.weights()
@@ -74,7 +87,9 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
             if data.streaming and some is not None:
                 rows = first_rows(rows, tokenizer, **form, blocks=some)
             rows_of.setdefault(split, []).append(rows)
-            prepared = prepare(rows, tokenizer, name=name, processes=processes)
+            prepared = prepare(rows, tokenizer, name=name, processes=processes, measure=measure and split != "train")
+            if prepared.changed:
+                _say(f"{name}: {about_changes(prepared.changed, prepared.documents)}")
             parts.append(TextBlocks(prepared, **form, pad_token_id=tokenizer.pad_token_id, limit=some, name=name))
         return MixedBlocks(parts) if data.mixture else parts[0]
 
@@ -96,9 +111,14 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
         held_out=held_out,
         splits_sha256={**sha256, **{split: some.sha256 for split, some in held_out.items()}},
         unit="sequences" if data.pack == "separate" else "tokens",
-        bytes_per_token=None if data.tokenizer in WORD_TOKENIZERS else bytes_per_token(tokenizer),
         texts=rows_of,
     )
+
+
+def _say(text: str) -> None:
+    # Once for all processes.
+    if not int(os.environ.get("RANK", "0")):
+        print(text, file=sys.stderr)
 
 
 def _load_task(recipe: Recipe) -> TrainingData:

@@ -30,9 +30,9 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
 
     Returns:
         for a toy task, `loss` (nats per answer token) and the result of `summarise`. For text, `bits_per_byte` (all
-        nats, including end-of-text tokens, over ln 2 times the bytes of the predicted text), `perplexity` (per token),
-        `loss` (nats per token) and `tokens` (the number of predictions). Symbols that are not text have no
-        `bits_per_byte`.
+        nats, including end-of-text tokens, over ln 2 times the bytes of the text that is predicted, as it was before
+        tokenisation), `perplexity` (per token), `loss` (nats per token) and `tokens` (the number of predictions).
+        Symbols that are not text have no `bits_per_byte`.
     """
     data, model, device = run.data, run.whole_model, run.accelerator.device
     per_batch = run.micro_batch_size * run.layout.data_share[1]
@@ -49,6 +49,7 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
         if not mine and not run.layout.is_sharded:
             continue
         batch = add_labels(blocks[mine or chosen[:1]])
+        sizes = batch.pop("bytes", None)
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         # `num_items_in_batch=1` turns the mean into the sum.
         outputs = model(**inputs, num_items_in_batch=1, use_cache=False)
@@ -58,10 +59,8 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
         if is_task:
             sums[1:] += count_errors(outputs.logits, batch["labels"]).cpu()
             continue
-        labels = batch["labels"][:, 1:]
-        labels = labels[labels != IGNORED]
-        size_of = 0 if data.bytes_per_token is None else data.bytes_per_token[labels].sum().item()
-        sums[1:] += torch.tensor([labels.numel(), size_of])
+        scored = batch["labels"][:, 1:] != IGNORED
+        sums[1:] += torch.stack([scored.sum(), torch.tensor(0) if sizes is None else sizes[:, 1:][scored].sum()])
     if isinstance(model, FSDPModule):
         # The outermost weights stay whole after a forward pass.
         model.reshard()
@@ -71,7 +70,7 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
         raise TrainingError(f"loss={loss!r} nats per token on the {split} split: training has diverged.")
     if is_task:
         return {"loss": loss, **summarise(counts)}
-    scores = {} if data.bytes_per_token is None else {"bits_per_byte": nats / (math.log(2) * counts[1])}
+    scores = {"bits_per_byte": nats / (math.log(2) * counts[1])} if counts[1] else {}
     return {**scores, "perplexity": math.exp(loss), "loss": loss, "tokens": int(counts[0])}
 
 

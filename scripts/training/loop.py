@@ -490,6 +490,8 @@ class Run:
         about = about_text(
             data, split, evaluate(self, split, self.recipe.evaluation.final_blocks), local=bool(self.data_dir)
         )
+        if changed := self.data.held_out[split].changed:
+            about["changed_documents"] = changed
         # A name does not say which text it is: that of a file, or of a corpus of which there are versions.
         about["tokens_sha256"] = self.data.splits_sha256[split]
         if self.data.unit == "sequences":

@@ -7,14 +7,15 @@ import evaluate
 
 _DESCRIPTION = """
 How many bits a language model needs for a byte of text: comparable between models with different tokenizers, which
-perplexity per token is not. Lower is better; 8 is a uniform guess over bytes.
+perplexity per token is not, unless a tokenizer changes the text (by normalisation, or for lack of a token): what it
+drops is not predicted. Lower is better; 8 is a uniform guess over bytes.
 """
 
 _INPUTS = """
 Args:
     predictions (list of float): for each text, the negative log-likelihood that the model gives it, in nats, summed
         over all its tokens.
-    references (list of str): the texts. Their lengths are counted in bytes of UTF-8.
+    references (list of str): the texts, as they were before tokenisation. Their lengths are counted in bytes of UTF-8.
 
 Returns:
     bits_per_byte (float): the sum of `predictions` over ln 2 times the sum of bytes.
