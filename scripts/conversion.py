@@ -27,7 +27,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file, logging
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
-from whatwhere.attention_options import NORM_EPS
 from whatwhere.configuration.configuration_common import kept_parameters
 from whatwhere.position_base import head_dim
 from whatwhere.position_registry import layer_plan
@@ -61,16 +60,13 @@ def load_source(source: str, field: str = "checkpoint") -> Any:
         raise ValueError(f"{field}={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}.")
     if "sliding_attention" in (config.layer_types or ()):
         raise ValueError(f"{field}={source!r} is not valid: it has layers with a sliding window.")
-    if config.model_type == "qwen3" and config.rms_norm_eps != NORM_EPS:
-        raise ValueError(
-            f"{field}={source!r} is not valid: rms_norm_eps={config.rms_norm_eps!r}; norms of queries and keys have "
-            f"{NORM_EPS!r} here."
-        )
     stock = _load(AutoModelForCausalLM, source, field)
     fields = {key: value for key, value in config.to_dict().items() if key not in _WINDOWS}
     weights = stock.state_dict()
-    fields |= {"model_type": "llama", "qk_norm": config.model_type == "qwen3"}
-    if config.model_type == "qwen2":
+    fields["model_type"] = "llama"
+    if config.model_type == "qwen3":
+        fields |= {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps}
+    else:
         fields["attention_bias"] = True
         for index in range(config.num_hidden_layers):
             name = f"model.layers.{index}.self_attn.o_proj"
