@@ -170,6 +170,7 @@ class WhatWhereConfig(PreTrainedConfig):
             next three are the "Pro" block of FoX (2503.02130), for any encoding.
         output_norm: RMSNorm of the output of each head, before the gate.
         qk_norm: RMSNorm of queries and keys of each head, before a rotation.
+        qk_norm_eps: the epsilon of these norms; 1e-5 in the code of FoX's authors.
         key_value_shift: mix keys and values with those of the token before, by a gate for each key head. Not with an
             encoding that changes keys before they are cached ("rope", "pope").
         attention_weights: "softmax"; or hard attention, all weight on the key with the largest logit (CoPE, Table 7):
@@ -203,6 +204,7 @@ class WhatWhereConfig(PreTrainedConfig):
     output_gate: bool = False
     output_norm: bool = False
     qk_norm: bool = False
+    qk_norm_eps: float = limited("positive", 1e-6)
     key_value_shift: bool = False
 
     num_key_value_heads: int | None = limited("positive", None)
@@ -248,8 +250,11 @@ class WhatWhereConfig(PreTrainedConfig):
         """Checks the fields against each other; raises ValueError."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         name, hidden = (self.attribute_map.get(one, one) for one in ("num_attention_heads", "hidden_size"))
-        if self.hidden_size % heads:
-            raise ValueError(f"{name}={heads!r} is not valid: it must divide {hidden}={self.hidden_size!r}.")
+        if getattr(self, "head_dim", None) is None and self.hidden_size % heads:
+            other = ", or head_dim must be given" if hasattr(self, "head_dim") else ""
+            raise ValueError(f"{name}={heads!r} is not valid: it must divide {hidden}={self.hidden_size!r}{other}.")
+        if self.qk_norm_eps != type(self).qk_norm_eps and not self.qk_norm:
+            raise ValueError(f"qk_norm_eps={self.qk_norm_eps!r} has no effect with qk_norm=False.")
         if groups is not None and heads % groups:
             raise ValueError(f"num_key_value_heads={groups!r} is not valid: it must divide {name}={heads!r}.")
 

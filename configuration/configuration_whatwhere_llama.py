@@ -52,6 +52,7 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.head_dim is None:
+            self.validate_architecture()
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.attention_dropout is None:
             self.attention_dropout = 0.0

@@ -123,6 +123,13 @@ class AttentionBlock(nn.Module):
                     f"keys need {sum(widths)} channels, of which {sum(widths[1:])} are exact numbers for {[*states]}. "
                     "Allowed: a DynamicCache, or a StaticCache that gets its width from its first update."
                 )
+            held = getattr(layer, "keys", None)
+            if held is not None and held.ndim == 4 and held.shape[-1] != sum(widths):
+                raise ValueError(
+                    f"The keys in this {type(cache).__name__} have {held.shape[-1]} channels; position_encoding="
+                    f"{self.config.position_encoding!r} needs {sum(widths)}, with those for {[*states]}. PEFT's prefix "
+                    "tuning makes keys without them. Allowed: prompt tuning, p-tuning, IA3, LoRA."
+                )
             keys, value = cache.update(torch.cat((key, *states.values()), dim=-1), value, self.layer_idx, **options)
             key, *found = keys.split(widths, dim=-1)
             states = dict(zip(states, found))

@@ -15,16 +15,13 @@ from transformers import initialization as init
 from .head_linear import HeadLinear
 from .position_base import HIDDEN, PositionContext, head_dim
 
-# As in the authors' code.
-NORM_EPS = 1e-6
-
 
 class HeadNorm(nn.Module):
     """RMSNorm of each head, with a scale for each head and channel, (heads, D), 1 at the start."""
 
-    def __init__(self, heads: int, channels: int) -> None:
+    def __init__(self, heads: int, channels: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(heads, channels))
+        self.weight, self.eps = nn.Parameter(torch.ones(heads, channels)), eps
 
     def reset(self) -> None:
         init.ones_(self.weight)
@@ -33,15 +30,16 @@ class HeadNorm(nn.Module):
         """Norms states (B, heads, T, D), in float32, of the heads from `first` on; returns their type."""
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
         scale = self.weight[first : first + states.shape[1], None].to(wide.dtype)
-        return (F.rms_norm(wide, wide.shape[-1:], eps=NORM_EPS) * scale).to(states.dtype)
+        return (F.rms_norm(wide, wide.shape[-1:], eps=self.eps) * scale).to(states.dtype)
 
 
 class AttentionOptions(nn.Module):
     """The options of one attention layer; fields of the configuration set them.
 
-    `qk_norm`: RMSNorm of queries and keys of each head. `output_norm`: RMSNorm of the output of each head.
-    `output_gate`: the output times sigmoid(W_g x). `key_value_shift`: of raw keys k~ and values v~, with
-    a_t, b_t = sigmoid(w . x_t) for each key head, and 0 for the token before the first of a document,
+    `qk_norm`: RMSNorm of queries and keys of each head, with `qk_norm_eps`. `output_norm`: RMSNorm of the output of
+    each head, with 1e-6 as in the authors' code. `output_gate`: the output times sigmoid(W_g x). `key_value_shift`: of
+    raw keys k~ and values v~, with a_t, b_t = sigmoid(w . x_t) for each key head, and 0 for the token before the first
+    of a document,
 
         k_t = a_t k~_(t-1) + (1 - a_t) k~_t, and its norm with `qk_norm`
         v_t = b_t v~_(t-1) + (1 - b_t) v~_t
@@ -55,8 +53,8 @@ class AttentionOptions(nn.Module):
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         hidden, channels, std = config.hidden_size, head_dim(config), config.initializer_range
         self.groups = heads // key_heads
-        self.query_norm = HeadNorm(heads, channels) if config.qk_norm else None
-        self.key_norm = HeadNorm(key_heads, channels) if config.qk_norm else None
+        self.query_norm = HeadNorm(heads, channels, config.qk_norm_eps) if config.qk_norm else None
+        self.key_norm = HeadNorm(key_heads, channels, config.qk_norm_eps) if config.qk_norm else None
         self.output_norm = HeadNorm(heads, channels) if config.output_norm else None
         self.output_gate = HeadLinear(hidden, heads * channels, std) if config.output_gate else None
         self.key_shift = HeadLinear(hidden, key_heads, std) if config.key_value_shift else None

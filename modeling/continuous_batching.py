@@ -67,6 +67,8 @@ def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     add_request = type(manager).add_request
 
     def checked(input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
+        if not len(input_ids):
+            raise refusal("The prompt has no tokens; allowed: at least one token.")
         limit = max_length(config)
         max_new_tokens = manager.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         if max_new_tokens is None and limit is not None:

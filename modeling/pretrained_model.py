@@ -230,6 +230,13 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         # Cached keys may be wider than a head, so their width is set at the first update.
         return None
 
+    def generate_batch(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Generates by continuous batching, see `ContinuousMixin`; raises ValueError for a prompt without tokens."""
+        # Transformers logs the errors of its requests, and returns without results.
+        if empty := [index for index, prompt in enumerate(inputs or ()) if not len(prompt)]:
+            raise ValueError(f"inputs[{empty[0]}] has no tokens; allowed: at least one token in each prompt.")
+        return super().generate_batch(inputs, *args, **kwargs)  # type: ignore[misc]
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """What `generate_batch` calls; see `continuous_batching`, which folders do not have."""
         try:

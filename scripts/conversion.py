@@ -27,10 +27,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file, logging
 
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
-from whatwhere.attention_options import NORM_EPS
 from whatwhere.configuration.configuration_common import kept_parameters
 from whatwhere.position_base import head_dim
 from whatwhere.position_registry import layer_plan
+from whatwhere.position_rope import check_rope_parameters
 
 from .evaluation.checkpoints import checked_loading
 
@@ -40,8 +40,8 @@ logger = logging.get_logger(__name__)
 FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhereLlamaForCausalLM}
 # The file in a converted folder that lists the parameters that are new.
 RECORD = "conversion.json"
-# Keys of `rope_parameters` that a new scaling does not change.
-_UNSCALED = ("rope_theta", "partial_rotary_factor")
+# Keys of `rope_parameters`: those that a new scaling does not change; the length before scaling.
+_UNSCALED, _ORIGINAL = ("rope_theta", "partial_rotary_factor"), "original_max_position_embeddings"
 # Fields of Qwen's configurations that say which layers have a sliding window.
 _WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 
@@ -54,6 +54,8 @@ def load_source(source: str, field: str = "checkpoint") -> Any:
     """
     with checked_loading(source, field):
         config = AutoConfig.from_pretrained(source)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        raise _quantised(source, field, f"quant_method={quantization.get('quant_method')!r}")
     if family := FAMILIES.get(config.model_type.removeprefix("whatwhere_")):
         return _load(family, source, field)
     if config.model_type not in ("qwen2", "qwen3"):
@@ -61,16 +63,13 @@ def load_source(source: str, field: str = "checkpoint") -> Any:
         raise ValueError(f"{field}={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}.")
     if "sliding_attention" in (config.layer_types or ()):
         raise ValueError(f"{field}={source!r} is not valid: it has layers with a sliding window.")
-    if config.model_type == "qwen3" and config.rms_norm_eps != NORM_EPS:
-        raise ValueError(
-            f"{field}={source!r} is not valid: rms_norm_eps={config.rms_norm_eps!r}; norms of queries and keys have "
-            f"{NORM_EPS!r} here."
-        )
     stock = _load(AutoModelForCausalLM, source, field)
     fields = {key: value for key, value in config.to_dict().items() if key not in _WINDOWS}
     weights = stock.state_dict()
-    fields |= {"model_type": "llama", "qk_norm": config.model_type == "qwen3"}
-    if config.model_type == "qwen2":
+    fields["model_type"] = "llama"
+    if config.model_type == "qwen3":
+        fields |= {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps}
+    else:
         fields["attention_bias"] = True
         for index in range(config.num_hidden_layers):
             name = f"model.layers.{index}.self_attn.o_proj"
@@ -92,7 +91,17 @@ def _load(cls: Any, source: str, field: str) -> Any:
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"{field}={source!r} is not valid: it is no causal language model, it has no {missing}.")
+    # A configuration does not always tell.
+    if scales := sorted(name for name in report["unexpected_keys"] if "scale" in name.rpartition(".")[2]):
+        raise _quantised(source, field, f"it has {scales[0]!r}")
     return model
+
+
+def _quantised(source: str, field: str, what: str) -> ValueError:
+    return ValueError(
+        f"{field}={source!r} is not valid: its weights are quantised ({what}), which conversion and fine-tuning do not "
+        "support. Give the checkpoint that they were made from."
+    )
 
 
 def card_metadata(source: str) -> dict[str, Any]:
@@ -129,10 +138,7 @@ def convert(
     """
     old = model.config
     position_encoding = old.position_encoding if position_encoding is None else position_encoding
-    scaling: dict[str, Any] = {}
-    if rope_parameters is not None:
-        rope = getattr(old, "rope_parameters", None) or {}
-        scaling["rope_parameters"] = {key: rope[key] for key in _UNSCALED if key in rope} | rope_parameters
+    scaling = {} if rope_parameters is None else _scaling(old, rope_parameters)
     given = _merged(
         kept_parameters(old.position_encoding, old.position_encoding_parameters, position_encoding), parameters
     )
@@ -169,6 +175,31 @@ def convert(
     result.config._name_or_path = old._name_or_path
     result.tie_weights()
     return result, list(missing), sorted(weights.keys() - kept.keys())
+
+
+def _scaling(old: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a configuration that new `rope_parameters` change: these, and the length that they give.
+
+    As in Transformers, `max_position_embeddings` is the scaled length of YaRN, LongRoPE and Llama 3, with the length
+    before in `original_max_position_embeddings`. For the other types it is the length before.
+    """
+    before = getattr(old, "rope_parameters", None) or {}
+    rope = {key: before[key] for key in _UNSCALED if key in before} | given if isinstance(given, dict) else given
+    check_rope_parameters("rope_parameters", rope, old)
+    kind, length = rope.get("rope_type", rope.get("type", "default")), old.max_position_embeddings
+    known = before.get(_ORIGINAL) if before.get("rope_type") in (kind, "yarn") else None
+    original = rope.get(_ORIGINAL) or known or length
+    if kind in ("yarn", "llama3", "longrope"):
+        scaled = int(original * (rope.get("factor") or 1))
+        rope[_ORIGINAL], length = original, scaled if kind == "yarn" else max(length, scaled)
+    elif before.get("rope_type") == "yarn":
+        length = original
+    return {"rope_parameters": rope, "max_position_embeddings": length}
+
+
+def fit_tokenizer(tokenizer: Any, model: Any) -> None:
+    """Gives a tokenizer that has a shorter length than a model (`model_max_length`) the model's."""
+    tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
 
 
 def convert_checkpoint(source: str, *encoding: Any) -> tuple[Any, list[str], list[str]]:

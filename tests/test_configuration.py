@@ -46,6 +46,9 @@ FIELDS = [
         r"key_value_shift=True is not valid for position_encoding=\['fox', 'rope'\]: 'rope'",
     ),
     ({"qk_norm": 1}, "qk_norm.*expected bool, got int"),
+    ({"qk_norm_eps": 1e-5}, "qk_norm_eps=1e-05 has no effect with qk_norm=False"),
+    ({"qk_norm_eps": -1.0}, "qk_norm_eps=-1.0 is not valid: it must be greater than 0"),
+    ({"hidden_size": 30}, "(num_attention_heads|n_head)=4 is not valid: it must divide (hidden_size|n_embd)=30"),
     (
         {"position_encoding": ["cope", "none"], "rope_parameters": {"rope_theta": 100.0}},
         r"rope_parameters=.*has no effect with position_encoding=\['cope', 'none'\]",

@@ -1,5 +1,6 @@
 """Conversion of pretrained models: logits of the source with its own encoding, what each change keeps, the command."""
 
+import copy
 import json
 import shutil
 
@@ -7,16 +8,18 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file, save_file
 
 from test_stock_equality import GPT2, LLAMA
 from tiny import tiny_model, tokens
 from toys import toy_recipe
-from whatwhere import list_position_encodings
+from whatwhere import WhatWhereLlamaForCausalLM, list_position_encodings
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts import cli
 from whatwhere.scripts.commands.convert import main
 from whatwhere.scripts.conversion import convert, convert_checkpoint, load_source
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation.checkpoints import trained_length_of
 from whatwhere.scripts.training.loop import train
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
@@ -25,6 +28,8 @@ SOURCES = {
     "llama, tied, biases": (transformers.LlamaConfig, {**LLAMA, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen2": (transformers.Qwen2Config, {**LLAMA, "rope_parameters": ROPE}),
     "qwen3": (transformers.Qwen3Config, {**LLAMA, "head_dim": 16, "rope_parameters": ROPE, "vocab_size": 258}),
+    # Another epsilon, and a width that the number of heads does not divide.
+    "qwen3, other": (transformers.Qwen3Config, {**LLAMA, "head_dim": 16, "hidden_size": 34, "rms_norm_eps": 0.1}),
     "gpt2": (transformers.GPT2Config, GPT2),
 }
 
@@ -146,6 +151,99 @@ def test_a_new_scaling_keeps_theta():
     assert converted.config.rope_parameters["rope_theta"] == 10.0
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "original", "length"),
+    [
+        ({}, YARN, 48, 192),
+        ({}, {**YARN, "original_max_position_embeddings": 16}, 16, 64),
+        # The scaling replaces that of the source, and does not add to it.
+        ({**YARN, "original_max_position_embeddings": 12}, {**YARN, "factor": 8.0}, 12, 96),
+        ({**YARN, "original_max_position_embeddings": 12}, {"rope_theta": 100.0}, None, 12),
+        ({}, {"rope_type": "linear", "factor": 2.0}, None, 48),
+        ({}, {"rope_type": "dynamic", "factor": 2.0}, None, 48),
+        ({}, {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 48, 96),
+        ({}, {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 48, 48),
+    ],
+)
+def test_the_length_of_a_new_scaling(before, given, original, length):
+    model = tiny_model("llama", "rope", rope_parameters={"rope_theta": 500.0, **before})
+    converted, *_ = convert(model, "rope", rope_parameters=given)
+    assert converted.config.rope_parameters.get("original_max_position_embeddings") == original
+    assert converted.config.max_position_embeddings == length
+    # As Transformers scales without a conversion.
+    expected = {"rope_theta": 500.0, **given} | ({"original_max_position_embeddings": original} if original else {})
+    same = copy.deepcopy(model.config)
+    same.rope_parameters = expected
+    same = type(model)(same)
+    same.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits(converted), logits(same))
+
+
+def test_a_tokenizer_gets_the_longer_length(tmp_path):
+    tiny_model("llama", "rope", vocab_size=258).save_pretrained(tmp_path / "source")
+    tokenizer = build_tokenizer("bytes")
+    for stored, found in ((None, tokenizer.model_max_length), (48, 192), (1000, 1000)):
+        tokenizer.model_max_length = stored or tokenizer.model_max_length
+        tokenizer.save_pretrained(tmp_path / "source")
+        output = str(tmp_path / f"out_{stored}")
+        given = ["--position-encoding", "rope", "--rope-parameters", json.dumps(YARN)]
+        main([str(tmp_path / "source"), *given, "--output", output])
+        assert transformers.AutoTokenizer.from_pretrained(output).model_max_length == found
+    assert trained_length_of(output, transformers.AutoConfig.from_pretrained(output)) == 48
+
+
+def quantise(folder, method):
+    """Rewrites a stock checkpoint as quantised; the weights of "fp8" are, as in Qwen's and DeepSeek's checkpoints."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("proj.weight")] if method == "fp8" else ():
+        scale = weights[name].abs().max() / 448
+        weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scale.reshape(1, 1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("source", ["llama", "qwen3", "gpt2"], indirect=True)
+@pytest.mark.parametrize("method", ["fp8", "gptq", "unknown"])
+def test_quantised_sources_are_refused(source, method, tmp_path, monkeypatch):
+    folder = tmp_path / "source"
+    build_tokenizer("bytes").save_pretrained(folder)
+    quantise(folder, method)
+    options = ["--position-encoding", "cope", "--output", str(tmp_path / "out")]
+    with monkeypatch.context() as patch:
+        # No weights are loaded.
+        patch.setattr(transformers.PreTrainedModel, "from_pretrained", None)
+        with pytest.raises(ValueError, match=rf"^checkpoint=.* are quantised \(quant_method='{method}'\)"):
+            main([str(folder), *options])
+    assert not (tmp_path / "out").exists()
+    if method == "fp8" and source[0].config.model_type != "gpt2":
+        # Without a word in the configuration.
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=r"are quantised \(it has 'model.layers.0.*weight_scale_inv'\)"):
+            main([str(folder), *options])
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["llama"], indirect=True)
+def test_from_pretrained_of_quantised_weights_is_that_of_transformers(source, tmp_path):
+    """Without a GPU Transformers dequantises FP8."""
+    folder = tmp_path / "source"
+    quantise(folder, "fp8")
+    stock = transformers.LlamaForCausalLM.from_pretrained(folder)
+    ours = WhatWhereLlamaForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-4)
+    assert (logits(ours) - logits(source[0])).abs().max() > 1e-3
+    ours.save_pretrained(tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_a_rotated_part_that_the_stock_model_ignores(kind, tmp_path):
     config_class, fields = SOURCES[kind]
@@ -228,10 +326,6 @@ def test_bad_input(tmp_path):
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
     with pytest.raises(ValueError, match=r"no causal language model, it has no lm_head.weight"):
         load_source(str(tmp_path / "classes"))
-    config = transformers.Qwen3Config(**LLAMA, rms_norm_eps=1e-5)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen3")
-    with pytest.raises(ValueError, match=r"rms_norm_eps=1e-05"):
-        load_source(str(tmp_path / "qwen3"))
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0.4.* must be even"):
         convert(tiny_model("llama", "rope"), "pope", {"partial_rotary_factor": 0.4})
     with pytest.raises(ValueError, match=r"position_encoding=.*Did you mean 'pope'"):

@@ -204,6 +204,17 @@ def test_prompts_longer_than_the_encoding(encoding):
     assert result.generated_tokens == alone(model, [5] * 9, 6)
 
 
+@pytest.mark.parametrize("encoding", ["rope", pytest.param("cope", marks=only_newer)])
+def test_prompts_without_tokens(encoding):
+    model = tiny_model("llama", encoding)
+    with pytest.raises(ValueError, match=r"^inputs\[1\] has no tokens"):
+        model.generate_batch([[3, 4], []], generation_config=greedy(2), continuous_batching_config=sizes())
+    # What a server calls.
+    manager = model.init_continuous_batching(generation_config=greedy(2), continuous_batching_config=sizes())
+    with pytest.raises(ValueError, match=r"^The prompt has no tokens"):
+        manager.add_request([])
+
+
 def test_what_depends_on_the_longest_sequence_is_refused():
     rotation = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     for encoding in ("rope", "cope+rope"):

@@ -245,6 +245,43 @@ def test_peft(encoding, expected, family, tmp_path):
             assert changed == set(config.target_parameters)
 
 
+PROMPTS = {
+    "prefix tuning": peft.PrefixTuningConfig,
+    "prompt tuning": peft.PromptTuningConfig,
+    "p-tuning": peft.PromptEncoderConfig,
+}
+STATES = ("fox", "token_gated_cope", "shift")
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    slow_but(
+        ["fox", "token_gated_cope+rope", ["rope", "fox"], "shift", "cope", "pope"],
+        [*whatwhere.list_position_encodings(), ["rope", "fox"], ["fox", "none"], "shift"],
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_virtual_tokens(encoding, family):
+    """Prefix tuning makes keys without the states that some encodings cache in further channels of theirs."""
+    ids, fields = tokens(2, 8), {"key_value_shift": True} if encoding == "shift" else {}
+    cached = [part for part in STATES if part in str(encoding)]
+    for name, config_class in PROMPTS.items():
+        base = tiny_model(family, "none" if fields else encoding, **fields)
+        model = peft.get_peft_model(base, config_class(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        if name == "prefix tuning" and cached:
+            message = rf"8 channels; position_encoding=.* needs \d+, with those for {re.escape(str(cached))}"
+            with pytest.raises(ValueError, match=message):
+                model(ids, labels=ids)
+            continue
+        before = base(ids).logits
+        model(ids, labels=ids).loss.backward()
+        assert all(one.grad.abs().max() > 0 for one in model.parameters() if one.requires_grad and one.ndim > 1)
+        generated = model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert generated.shape == (2, 11)
+        assert torch.equal(base(ids).logits, before)
+
+
 @for_engine("peft", QUICK[:1])
 def test_compiled_adapters(encoding, expected):
     assert expected == "works"

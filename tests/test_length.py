@@ -504,7 +504,7 @@ def test_a_tokenizer_that_changes_the_text(root, run, tmp_path, capsys):
     small("rope", vocab_size=300).save_pretrained(root / "nfkc")
     tokenizer.save_pretrained(root / "nfkc")
     arguments = ["--windows", "1", "--tokens", "9999", "--metric", "bits_per_byte"]
-    content = run(["pope", "nfkc"], *arguments, data="local", data_dir="changed")
+    content = run(["pope", "nfkc"], *arguments, files="changed")
     said = capsys.readouterr()
     one, two = content["checkpoints"]
     assert (one["changed_documents"], two["changed_documents"]) == (0, 1)

@@ -93,7 +93,8 @@ SEGMENTS = {"plain": [0] * 6, "padded": [-1, 0, 0, -1, 0, 0], "packed": [0, 0, 0
 def test_layer_equals_loops(parts, segments):
     """A whole attention layer, hidden states to output: outputs, and the gradients of all weights and of the input."""
     T, E, H, G, D = 6, 8, 4, 2, 2
-    config = tiny_config("llama", "fox", hidden_size=E, **dict.fromkeys(parts, True))
+    fields = {"qk_norm_eps": 0.1} if "qk_norm" in parts else {}
+    config = tiny_config("llama", "fox", hidden_size=E, **fields, **dict.fromkeys(parts, True))
     layer = WhatWhereLlamaAttention(config, 0).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.7)
@@ -120,8 +121,13 @@ def test_layer_equals_loops(parts, segments):
         value = torch.stack([oracles.token_shift_oracle(value[g], b[:, g], segments) for g in range(G)])
     norm = oracles.rms_norm_oracle
     if "qk_norm" in parts:
-        query = torch.stack([torch.stack([norm(q, options.query_norm.weight[h]) for q in query[h]]) for h in range(H)])
-        key = torch.stack([torch.stack([norm(k, options.key_norm.weight[g]) for k in key[g]]) for g in range(G)])
+        weights = options.query_norm.weight, options.key_norm.weight
+        query, key = (
+            torch.stack(
+                [torch.stack([norm(row, scale, eps=0.1) for row in head]) for head, scale in zip(heads, weight)]
+            )
+            for heads, weight in zip((query, key), weights)
+        )
     heads = []
     for h in range(H):
         head = oracles.fox_oracle(query[h], key[h // 2], value[h // 2], gates[h], visible, D**-0.5)

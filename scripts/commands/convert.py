@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from ...model_card import weights_fingerprint
 from ...position_registry import check_name
-from ..conversion import RECORD, card_metadata, convert_checkpoint
+from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer
 from ..data.tokenize import load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..evaluation.results import check_writable, write_json
@@ -62,6 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
         options.source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
     )
     check_vocabulary(options.source, tokenizer, model.config)
+    if options.rope_parameters is not None:
+        fit_tokenizer(tokenizer, model)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     _complete_metadata(options.output, options.source)

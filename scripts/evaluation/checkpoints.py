@@ -137,6 +137,10 @@ def trained_length_of(checkpoint: str, config: Any) -> int:
     """Returns the length a model was trained at, from its `results.json`, else from its configuration."""
     results = pathlib.Path(checkpoint) / "results.json"
     length = read_json(results).get("length") if results.is_file() else None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn":
+        # `max_position_embeddings` is the scaled length.
+        length = length or rope.get("original_max_position_embeddings")
     length = length or getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"checkpoint={checkpoint!r} does not state its trained length: give --trained-length.")

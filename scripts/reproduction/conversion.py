@@ -126,6 +126,8 @@ def _finetune(system: System, source: Path, start: Path, output: Path, percent: 
         own = Settings(
             checkpoint=str(checkpoint),
             data=TEXT,
+            # YaRN's configured length is that of the longer texts.
+            sequence_length=recipe.data.sequence_length,
             evaluation_blocks=32,
             batch_size=8,
             accumulation=recipe.training.batch_size // 8,

@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from whatwhere.model_card import weights_fingerprint
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
-from ..conversion import RECORD, card_metadata, convert_checkpoint, load_source
+from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer, load_source
 from ..data.corpora import CORPORA
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
@@ -203,6 +203,8 @@ class Finetuning(Run):
             set_seed(options.seed)
             self._load()
         model, self.loaded = self.loaded, None
+        if options.rope_parameters is not None:
+            fit_tokenizer(self.data.tokenizer, model)
         self.write_settings()
         if self.fresh:
             self.accelerator.print(f"new parameters: {', '.join(sorted(self.fresh))}")
