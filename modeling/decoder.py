@@ -3,11 +3,13 @@
 Axes: B batch, Q new tokens, K all tokens, E hidden size, V vocabulary.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import AttentionMaskInterface, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -120,6 +122,12 @@ class CausalLM:
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        # PEFT 0.21 looks for the cache under the old name, and would add its virtual tokens at every step.
+        return {**inputs, "past_key_values": inputs[CACHE]} if CACHE in inputs else inputs
 
     @takes_cache
     @can_return_tuple

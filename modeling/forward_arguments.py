@@ -51,9 +51,7 @@ def takes_cache(forward: Callable) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         old = kwargs.pop("past_key_values", None)
         if old is not None:
-            if kwargs.get("cache") is not None:
-                raise ValueError("cache and past_key_values are two names of one argument: give one of them.")
-            kwargs["cache"] = old
+            kwargs["cache"] = _one_of(kwargs.get("cache"), old)
         return forward(*args, **kwargs)
 
     shown = [p.replace(name=CACHE) if name == "cache" else p for name, p in signature.parameters.items()]
@@ -66,11 +64,19 @@ class CachedLayer(GradientCheckpointingLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = [kwargs.pop(name) for name in _NAMES if kwargs.get(name) is not None]
-        if len(given) > 1:
-            raise ValueError("cache and past_key_values are two names of one argument: give one of them.")
         if given:
-            kwargs[CACHE] = given[0]
+            kwargs[CACHE] = given[0] if len(given) == 1 else _one_of(*given)
         return super().__call__(*args, **kwargs)
+
+
+def _one_of(cache: Any, old: Any) -> Any:
+    """Returns the cache of a call with both names: PEFT's prefix tuning gives a filled one beside an empty one."""
+    if cache is None or cache is old:
+        return old
+    filled = [one for one in (cache, old) if one.get_seq_length()]
+    if len(filled) > 1:
+        raise ValueError("cache and past_key_values are two names of one argument: give one of them.")
+    return filled[0] if filled else cache
 
 
 def check_keywords(config: Any, kwargs: dict[str, Any], attention_mask: Any, position_ids: Any) -> None:

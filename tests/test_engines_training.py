@@ -279,6 +279,9 @@ def test_virtual_tokens(encoding, family):
         assert all(one.grad.abs().max() > 0 for one in model.parameters() if one.requires_grad and one.ndim > 1)
         generated = model.eval().generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
         assert generated.shape == (2, 11)
+        # The virtual tokens are there once, and not again at each step.
+        for step in range(3):
+            assert torch.equal(model(generated[:, : 8 + step]).logits[:, -1].argmax(-1), generated[:, 8 + step])
         assert torch.equal(base(ids).logits, before)
 
 

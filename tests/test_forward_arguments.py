@@ -76,7 +76,7 @@ def test_no_cache_is_written_twice_under_gradient_checkpointing(family, name):
 
 def test_two_caches_are_refused():
     model = tiny_model("llama", "rope")
-    first, second = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    first, second = (model(tokens(1, 3), use_cache=True)[CACHE] for _ in range(2))
     with pytest.raises(ValueError, match="two names of one argument"):
         model(tokens(1, 3), cache=first, past_key_values=second)
 
