@@ -55,7 +55,7 @@ def _foreign(name: str, function: Any) -> Any:
 
 
 def _check_cache(module: Any, name: str, query: torch.Tensor, key: torch.Tensor, layers: dict) -> None:
-    """Raises ValueError if an engine's cache does not fit: the engine would reshape queries and keys without a check."""
+    """Raises ValueError if an engine's cache does not fit; the engine would reshape queries and keys unchecked."""
     # vLLM puts its layer into the module; older versions and SGLang give all layers to the call.
     layer = getattr(module, "attn", layers.get(module.layer_idx))
     given = {"query heads": query.shape[1], "key heads": key.shape[1], "channels of a head": query.shape[-1]}
