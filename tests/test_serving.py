@@ -97,7 +97,7 @@ class Server:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
                 return urllib.request.urlopen(f"{self.url}/health", timeout=10)
-            except (urllib.error.URLError, ConnectionError):
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
                 assert time.monotonic() < end, self.log.read_text()[-3000:]
                 time.sleep(0.1)
 
