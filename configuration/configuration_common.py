@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
     StrictDataclassError,
     StrictDataclassFieldValidationError,
 )
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
@@ -44,9 +44,24 @@ _BASE_KEYWORDS = {
     "tokenizer_class",
     "torch_dtype",
 }
-# `transformers serve` and engines look for a model's class in `transformers`; this one finds each checkpoint's own.
-_FOUND = type("AutoModelForCausalLM", (AutoModelForCausalLM,), {"is_backend_compatible": staticmethod(lambda: True)})
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+class CheckpointModel(PreTrainedModel):
+    """What `transformers serve` and engines find in `transformers` under an architecture's name.
+
+    A process can have several copies of a model's code, one for each saved folder: this class loads a checkpoint with
+    the checkpoint's own.
+    """
+
+    _supports_attention_backend = True
+
+    def __new__(cls, config: Any, **kwargs: Any) -> Any:
+        return AutoModelForCausalLM.from_config(config, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
 
 
 class ConfigurationError(StrictDataclassFieldValidationError, StrictDataclassClassValidationError, ValueError):
@@ -65,7 +80,7 @@ def checked(cls: type) -> Any:
     for name in ("__setattr__", "validate"):
         setattr(cls, name, _with_value_errors(getattr(cls, name)))
     # On the type, because there are two such modules as soon as Transformers has imported its processors.
-    setattr(type(transformers), cls.__name__.replace("Config", "ForCausalLM"), _FOUND)
+    setattr(type(transformers), cls.__name__.replace("Config", "ForCausalLM"), CheckpointModel)
     return cls
 
 

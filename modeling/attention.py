@@ -17,6 +17,7 @@ from .position_registry import (
     blockwise_path,
     check_available,
     flex_path,
+    max_length,
     ranges_path,
     sdpa_path,
     supported_implementations,
@@ -108,7 +109,7 @@ def choose_implementation(config: Any, requested: str | None) -> str:
     supported = supported_implementations(config)
     if requested is None:
         return supported[0]
-    if accepts_engine is not None and accepts_engine(config, requested, supported):
+    if accepts_engine is not None and accepts_engine(config, requested, supported, max_length(config)):
         return requested
     family = requested.removeprefix("paged|")
     if "flash" in family:

@@ -6,10 +6,12 @@ Ulysses replaces `sdpa` or flash attention: the function gathers the tokens that
 Axes: B batch, H query heads, Q query length, V value width.
 """
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 _USE = "Use 'none', 'absolute', 'sinusoidal', 'rope' or"
@@ -40,15 +42,8 @@ def _foreign(name: str, function: Any) -> Any:
                 f"position_encoding={encoding!r} then. {_USE} train without it."
             )
         query, key = encodings.after_cache(query, key, context)
+        _check_cache(module, name, query, key, kwargs.get("attention_instances") or {})
         width = query.shape[-1]
-        layer = (kwargs.get("attention_instances") or {}).get(module.layer_idx)
-        # The names that vLLM and SGLang have for the width of the keys and values that they keep.
-        size = getattr(layer, "head_size", getattr(layer, "head_dim", width))
-        if size != width:
-            raise ValueError(
-                f"position_encoding={encoding!r} needs {width} channels of a head in the cache of attn_implementation="
-                f"{name!r}, which has {size}: set its head size to {width}."
-            )
         # Engines expect one width.
         padded = nn.functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
         output, weights = function(module, query, key, padded, mask, **kwargs)
@@ -59,21 +54,52 @@ def _foreign(name: str, function: Any) -> Any:
     return attention_forward
 
 
-def accepts_engine(config: Any, name: str, supported: list[str]) -> bool:
-    """Returns whether `name` is one that an engine added; raises ValueError if it is not supported."""
+def _check_cache(module: Any, name: str, query: torch.Tensor, key: torch.Tensor, layers: dict) -> None:
+    """Raises ValueError if an engine's cache does not fit; the engine would reshape queries and keys unchecked."""
+    # vLLM puts its layer into the module; older versions and SGLang give all layers to the call.
+    layer = getattr(module, "attn", layers.get(module.layer_idx))
+    given = {"query heads": query.shape[1], "key heads": key.shape[1], "channels of a head": query.shape[-1]}
+    # The names that vLLM and SGLang have for them.
+    names = (("num_heads", "tp_q_head_num"), ("num_kv_heads", "tp_k_head_num"), ("head_size", "head_dim"))
+    for (what, number), (one, other) in zip(given.items(), names):
+        kept = getattr(layer, one, getattr(layer, other, number))
+        if kept != number:
+            raise ValueError(
+                f"The cache of attn_implementation={name!r} is for {kept} {what}; position_encoding="
+                f"{module.config.position_encoding!r} of this model has {number}. (Engines cannot split the heads of "
+                "the GPT-2 family between devices.)"
+            )
+
+
+def accepts_engine(config: Any, name: str, supported: list[str], max_length: int | None) -> bool:
+    """Returns whether `name` is one that an engine added; raises ValueError if it is not supported.
+
+    `supported` are the implementations and `max_length` the longest sequence that support the configuration.
+    """
     known = name in _NAMES or "flash" in name or name.startswith("paged|")
     if known or name not in ALL_ATTENTION_FUNCTIONS:
         return False
-    if "sdpa" not in supported or "blockwise" in supported:
+    encoding = config.position_encoding
+    # An engine that keeps keys itself needs no masks, and keeps keys of the width of a head.
+    widened = "sdpa" in supported and "blockwise" not in supported and name in AttentionMaskInterface()
+    if "flash_attention" not in supported and not widened:
+        setting = "" if config.attention_weights == "softmax" else f"attention_weights={config.attention_weights!r}, "
         raise ValueError(
-            f"attn_implementation={name!r} gives an engine queries, keys and values only; position_encoding="
-            f"{config.position_encoding!r} needs more. {_USE} 'pope', or generate()."
+            f"attn_implementation={name!r} gives an engine queries, keys and values of a head's width only; {setting}"
+            f"position_encoding={encoding!r} needs more. {_USE} generate()."
         )
     reason = batch_dependence(config)
     if reason:
         raise ValueError(
-            f"{reason} (position_encoding={config.position_encoding!r}) does not work with attn_implementation="
-            f"{name!r}: keys would depend on other tokens of the engine's batch. Use generate()."
+            f"{reason} (position_encoding={encoding!r}) does not work with attn_implementation={name!r}: keys would "
+            "depend on other tokens of the engine's batch. Use generate()."
+        )
+    # An engine ends if a request fails in the forward pass.
+    current = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", lambda: None)()
+    length = getattr(getattr(current, "model_config", None), "max_model_len", None)
+    if length and max_length and length > max_length:
+        raise ValueError(
+            f"max_model_len={length} is longer than position_encoding={encoding!r} supports ({max_length} tokens)."
         )
     return True
 

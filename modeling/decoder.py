@@ -240,7 +240,12 @@ def _check_context_parallel(config: Any) -> None:
 
 
 def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
-    if limit is None or torch.compiler.is_compiling() or position_ids.device.type == "meta":
+    if limit is None or position_ids.device.type == "meta":
+        return
+    if torch.compiler.is_compiling():
+        # A compiled graph cannot read the length; on a GPU this stops the process.
+        message = f"A sequence is longer than position_encoding={config.position_encoding!r} supports ({limit} tokens)."
+        torch._assert_async(position_ids.max() < limit, message)
         return
     length = int(position_ids.max()) + 1
     if length > limit:

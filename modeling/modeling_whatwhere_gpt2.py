@@ -102,7 +102,7 @@ class WhatWhereGPT2PreTrainedModel(WhatWherePreTrainedModel):
     _no_split_modules = ["WhatWhereGPT2Block"]
     _can_record_outputs = {"hidden_states": WhatWhereGPT2Block, "attentions": WhatWhereGPT2Attention}
     # Causal masks that old GPT-2 checkpoints carry.
-    _keys_to_ignore_on_load_unexpected = [r"attn\.bias", r"attn\.masked_bias"]
+    _keys_to_ignore_on_load_unexpected = [r"\.attn\.bias$", r"\.attn\.masked_bias$"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -53,11 +53,20 @@ PLAIN = ("none", "absolute", "sinusoidal", "rope")
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
         "Serving",
-        "vLLM, SGLang",
-        "`vllm serve FOLDER --trust-remote-code`, or `sglang` with `--model-impl transformers`.",
+        "vLLM",
+        "`vllm serve FOLDER --trust-remote-code`, with vLLM 0.32. `make test-vllm` makes an environment and runs it "
+        "there, on a CPU.",
         "refused",
-        dict.fromkeys((*PLAIN, "pope"), "not run here"),
-        "vllm serve FOLDER --trust-remote-code",
+        dict.fromkeys(PLAIN, "works"),
+        test="tests/test_vllm.py::test_vllm_generates_what_generate_does",
+    ),
+    "sglang": Engine(
+        "Serving",
+        "SGLang",
+        "with `--model-impl transformers`.",
+        "refused",
+        dict.fromkeys(PLAIN, "not run here"),
+        "python -m sglang.launch_server --model-path FOLDER --model-impl transformers --trust-remote-code",
     ),
     "context_parallel": Engine(
         "Training",

@@ -1,16 +1,21 @@
 """A stand-in for engines that keep keys and values themselves, as vLLM and SGLang do with models of Transformers.
 
-Their contract, from vLLM's `docs/models/supported_models.md` and the two wrappers (`models/transformers` in vLLM,
-`models/transformers.py` in SGLang; neither engine runs where these tests run):
+Their contract, from vLLM 0.32's `model_executor/models/transformers` (`tests/test_vllm.py` runs vLLM itself) and
+SGLang's `models/transformers.py`:
 
 - they set `config._attn_implementation` to their name, and build the class that `auto_map` names for AutoModel, with
-  parameters on the meta device, which they then load by name;
+  parameters on the meta device, which they then load by name; vLLM drops the names that the model ignores if they are
+  unexpected;
 - all sequences of a batch are one row: `input_ids` and `position_ids` are (1, tokens), without a mask or a cache;
-- `attention_instances`, by the index of the layer, and other keywords reach the attention function;
-- that gets queries, keys and values of the new tokens, (1, heads, tokens, width), and returns (tokens, heads * width).
+- vLLM puts a layer of its own into each attention module as `attn`; it finds these modules by the text of `forward`,
+  with the factor of the logits. SGLang gives its layers, by their index, and other keywords to the attention function;
+- that gets queries, keys and values of the new tokens, (1, heads, tokens, width), reshapes them to its own heads, and
+  returns (tokens, heads * width).
 """
 
+import inspect
 import math
+import re
 
 import torch
 from accelerate import init_empty_weights
@@ -21,25 +26,25 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 PAGE = 4
 
 
-class PagedAttention:
+class PagedAttention(torch.nn.Module):
     """Keys and values of one layer in pages; `batch` is set by the engine before each step."""
 
-    def __init__(self, heads, key_heads, head_size, pages):
-        self.heads, self.key_heads, self.head_size = heads, key_heads, head_size
-        self.scale = head_size**-0.5
+    def __init__(self, heads, key_heads, head_size, scale, pages):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size, self.scale = heads, key_heads, head_size, scale
         self.keys = torch.full((pages * PAGE, key_heads, head_size), math.nan)
         self.values = torch.full((pages * PAGE, key_heads, head_size), math.nan)
         # For each sequence, its new tokens as a slice of the row, and the slots of all its tokens.
         self.batch = []
 
     def forward(self, query, key, value):
-        query = query.view(-1, self.heads, self.head_size)
-        key, value = (states.view(-1, self.key_heads, self.head_size) for states in (key, value))
+        query = query.view(-1, self.num_heads, self.head_size)
+        key, value = (states.view(-1, self.num_kv_heads, self.head_size) for states in (key, value))
         output = torch.full_like(query, math.nan)
         for rows, slots in self.batch:
             new = rows.stop - rows.start
             self.keys[slots[-new:]], self.values[slots[-new:]] = key[rows], value[rows]
-            groups = self.heads // self.key_heads
+            groups = self.num_heads // self.num_kv_heads
             keys, values = (
                 states[slots].repeat_interleave(groups, dim=1).transpose(0, 1) for states in (self.keys, self.values)
             )
@@ -47,13 +52,13 @@ class PagedAttention:
             hidden = torch.ones(new, len(slots), dtype=torch.bool).triu(len(slots) - new + 1)
             weights = logits.masked_fill(hidden, -math.inf).softmax(-1)
             output[rows] = (weights @ values).transpose(0, 1)
-        return output.reshape(-1, self.heads * self.head_size)
+        return output.reshape(-1, self.num_heads * self.head_size)
 
 
 def attention_function(module, query, key, value, attention_mask, scaling=None, attention_instances=None, **kwargs):
     assert attention_mask is None
-    layer = attention_instances[module.layer_idx]
-    layer.scale = scaling
+    layer = attention_instances[module.layer_idx] if attention_instances else module.attn
+    assert layer.scale == scaling
     tokens = query.shape[2]
     query, key, value = (states.transpose(1, 2).reshape(tokens, -1) for states in (query, key, value))
     return layer.forward(query, key, value), None
@@ -62,7 +67,7 @@ def attention_function(module, query, key, value, attention_mask, scaling=None, 
 class Engine:
     """Runs prompts of several lengths at once, at most `batch_tokens` tokens a step, and picks the likeliest token."""
 
-    def __init__(self, folder, implementation, head_size=None, pages=64, batch_tokens=12):
+    def __init__(self, folder, implementation, processes=1, pages=64, batch_tokens=12):
         # The code in the folder, whether or not the package is imported too.
         saved = AutoConfig.from_pretrained(folder).auto_map
         config_class, model_class = (
@@ -77,15 +82,28 @@ class Engine:
         assert "transformers_modules" in model_class.__module__
         weights = load_file(f"{folder}/model.safetensors")
         prefix = f"{self.model.base_model_prefix}."
-        own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        ignored = "|".join(self.model._keys_to_ignore_on_load_unexpected or ["$."])
+        own = {
+            name.removeprefix(prefix): weight
+            for name, weight in weights.items()
+            if name.startswith(prefix) and not re.search(ignored, name)
+        }
         self.model.load_state_dict(own, strict=True, assign=True)
         self.head = weights.get("lm_head.weight", self.model.get_input_embeddings().weight.detach())
-        heads = config.num_attention_heads
-        self.head_size = head_size or getattr(config, "head_dim", None) or config.hidden_size // heads
-        key_heads = config.num_key_value_heads
-        self.layers = {
-            index: PagedAttention(heads, key_heads, self.head_size, pages) for index in range(config.num_hidden_layers)
-        }
+        # Each of several processes has some of the heads.
+        heads, key_heads = config.num_attention_heads // processes, config.num_key_value_heads // processes
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.layers = {}
+        for module in [module for module in self.model.modules() if "layer_idx" in vars(module)]:
+            source = inspect.getsource(type(module).forward)
+            if "ALL_ATTENTION_FUNCTIONS" in source:
+                (attribute,) = re.findall(r"scaling=self\.(\w+)", source)
+                layer = PagedAttention(heads, key_heads, head_size, getattr(module, attribute), pages)
+                self.layers[module.layer_idx] = layer
+                if implementation == "vllm":
+                    module.attn = layer
+        assert len(self.layers) == config.num_hidden_layers
+        self.given = {} if implementation == "vllm" else {"attention_instances": self.layers}
         # In an order that no sequence can rely on.
         self.free = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
         self.batch_tokens = batch_tokens
@@ -107,8 +125,8 @@ class Engine:
             input_ids=torch.tensor([row]),
             position_ids=torch.tensor([positions]),
             use_cache=False,
-            attention_instances=self.layers,
             return_dict=False,
+            **self.given,
         )[0][0]
         logits = hidden @ self.head.T
         return [logits[rows] for rows, _ in batch]

@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def register(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@for_engine("vllm")
+@for_engine("sglang")
 def test_an_engine_with_its_own_pages(encoding, expected, family, register, tmp_path):
     for name in ("vllm", "sglang"):
         register(name, attention_function, for_all=name == "vllm")
@@ -44,11 +46,9 @@ def test_an_engine_with_its_own_pages(encoding, expected, family, register, tmp_
                 model.set_attn_implementation(name)
         return
     model.save_pretrained(tmp_path)
-    # Rotated keys are as wide as this.
-    size = 16 if encoding == "pope" else None
     prompts = [tokens(1, length, seed=length) for length in (5, 9, 1, 7)]
     for name in ("vllm", "sglang"):
-        engine = Engine(tmp_path, name, head_size=size)
+        engine = Engine(tmp_path, name)
         texts, logits = engine.generate([prompt[0].tolist() for prompt in prompts], new_tokens=6)
         for prompt, text, found in zip(prompts, texts, logits):
             alone = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=-1)
@@ -96,11 +96,34 @@ def test_keys_that_depend_on_the_batch_are_refused(fields, named, register):
         model.set_attn_implementation("vllm")
 
 
-def test_an_engine_whose_cache_is_too_narrow(register, tmp_path):
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_whose_cache_does_not_fit(name, register, tmp_path):
+    register(name, attention_function)
+    tiny_model("gpt2", "rope").save_pretrained(tmp_path)
+    # Its projections are not split between processes as vLLM's layers are.
+    with pytest.raises(ValueError, match=f"The cache of attn_implementation='{name}' is for 2 query heads; .* has 4"):
+        Engine(tmp_path, name, processes=2).generate([[3, 4, 5]], new_tokens=1)
+    engine = Engine(tmp_path, name)
+    for layer in engine.layers.values():
+        layer.head_size = 4
+    with pytest.raises(ValueError, match=r"is for 4 channels of a head; position_encoding='rope' of this model has 8"):
+        engine.generate([[3, 4, 5]], new_tokens=1)
+
+
+def test_an_engine_with_longer_sequences(register, monkeypatch):
     register("vllm", attention_function)
-    tiny_model("llama", "pope").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'pope' needs 16 channels .*'vllm', which has 8: set its head size to 16"):
-        Engine(tmp_path, "vllm").generate([[3, 4, 5]], new_tokens=1)
+    settings = types.SimpleNamespace(model_config=types.SimpleNamespace(max_model_len=49))
+    vllm = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: settings)
+    monkeypatch.setitem(sys.modules, "vllm.config", vllm)
+    with pytest.raises(ValueError, match=r"max_model_len=49 is longer .*'absolute' supports \(48 tokens\)"):
+        tiny_model("gpt2", "absolute", "vllm")
+    assert tiny_model("gpt2", "rope", "vllm").config._attn_implementation == "vllm"
+
+
+def test_hard_attention_is_refused(register):
+    register("vllm", attention_function)
+    with pytest.raises(ValueError, match="only; attention_weights='hard', position_encoding='rope' needs more"):
+        tiny_model("llama", "rope", "vllm", attention_weights="hard")
 
 
 def test_padding_without_a_mask_function(register):
@@ -114,6 +137,8 @@ def test_padding_without_a_mask_function(register):
         model(ids, attention_mask=mask)
     with pytest.raises(ValueError, match=r"'ours_alone' has no mask function: .*static cache"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match=r"'ours_alone' .*'pope' needs more"):
+        tiny_model("llama", "pope", "ours_alone")
     # With one, all masks work, and Transformers' own caches.
     register("ours_alone", stock_sdpa)
     AttentionMaskInterface.register("ours_alone", sdpa_mask)

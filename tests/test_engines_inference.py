@@ -161,6 +161,17 @@ def test_compiled_decoding(encoding, expected):
     assert torch.equal(compiled, model.generate(ids, **lengths))
 
 
+@pytest.mark.parametrize("encoding", ["absolute", "relative"])
+def test_a_compiled_model_refuses_longer_sequences(encoding):
+    model = tiny_model("llama", encoding)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        close(compiled(tokens(1, 48)).logits, model(tokens(1, 48)).logits)
+        with pytest.raises(RuntimeError, match=f"longer than position_encoding='{encoding}' supports \\(48 tokens"):
+            compiled(tokens(1, 49))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @for_engine("torchao", QUICK)
 def test_torchao(encoding, expected, bits, tmp_path):

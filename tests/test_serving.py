@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from engine_matrix import for_engine
-from tiny import VOCABULARY, tiny_model
+from tiny import VOCABULARY, tiny_config, tiny_model
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 
 MISSING = "what `transformers serve` needs is not installed: pip install -e '.[test]'"
@@ -97,7 +97,7 @@ class Server:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
                 return urllib.request.urlopen(f"{self.url}/health", timeout=10)
-            except (urllib.error.URLError, ConnectionError):
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
                 assert time.monotonic() < end, self.log.read_text()[-3000:]
                 time.sleep(0.1)
 
@@ -172,7 +172,11 @@ def test_the_package_is_served_without_remote_code(tmp_path, folders):
 def test_the_class_that_engines_look_for(folders, architecture):
     found = getattr(transformers, architecture.__name__)
     # vLLM and SGLang ask.
+    assert issubclass(found, transformers.PreTrainedModel)
     assert found.is_backend_compatible() == architecture.is_backend_compatible()
+    assert type(found.from_pretrained(folders.path("cope"))) is WhatWhereLlamaForCausalLM
+    family = "gpt2" if "GPT2" in architecture.__name__ else "llama"
+    assert type(found(tiny_config(family, "rope"))) is architecture
     with pytest.raises(ValueError, match="is not supported for position_encoding='cope'"):
         found.from_pretrained(folders.path("cope"), attn_implementation="sdpa")
 
