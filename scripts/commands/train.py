@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     from ..training.loop import Run, train
+    from ..training.model import build_config
     from ..training.run_folder import RunFolder
 
     if options.recipe is None and is_resumed(options):
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     with continued(output, Run.record, options.data_dir):
         results = train(recipe, output, **resume, data_dir=options.data_dir, arguments=arguments)
     if results:
-        trained = encoding_text(results["recipe"]["model"]["position_encoding"])
+        trained = encoding_text(build_config(recipe).position_encoding)
         if best := results.get("kept"):
             trained += f", the model of step {best['step']:,}"
         is_task = "task" in results["data"]

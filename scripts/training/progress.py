@@ -59,17 +59,18 @@ class Requests(tqdm):
 
     def __init__(self, *arguments: Any, name: str, disable: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "desc": name, "disable": disable or None})
-        self.is_log = bool(self.disable) and not disable
-        self.done, self.begun = 0, time.monotonic()
+        # tqdm has no `desc` where the bar is disabled.
+        self.name, self.is_log = name, bool(self.disable) and not disable
+        self.done, self.begun = 0.0, time.monotonic()
         self.next_line = self.begun + FIRST_LINE
 
     def update(self, n: float | None = 1) -> bool | None:
         self.done += n or 0
         now = time.monotonic()
-        if self.is_log and now >= self.next_line:
+        if self.is_log and self.total and now >= self.next_line:
             self.next_line = now + NEXT_LINE
             left = tqdm.format_interval((self.total - self.done) * (now - self.begun) / self.done)
-            print(f"{self.desc}: {self.done:,} of {self.total:,} requests, {left} left", file=sys.stderr, flush=True)
+            print(f"{self.name}: {self.done:,.0f} of {self.total:,} requests, {left} left", file=sys.stderr, flush=True)
         return super().update(n)
 
 
