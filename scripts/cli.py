@@ -5,6 +5,8 @@ import os
 import sys
 from typing import Any
 
+from transformers.utils import logging
+
 from whatwhere.position_base import suggest
 
 from .training.errors import reported
@@ -71,10 +73,12 @@ def _run(arguments: list[str]) -> Any:
         print(help_text())
         return None
     name, *rest = arguments
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if name not in _MODULES:
         sys.exit(f"error: command={name!r} is not valid. {suggest(name, _MODULES)}")
-    again = " with --resume auto" if name in ("train", "finetune") else ""
-    with reported(f"Run the same command again{again}."):
+    with reported(name, rest):
         result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
     # Without this, gloo's threads sometimes abort a process at its exit.
     distributed = sys.modules.get("torch.distributed")

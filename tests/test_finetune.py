@@ -1,6 +1,8 @@
 """Fine-tuning: stock and own checkpoints, full and LoRA, new encodings, resume, refusals."""
 
 import json
+import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -635,8 +637,9 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
     assert results["data"]["source"] == "local"
     before, after = (results[key]["bits_per_byte"]["value"] for key in ("metrics_before", "metrics"))
     assert after < before
-    assert f"before fine-tuning: bits_per_byte {before:.4f}, perplexity" in said
-    assert f"after fine-tuning: bits_per_byte {after:.4f}, perplexity" in said
+    assert re.search(rf"^before, validation split: loss .*, bits per byte {before:.4g}$", said, flags=re.MULTILINE)
+    assert re.search(rf"^after, validation split: loss .*, bits per byte {after:.4g}$", said, flags=re.MULTILINE)
+    assert said.endswith(f"\nNext: whatwhere length {tmp_path / 'run'}\n")
     # that of the checkpoint itself, on the same text
     model, *_ = convert_checkpoint(stock["llama"])
     text = ("how now brown cow, " * 100)[-96:].encode()
@@ -678,6 +681,30 @@ def test_interrupted_run_resumes_exactly(run, stock, kind, monkeypatch):
     saved = [name for file in files for name in load_file(file)]
     assert len([name for name in saved if name.startswith("optimizer.")]) == 3 * len(weights)
     assert len([name for name in saved if name.startswith("model.")]) == len(weights), "frozen weights are not saved"
+
+
+def test_the_command_after_an_interruption_continues(stock, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("how now brown cow, " * 100)
+    small = ["--steps", "3", "--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "2"]
+    begun = ["finetune", stock["llama"], "--train-file", str(tmp_path / "a.txt"), *small, "--lora"]
+    cli.main([*begun, "--output", str(tmp_path / "whole")])
+    with monkeypatch.context() as patch:
+        stop_in_step_2(patch)
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*begun, "--output", str(tmp_path / "run")])
+    assert caught.value.code == 128 + signal.SIGTERM
+    command = capsys.readouterr().err.rpartition("Continue with: ")[2].strip()
+    assert command == f"whatwhere finetune --output {tmp_path / 'run'} --resume"
+    cli.main(shlex.split(command)[1:])
+    weights, others = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("run", "whole"))
+    for name, weight in weights.items():
+        assert torch.equal(others[name], weight), name
+    with pytest.raises(SystemExit, match="lora_rank: 16 → 2"):
+        cli.main([*shlex.split(command)[1:], "auto", "--lora-rank", "2"])
+    with pytest.raises(SystemExit, match="error: no CHECKPOINT is given"):
+        cli.main(["finetune", "--output", str(tmp_path / "new")])
+    with pytest.raises(SystemExit, match=r"has no run to resume: it has no finetune\.json"):
+        cli.main(["finetune", "--output", str(tmp_path / "new"), "--resume"])
 
 
 @pytest.mark.parametrize("changed", ["checkpoint", "distill_from"])

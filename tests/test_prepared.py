@@ -237,6 +237,8 @@ def test_command(tmp_path, capfd, monkeypatch):
     second, said = capfd.readouterr()
     assert "tokenised" not in said
     assert first.partition(", verified")[0] == second.partition(", verified")[0]
+    options = f"--set data.sequence_length=16 --train-file {file}"
+    assert second.endswith(f"\nNext: whatwhere train demo_rope {options}\n")
     for wrong, field in ((["--processes", "0"], "--processes=0"), (["--set", "data.streaming=true"], "streaming")):
         with pytest.raises(ValueError, match=field):
             command.main([*arguments, *wrong])
@@ -270,7 +272,8 @@ def test_a_mixture_is_prepared_by_parts(tmp_path, capfd):
     recipe.write_text(yaml.safe_dump(values))
     command.main([str(recipe)])
     said, heard = capfd.readouterr()
-    assert [line.partition(":")[0] for line in said.splitlines()] == ["train", "train", "validation", "validation"]
+    found = [line.partition(":")[0] for line in said.splitlines()]
+    assert found == ["train", "train", "validation", "validation", "Next"]
     assert "tokenised the train split of mixture[1]" in heard
     own = ["--train-file", texts[1]["train_file"], "--set", "data.sequence_length=16"]
     command.main(["demo_rope", *own])

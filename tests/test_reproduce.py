@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -764,7 +765,8 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as caught:
             cli.main(["reproduce", *arguments])
     assert caught.value.code == 128 + signal.SIGTERM
-    assert "with a checkpoint. Run the same command again.\n" in capsys.readouterr().err
+    again = shlex.join(["whatwhere", "reproduce", *arguments])
+    assert f"with a checkpoint. Continue with: {again}\n" in capsys.readouterr().err
     assert not (tmp_path / "pope_1_small.json").exists()
 
     script.main([*arguments, "--dry-run"])

@@ -59,10 +59,40 @@ def test_differences():
 
 
 def test_errors_and_interruptions_end_the_process(capsys):
-    with pytest.raises(SystemExit) as stop, reported("advice"):
+    with pytest.raises(SystemExit) as stop, reported("length", ["x"]):
         raise TrainingError("reason")
     assert stop.value.code == "error: reason"
-    with pytest.raises(SystemExit) as stop, reported("advice"):
+    with pytest.raises(SystemExit) as stop, reported("length", ["x"]):
         raise KeyboardInterrupt
     assert stop.value.code == 130
-    assert "advice" in capsys.readouterr().err
+    assert capsys.readouterr().err == "interrupted. Start again with: whatwhere length x\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "command"),
+    [
+        ({}, "Start again with: whatwhere length 'a b'"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "torchrun --nproc_per_node 2 -m whatwhere length 'a b'"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            "-m whatwhere length 'a b' (on every node, after the launcher",
+        ),
+    ],
+)
+def test_the_command_after_an_interruption(variables, command, monkeypatch, capsys):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit), reported("length", ["a b"]):
+        raise KeyboardInterrupt
+    assert command in capsys.readouterr().err
+
+
+def test_commands_that_continue(capsys):
+    for name, arguments, command in (
+        ("prepare", ["demo_rope"], "whatwhere prepare demo_rope"),
+        ("benchmark", ["--quick"], "whatwhere benchmark --quick --resume"),
+        ("benchmark", ["--resume"], "whatwhere benchmark --resume"),
+    ):
+        with pytest.raises(SystemExit), reported(name, arguments):
+            raise KeyboardInterrupt
+        assert capsys.readouterr().err == f"interrupted. Continue with: {command}\n"

@@ -89,7 +89,7 @@ def test_command_line(runs, tmp_path, capsys):
     script.main([*folders, "--sets", 'dense={"ignore": 0.0}', "--json", str(tmp_path / "out.json")])
     content = json.loads((tmp_path / "out.json").read_text())
     printed = capsys.readouterr().out.strip()
-    assert printed == script.table(content["checkpoints"])
+    assert printed == f"{script.table(content['checkpoints'])}\nWritten: {tmp_path / 'out.json'}"
     error = scores(runs / "rope-1")["dense"]["token_error"]
     assert f"| rope-1 | dense | {100 * error:.2f} % |" in printed
     assert [entry["test_sets"]["dense"] for entry in content["checkpoints"]] == [

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
@@ -263,6 +265,52 @@ def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, number):
     torch.rand(7)
     train(recipe(), output, resume=True, data_dir=data_dir)
     assert_same_run(output, finished[0])
+
+
+def test_the_command_after_an_interruption_continues(data_dir, tmp_path, monkeypatch, capsys):
+    """Of a run with options of every kind; before it has begun, it is the command itself."""
+    file, changes = tmp_path / "tiny.yaml", ["--set", "training.steps=4", "--set", "seed=3"]
+    file.write_text(yaml.safe_dump(recipe().resolved()))
+    begun = ["train", str(file), *changes, "--data-dir", str(data_dir)]
+    cli.main([*begun, "--output", str(tmp_path / "whole")])
+    printed = capsys.readouterr().out
+    score = json.loads((tmp_path / "whole/results.json").read_text())["metrics"]["loss"]["value"]
+    assert re.fullmatch(
+        rf"(tiny step .*\n)*{tmp_path}/whole: rope, [\d,]+ parameters, 4 steps in \d+ s\n"
+        rf"test split: loss {score:.4g}, perplexity [\d.]+, bits per byte [\d.]+\n"
+        rf"Next: whatwhere length {tmp_path}/whole\n",
+        printed,
+    )
+
+    def command_of(method, replacement):
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, method, replacement)
+            with pytest.raises(SystemExit):
+                cli.main([*begun, "--output", str(tmp_path / "run")])
+        return capsys.readouterr().err.rstrip().rpartition(" with: ")[2]
+
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    assert command_of("begin", stopped) == shlex.join(["whatwhere", *begun, "--output", str(tmp_path / "run")])
+    train_step = Run.train_step
+
+    def interrupted(self, batch):
+        if self.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(self, batch)
+
+    command = command_of("train_step", interrupted)
+    assert command == f"whatwhere train --output {tmp_path}/run --resume --data-dir {data_dir}"
+    cli.main(shlex.split(command)[1:])
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    for arguments, message in (
+        (["--output", str(tmp_path / "new"), "--resume"], r"has no run to resume: it has no recipe\.yaml"),
+        (["--resume"], "error: no --output is given"),
+        ([], "error: no RECIPE is given"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            cli.main(["train", *arguments])
 
 
 def test_signals_are_held_until_the_checkpoint_is_written(data_dir, tmp_path, monkeypatch):
@@ -1174,7 +1222,7 @@ def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
     process.terminate()
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert "with a checkpoint. Run the same command again with --resume auto." in said
+    again = re.search(r"with a checkpoint\. Continue with: whatwhere (train --output .* --resume --data-dir .*)", said)
     assert "Traceback" not in said
     (checkpoint,) = (output / "checkpoints").glob("step-*")
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:])
@@ -1183,7 +1231,7 @@ def test_command_line_interrupted_and_resumed(tmp_path, data_dir):
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, int(checkpoint.name[5:]) + 1)
         with pytest.raises(SystemExit) as caught:
-            cli.main([*command[3:], "--data-dir", str(data_dir), "--resume", "auto"])
+            cli.main(shlex.split(again[1]))
     assert caught.value.code == 128 + signal.SIGTERM
     assert metrics(output)[-1]["step"] == int(checkpoint.name[5:]) + 2
 

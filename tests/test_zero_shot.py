@@ -18,12 +18,14 @@ from engine_matrix import for_engine
 from processes import python
 from tiny import log_likelihood, slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
+from whatwhere.scripts import cli
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot
 from whatwhere.scripts.evaluation.checkpoints import Loading
 from whatwhere.scripts.evaluation.lm_eval import zero_shot_files as files
 from whatwhere.scripts.evaluation.results import lm_eval_tasks, read_results
+from whatwhere.scripts.training import progress
 
 # A warning of PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -482,7 +484,27 @@ def test_the_command_on_one_task(tmp_path, monkeypatch, capsys, local_data):
     assert "| chance |" in table
     assert "**Only the first 2 questions of each task" in table
     assert "earlier table" not in printed
-    assert "zero_shot.md, in place of an earlier table." in run_command(options, capsys)
+    assert printed.endswith("Written: out/zero_shot.md\nNext, model cards: whatwhere card model\n")
+    assert "zero_shot.md, in place of an earlier table\n" in run_command(options, capsys)
+
+
+def test_nothing_but_the_table_is_printed(tmp_path, monkeypatch, capfd, local_data):
+    """In a folder without git, of which lm-eval asks for the version; in a log, with a line of progress."""
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(zero_shot, "task_manager", manager)
+    save_model(tmp_path / "model", max_position_embeddings=512)
+    capfd.readouterr()
+    options = ["model", "--data-dir", str(local_data), "--tasks", "lambada", "--limit", "2"]
+    cli.main(["zero-shot", *options])
+    printed, said = capfd.readouterr()
+    assert printed.startswith("# Zero-shot evaluation\n")
+    assert said == ""
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    cli.main(["zero-shot", *options])
+    again, said = capfd.readouterr()
+    assert again.startswith("# Zero-shot evaluation\n")
+    assert re.fullmatch(r"model: 1 of 2 requests, \d\d:\d\d left\n", said)
 
 
 def test_scores_of_more_questions_and_of_other_tasks_are_kept(tmp_path):

@@ -1,8 +1,12 @@
 """Shared code of the command line parsers."""
 
 import argparse
+import contextlib
 import json
-from collections.abc import Iterable
+import pathlib
+import shlex
+import signal
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -21,7 +25,7 @@ def command_parser(name: str, usage: str, description: str, **options: Any) -> a
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Adds the argument RECIPE and the options for its keys and its text."""
-    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a shipped recipe")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
     parser.add_argument(
         "--train-file",
@@ -48,6 +52,8 @@ def recipe_of(options: argparse.Namespace) -> Any:
     """Returns the recipe of the options of `add_recipe`."""
     from ..training.recipe import load_recipe
 
+    if options.recipe is None:
+        raise ValueError("no RECIPE is given: name a YAML file or a shipped recipe.")
     own = {"train_file": options.train_file, "validation_file": options.validation_file}
     recipe = load_recipe(options.recipe, options.set, **own)
     check_data_dir(options.data_dir, recipe.data.texts())
@@ -68,7 +74,7 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=["auto"],
-        help="continue from the newest checkpoint; auto: or begin, or end if finished",
+        help="continue from the newest checkpoint, with the settings of --output; auto: or begin, or end if finished",
     )
     parser.add_argument(
         "--resume-from",
@@ -77,6 +83,61 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         metavar="STEP",
         help="continue from this step; later checkpoints are deleted",
     )
+
+
+def is_resumed(options: argparse.Namespace) -> bool:
+    """Returns whether the options of `add_resume` are given."""
+    return bool(options.resume) or options.resume_from is not None
+
+
+@contextlib.contextmanager
+def continued(output: str, record: str, data_dir: str | None) -> Iterator[None]:
+    """Adds the arguments that continue a run to its interruption. `record` is the name of its settings file."""
+    from ..training.errors import Interrupted
+
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as stop:
+        # Until the settings are written, there is nothing to continue.
+        if not (pathlib.Path(output) / record).exists():
+            raise
+        found = stop if isinstance(stop, Interrupted) else Interrupted(signal.SIGINT)
+        found.arguments = ["--output", output, "--resume"]
+        if data_dir is not None:
+            found.arguments += ["--data-dir", data_dir]
+        raise found from None
+
+
+def ending(
+    output: str, trained: str, results: Mapping[str, Any], scores: Mapping[str, str], following: str | None
+) -> str:
+    """Returns the last lines of a run: what was trained and where it is, its scores, and the command to type next.
+
+    Args:
+        results: the content of `results.json`.
+        scores: keys of `results` with scores, by the word that precedes them.
+        following: the next command, for the folder.
+    """
+    from ..training.plan import describe_seconds
+
+    count, steps = results["parameters"], results["steps"]
+    lines = [
+        f"{output}: {trained}, {count:,} parameters, {steps:,} steps in {describe_seconds(results['seconds'])}",
+        *(line for word, key in scores.items() for line in _score_lines(word, results["data"], results[key])),
+    ]
+    if following:
+        lines.append(f"Next: {shlex.join(['whatwhere', following, output])}")
+    return "\n".join(lines)
+
+
+def _score_lines(word: str, data: Mapping[str, Any], scores: Mapping[str, Any]) -> Iterator[str]:
+    if "test_sets" in scores:
+        for name, errors in scores["test_sets"].items():
+            yield f"{word}{name}: {errors['token_error']:.2%} of the answer tokens are wrong"
+        return
+    names = [name for name in ("loss", "perplexity", "bits_per_byte") if name in scores]
+    found = ", ".join(f"{name.replace('_', ' ')} {scores[name]['value']:.4g}" for name in names)
+    yield f"{word}{data['split']} split: {found or 'the loss is not finite'}"
 
 
 def json_value(text: str) -> Any:

@@ -265,4 +265,4 @@ def main(arguments: list[str] | None = None) -> None:
             paths += draw(entries, options.output / stem, title=title)
         for stem in by_length:
             remove_numbered_figures(options.output / stem, paths)
-        print(f"\nIn {options.output}:", ", ".join(path.name for path in paths) or "no figure, for lack of curves")
+        print(f"\nWritten: {', '.join(map(str, paths)) or 'no figure, for lack of curves'}")

@@ -3,7 +3,7 @@
     whatwhere demo --steps 100
 
 On a laptop, without downloads: at most 8 minutes on 2 CPU cores. The output folder gets a checkpoint folder for each
-encoding, `length.json`, `length.png`, `length.svg` and `lm_eval.log`. Running the command again continues after an
+encoding, `length.json`, `length.png` and `length.svg`. Running the command again continues after an
 interruption, and reuses finished training runs of the same recipe.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -108,12 +109,13 @@ def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path) -> None:
         length_report.draw(own, folder / "length", title=text_of(results.data))
 
 
-def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, Any]) -> None:
+def run_lm_eval(folder: pathlib.Path, origin: dict[str, Any]) -> None:
     """Scores a checkpoint on short held-out documents with lm-eval; writes `lm_eval.json` to its folder."""
     import datasets
     import lm_eval
 
     from ..data.source import load_text
+    from ..evaluation.zero_shot import quiet
 
     rows = load_text()["test"].filter(lambda row: len(row["text"]) < 8000)
     task = {
@@ -128,8 +130,7 @@ def run_lm_eval(folder: pathlib.Path, output: pathlib.Path, origin: dict[str, An
     }
     # An absolute path, since lm-eval looks up others on the Hub.
     options: dict[str, Any] = {"model_args": {"pretrained": str(folder.resolve())}, "device": "cpu", "batch_size": 16}
-    # lm-eval draws a progress bar for each document.
-    with (output / "lm_eval.log").open("w", encoding="utf-8") as log, contextlib.redirect_stderr(log):
+    with quiet():
         report = lm_eval.simple_evaluate("hf", tasks=[task], bootstrap_iters=0, log_samples=False, **options)
     tasks = lm_eval_tasks(report)
     write_json(folder / "lm_eval.json", {"weights_sha256": weights_fingerprint(folder), "tasks": tasks, **origin})
@@ -176,10 +177,11 @@ def main(arguments: list[str] | None = None) -> None:
     with stage("length extrapolation"):
         measure_lengths(list(folders.values()), options.output)
     with stage(f"lm-eval {CHOSEN}"):
-        run_lm_eval(folders[CHOSEN], options.output, provenance("demo", arguments))
+        run_lm_eval(folders[CHOSEN], provenance("demo", arguments))
     with stage("model cards"):
         for folder in folders.values():
             print(write_card(folder))
     with stage(f"{CHOSEN} in a clean process"):
         print(continue_prompt(folders[CHOSEN], PROMPT))
-    print(f"\nThe demo took {time.perf_counter() - begin:.0f} s. Results: {options.output}")
+    print(f"\nThe demo took {time.perf_counter() - begin:.0f} s. Written: {options.output}")
+    print(f"Next: {shlex.join(['whatwhere', 'compare', *map(str, folders.values())])}")

@@ -2,21 +2,35 @@
 
 import argparse
 import typing
+from pathlib import Path
+
+from whatwhere.model_card import encoding_text
 
 from ..checks import parse
-from ..training.finetune import Settings, finetune
-from .common import add_resume, check_data_dir, command_parser, json_value, name_or_list
+from ..training.finetune import Finetuning, Settings, finetune
+from ..training.run_folder import RunFolder
+from .common import (
+    add_resume,
+    check_data_dir,
+    command_parser,
+    continued,
+    ending,
+    is_resumed,
+    json_value,
+    name_or_list,
+)
 
 DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qwen3: CHECKPOINT is a folder or a Hub id.
 
 On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --output runs/mine
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
+To continue:         whatwhere finetune --output runs/mine --resume
 Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume continues. On several GPUs: torchrun -m whatwhere finetune."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line; options that are not given get the defaults of `Settings`."""
-    usage = "CHECKPOINT --output DIR [OPTIONS]"
+    usage = "CHECKPOINT --output DIR [OPTIONS]\n       whatwhere finetune --output DIR --resume"
     result = command_parser("finetune", usage, DESCRIPTION, argument_default=argparse.SUPPRESS)
     result.add_argument("--output", required=True, metavar="DIR", help="the folder of the run")
     add_resume(result)
@@ -27,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         kind = (*typing.get_args(field.annotation), field.annotation)[0]
         kind = getattr(kind, "__origin__", kind)
         if field.is_required():
-            result.add_argument(name, help=argparse.SUPPRESS)
+            result.add_argument(name, nargs="?", help=argparse.SUPPRESS)
         elif field.annotation is bool:
             result.add_argument(option, action="store_true", help=text)
         elif name == "position_encoding":
@@ -43,9 +57,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """Returns the settings of a run; raises ValueError with all problems."""
+    """Returns the settings of a run; raises ValueError with all problems. Without CHECKPOINT, they continue a run."""
     others = ("output", "resume", "resume_from", "data_dir")
     values = {key: value for key, value in vars(options).items() if key not in others}
+    if "checkpoint" not in values:
+        if not is_resumed(options):
+            raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
+        values = {**RunFolder(Path(options.output), Finetuning.record).settings(), **values}
     found = [source for name, source in (("mixture", "mixture"), ("train_file", "local")) if values.get(name)]
     values.setdefault("data", (*found, "stdlib")[0])
     return parse(Settings, values)
@@ -55,14 +73,18 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     settings = settings_of(options)
     check_data_dir(options.data_dir, settings.text(options.data_dir).texts())
-    results = finetune(
-        settings,
-        options.output,
-        resume=options.resume,
-        resume_from=options.resume_from,
-        data_dir=options.data_dir,
-        arguments=arguments,
-    )
-    for when, key in (("before", "metrics_before"), ("after", "metrics")) if results else ():
-        scores = ", ".join(f"{name} {score['value']:.4f}" for name, score in results[key].items())
-        print(f"{options.output}, {when} fine-tuning: {scores or 'the loss is not finite'}")
+    with continued(options.output, Finetuning.record, options.data_dir):
+        results = finetune(
+            settings,
+            options.output,
+            resume=options.resume,
+            resume_from=options.resume_from,
+            data_dir=options.data_dir,
+            arguments=arguments,
+        )
+    if results:
+        adapter = settings.lora and not settings.merge
+        trained = f"{encoding_text(results['position_encoding'])}, {'adapter of' if adapter else 'from'} "
+        trained += settings.checkpoint
+        scores = {"before, ": "metrics_before", "after, ": "metrics"}
+        print(ending(options.output, trained, results, scores, following=None if adapter else "length"))

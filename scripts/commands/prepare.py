@@ -1,6 +1,7 @@
 """`whatwhere prepare`: see `data/prepared.py`."""
 
 import argparse
+import shlex
 import time
 
 from .common import add_recipe, command_parser, recipe_of
@@ -49,3 +50,11 @@ def main(arguments: list[str] | None = None) -> None:
             f"{split}: {text.tokens:,} tokens of {text.documents:,} documents, {size / 1e6:,.1f} MB in "
             f"{str(text.folder)!r}, verified in {time.monotonic() - started:.1f} s"
         )
+    again = [options.recipe, *(text for one in options.set for text in ("--set", one))]
+    for option, values in (
+        ("--train-file", options.train_file),
+        ("--validation-file", options.validation_file),
+        ("--data-dir", options.data_dir and [options.data_dir]),
+    ):
+        again += [option, *values] if values else []
+    print(f"Next: {shlex.join(['whatwhere', 'train', *again])}")

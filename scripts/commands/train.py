@@ -2,8 +2,11 @@
 
 import argparse
 import os
+from pathlib import Path
 
-from .common import add_recipe, add_resume, command_parser, recipe_of
+from whatwhere.model_card import encoding_text
+
+from .common import add_recipe, add_resume, command_parser, continued, ending, is_resumed, recipe_of
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -11,6 +14,8 @@ On a laptop, without a download:  whatwhere train demo_rope
 On your own text:                 whatwhere train demo_rope --train-file mytext/*.txt --output runs/mine
 On one or more GPUs:              accelerate launch -m whatwhere train code_cope
 On several CPU processes:         torchrun --nproc_per_node 2 -m whatwhere train demo_rope
+
+To continue after an interruption: whatwhere train --output runs/demo_rope --resume
 
 Comments in the recipes (scripts/recipes/) explain every key. Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume
 continues from it, with the same weights and metrics as an uninterrupted run."""
@@ -20,7 +25,8 @@ last 5 % of each."""
 
 
 def parser() -> argparse.ArgumentParser:
-    result = command_parser("train", "RECIPE [OPTIONS]", DESCRIPTION, epilog=EPILOG)
+    usage = "RECIPE [OPTIONS]\n       whatwhere train --output DIR --resume"
+    result = command_parser("train", usage, DESCRIPTION, epilog=EPILOG)
     add_recipe(result)
     result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
     add_resume(result)
@@ -29,13 +35,24 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    from ..training.loop import train
+    from ..training.loop import Run, train
+    from ..training.model import build_config
+    from ..training.run_folder import RunFolder
 
+    if options.recipe is None and is_resumed(options):
+        if options.output is None:
+            raise ValueError("no --output is given: name the folder of the run to resume.")
+        folder = RunFolder(Path(options.output), Run.record)
+        folder.settings()
+        options.recipe = folder.path / folder.record
     recipe = recipe_of(options)
     output = options.output or os.path.join("runs", recipe.name)
-    continued = {"resume": options.resume, "resume_from": options.resume_from}
-    results = train(recipe, output, **continued, data_dir=options.data_dir, arguments=arguments)
+    resume = {"resume": options.resume, "resume_from": options.resume_from}
+    with continued(output, Run.record, options.data_dir):
+        results = train(recipe, output, **resume, data_dir=options.data_dir, arguments=arguments)
     if results:
-        import yaml
-
-        print(yaml.safe_dump({"output": str(output), "metrics": results["metrics"]}, sort_keys=False), end="")
+        trained = encoding_text(build_config(recipe).position_encoding)
+        if best := results.get("kept"):
+            trained += f", the model of step {best['step']:,}"
+        is_task = "task" in results["data"]
+        print(ending(output, trained, results, {"": "metrics"}, following="task" if is_task else "length"))

@@ -397,8 +397,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         stem = results.path.with_name(results.path.stem + f"_{number}" * (number > 1))
         files += draw(entries, stem, metric=metric, title=text_of(results.data))
     remove_numbered_figures(results.path.with_suffix(""), files)
-    written = ", ".join(file.name for file in files)
-    print(f"In {options.output}: {written}")
+    print(f"Written: {', '.join(map(str, files))}")
     return results
 
 

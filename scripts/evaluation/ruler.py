@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of, weights_of
 from .results import check_writable, lm_eval_tasks, markdown_table, write_json
 from .windows import parse_windows
-from .zero_shot import load_scorer, task_manager
+from .zero_shot import load_scorer, quiet, task_manager
 
 # Tokens of an answer, by task.
 TASKS = {"niah_single_1": 128, "niah_multikey_2": 128, "niah_multikey_3": 128, "vt": 30, "cwe": 120, "fwe": 50}
@@ -155,7 +155,8 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> None:
                 reason, scores = f"the position encoding supports at most {limit} tokens", {}
             elif given:
                 model.batch_size_per_gpu = max(1, options.batch_tokens // length)
-                report = lm_eval.simple_evaluate(model, tasks=given, task_manager=manager, log_samples=False)
+                with quiet(f"{checkpoint}, {length:,} tokens"):
+                    report = lm_eval.simple_evaluate(model, tasks=given, task_manager=manager, log_samples=False)
                 # The other processes get no report.
                 reason, scores = None, lm_eval_tasks(report) if report else {}
             else:
@@ -166,7 +167,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> None:
                 write_json(options.output / "ruler.json", found)
     if loading.processes.is_first:
         print(table(found))
-        print(f"Recall, % ± standard error, of {samples} samples. In {options.output}: ruler.json")
+        print(f"Recall, % ± standard error, of {samples} samples.\nWritten: {options.output / 'ruler.json'}")
 
 
 def table(found: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def read_recipe(checkpoint: str) -> dict[str, Any] | None:
     if (folder / "recipe.yaml").is_file():
         raise ValueError(
             f"checkpoint={checkpoint!r} is a run that is not finished. Continue it with: "
-            f"whatwhere train {folder / 'recipe.yaml'} --output {folder} --resume"
+            f"whatwhere train --output {folder} --resume"
         )
     return None
 
@@ -222,7 +222,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if not loading.processes.is_first:
         return
+    print(table(entries))
     if options.json:
         origin = provenance("task", arguments)
         write_json(options.json, {"checkpoints": entries, "seed": options.seed, **origin})
-    print(table(entries))
+        print(f"Written: {options.json}")

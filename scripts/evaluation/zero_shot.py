@@ -15,17 +15,23 @@ the rest of its sentence), so CBT scores are comparable between models here, but
 """
 
 import argparse
+import contextlib
+import functools
+import io
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+import shlex
+import unittest.mock
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ...position_registry import max_length
 from ..commands.common import command_parser
+from ..training.progress import Requests
 from .checkpoints import (
     MAX_LENGTH,
     Loading,
@@ -145,10 +151,45 @@ def load_scorer(checkpoint: str, loading: Loading, batch_size: int | str) -> Any
         )
 
 
+@contextlib.contextmanager
+def quiet(name: str | None = None) -> Iterator[None]:
+    """Replaces lm-eval's many progress bars by one with this name, or by none, and mutes what else it prints.
+
+    It also asks git for the version of the working folder, whatever that is.
+    """
+    import datasets
+    import lm_eval.api.model
+    import lm_eval.api.task
+    import lm_eval.evaluator
+    import lm_eval.models.huggingface
+    import tqdm
+
+    class Silent(tqdm.tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    with contextlib.ExitStack() as stack:
+        for owner, bar in (
+            (tqdm, Silent),
+            (lm_eval.api.model, Silent),
+            (lm_eval.api.task, Silent),
+            (lm_eval.models.huggingface, Silent if name is None else functools.partial(Requests, name=name)),
+        ):
+            stack.enter_context(unittest.mock.patch.object(owner, "tqdm", bar))
+        stack.enter_context(unittest.mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None))
+        if datasets.is_progress_bar_enabled():
+            stack.callback(datasets.enable_progress_bars)
+            datasets.disable_progress_bars()
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield
+
+
 def run(
-    model: Any, tasks: Sequence[str], manager: Any, *, local: bool, limit: int | None = None
+    model: Any, tasks: Sequence[str], manager: Any, *, local: bool, limit: int | None = None, name: str | None = None
 ) -> dict[str, Any] | None:
     """Evaluates a model of `load_scorer`; returns lm-eval's report with `truncated_requests`, in the first process.
+
+    Progress is displayed under `name`.
 
     Questions longer than the model's configured length are truncated at the beginning; `truncated_requests` counts the
     truncated requests (one for each possible answer). Questions are never truncated for our models whose position
@@ -158,14 +199,15 @@ def run(
 
     # BOOTSTRAP_DRAWS fit into one chunk, so more processes do not help.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    report = lm_eval.simple_evaluate(
-        model,
-        tasks=[TASKS[name].local if local else TASKS[name].hub for name in tasks],
-        task_manager=manager,
-        limit=limit,
-        bootstrap_iters=BOOTSTRAP_DRAWS,
-        log_samples=False,
-    )
+    with quiet(name):
+        report = lm_eval.simple_evaluate(
+            model,
+            tasks=[TASKS[task].local if local else TASKS[task].hub for task in tasks],
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP_DRAWS,
+            log_samples=False,
+        )
     return report and {**report, "truncated_requests": model.truncated}
 
 
@@ -301,7 +343,9 @@ def main(arguments: list[str] | None = None) -> None:
     text = evaluate(options, provenance("zero-shot", arguments))
     if text is not None:
         print(text)
-        print(f"Written: {file}{replaced}. Model cards: whatwhere card FOLDER")
+        print(f"Written: {file}{replaced}")
+        if local := [checkpoint for checkpoint in options.checkpoints if pathlib.Path(checkpoint).is_dir()]:
+            print(f"Next, model cards: {shlex.join(['whatwhere', 'card', *local])}")
 
 
 def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
@@ -325,7 +369,7 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
     contents = {}
     for checkpoint, folder in zip(options.checkpoints, folders):
         model = load_scorer(checkpoint, loading, options.batch_size)
-        report = run(model, tasks, manager, local=local, limit=options.limit)
+        report = run(model, tasks, manager, local=local, limit=options.limit, name=checkpoint)
         if report is not None and is_first:
             contents[checkpoint] = content(report, origin, loading, local=local)
             save(folder, contents[checkpoint], report)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,22 +10,42 @@ from collections.abc import Iterator
 from ..checks import Refused
 from ..extras import explain
 
+# Commands that do not repeat what they have finished, and the options for that.
+_CONTINUED = {"prepare": [], "demo": [], "reproduce": [], "benchmark": ["--resume"]}
+
 
 class TrainingError(RuntimeError):
     """A run cannot start or continue; the message gives the reason."""
 
 
 class Interrupted(Exception):
-    """A run was stopped by a signal, after writing a checkpoint."""
+    """A run was stopped by a signal; with `step`, after writing a checkpoint."""
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"{signal.Signals(number).name} received: stopped after step {step}, with a checkpoint")
+    def __init__(self, number: int, step: int | None = None) -> None:
+        written = "interrupted" if step is None else f"stopped after step {step}, with a checkpoint"
+        super().__init__(f"{signal.Signals(number).name} received: {written}")
         self.number = number
+        # Of the command line, to continue the run, if that is another command than the one that began it.
+        self.arguments: list[str] | None = None
+
+
+def launched(arguments: list[str]) -> str:
+    """Returns the command that runs `whatwhere` with these arguments, in as many processes as this run has."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes == "1":
+        return shlex.join(["whatwhere", *arguments])
+    command = shlex.join(["-m", "whatwhere", *arguments])
+    if processes == os.environ.get("LOCAL_WORLD_SIZE"):
+        return f"torchrun --nproc_per_node {processes} {command}"
+    return f"{command} (on every node, after the launcher and its options as before)"
 
 
 @contextlib.contextmanager
-def reported(advice: str) -> Iterator[None]:
-    """Exits with a one-line message for user errors, and with `advice` for interruptions."""
+def reported(name: str, arguments: list[str]) -> Iterator[None]:
+    """Exits with a one-line message for errors of users, and for interruptions with the command to type next.
+
+    `name` and `arguments` are of the command line.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -34,5 +55,11 @@ def reported(advice: str) -> Iterator[None]:
         sys.exit(1 if isinstance(error, Refused) and int(os.environ.get("RANK", "0")) else f"error: {explain(error)}")
     except (Interrupted, KeyboardInterrupt) as stop:
         if not int(os.environ.get("RANK", "0")):
-            print(f"{str(stop).strip() or 'interrupted'}. {advice}", file=sys.stderr)
+            own, advice = getattr(stop, "arguments", None), "Start again with"
+            if own is not None:
+                arguments, advice = own, "Continue with"
+            elif name in _CONTINUED:
+                more = [option for option in _CONTINUED[name] if option not in arguments]
+                arguments, advice = [*arguments, *more], "Continue with"
+            print(f"{str(stop).strip() or 'interrupted'}. {advice}: {launched([name, *arguments])}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", signal.SIGINT))

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -207,7 +208,9 @@ class Finetuning(Run):
             fit_tokenizer(self.data.tokenizer, model)
         self.write_settings()
         if self.fresh:
-            self.accelerator.print(f"new parameters: {', '.join(sorted(self.fresh))}")
+            # One name for all layers.
+            names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in sorted(self.fresh))
+            self.say(f"new parameters: {', '.join(names)}")
         prepare_model(model, training)
         if options.lora:
             model = self._add_adapter(model)

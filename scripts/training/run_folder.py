@@ -87,14 +87,13 @@ class RunFolder:
             if names - {LOCK, OWNER, *self._leftovers()}:
                 raise TrainingError(f"output={str(self.path)!r} is not empty. Choose another folder, or use --resume.")
             return False, None
-        if self.record not in names:
-            raise TrainingError(f"output={str(self.path)!r} has no run to resume: it has no {self.record}.")
+        old = self.settings()
         if "results.json" in names:
             raise TrainingError(
                 f"output={str(self.path)!r} has a finished run: there is nothing to resume; to train further, "
                 "fine-tune this folder."
             )
-        self._compare(self._read(self.record), settings)
+        self._compare(old, settings)
         return True, None
 
     def _compare(self, old: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -104,6 +103,12 @@ class RunFolder:
             raise TrainingError(
                 f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}."
             )
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings of the run, as they were recorded."""
+        if not self.is_begun:
+            raise TrainingError(f"output={str(self.path)!r} has no run to resume: it has no {self.record}.")
+        return self._read(self.record)
 
     def _read(self, name: str) -> dict[str, Any]:
         file = self.path / name
