@@ -123,21 +123,23 @@ def ending(
     count, steps = results["parameters"], results["steps"]
     lines = [
         f"{output}: {trained}, {count:,} parameters, {steps:,} steps in {describe_seconds(results['seconds'])}",
-        *(line for word, key in scores.items() for line in _score_lines(word, results["data"], results[key])),
+        *(line for word, key in scores.items() for line in _score_lines(word, results, results[key])),
     ]
     if following:
         lines.append(f"Next: {shlex.join(['whatwhere', following, output])}")
     return "\n".join(lines)
 
 
-def _score_lines(word: str, data: Mapping[str, Any], scores: Mapping[str, Any]) -> Iterator[str]:
+def _score_lines(word: str, results: Mapping[str, Any], scores: Mapping[str, Any]) -> Iterator[str]:
+    from ..evaluation.data_description import loss_unit, text_of
+
     if "test_sets" in scores:
         for name, errors in scores["test_sets"].items():
             yield f"{word}{name}: {errors['token_error']:.2%} of the answer tokens are wrong"
         return
-    names = [name for name in ("loss", "perplexity", "bits_per_byte") if name in scores]
-    found = ", ".join(f"{name.replace('_', ' ')} {scores[name]['value']:.4g}" for name in names)
-    yield f"{word}{data['split']} split: {found or 'the loss is not finite'}"
+    names = {"loss": "loss", "perplexity": f"perplexity per {loss_unit(results)}", "bits_per_byte": "bits per byte"}
+    found = ", ".join(f"{name} {scores[key]['value']:.4g}" for key, name in names.items() if key in scores)
+    yield f"{word}{text_of(results['data'])}: {found or 'the loss is not finite'}"
 
 
 def json_value(text: str) -> Any:
