@@ -23,8 +23,17 @@ from .position_registry import supported_implementations
 # The name of the cache in the installed version.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 _NAMES = ("cache", "past_key_values")
-_ARGUMENTS = (*_NAMES, "input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "use_cache")
-_ARGUMENTS += ("logits_to_keep", "token_type_ids")
+_ARGUMENTS = (
+    *_NAMES,
+    "attention_mask",
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "position_ids",
+    "token_type_ids",
+    "use_cache",
+)
 # Keywords that have a meaning in other models or in older versions, and what to use instead.
 _REFUSED = {
     **dict.fromkeys(

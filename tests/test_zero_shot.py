@@ -25,7 +25,6 @@ from whatwhere.scripts.evaluation import zero_shot
 from whatwhere.scripts.evaluation.checkpoints import Loading
 from whatwhere.scripts.evaluation.lm_eval import zero_shot_files as files
 from whatwhere.scripts.evaluation.results import lm_eval_tasks, read_results
-from whatwhere.scripts.training import progress
 
 # A warning of PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -500,7 +499,7 @@ def test_nothing_but_the_table_is_printed(tmp_path, monkeypatch, capfd, local_da
     printed, said = capfd.readouterr()
     assert printed.startswith("# Zero-shot evaluation\n")
     assert said == ""
-    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(zero_shot, "_FIRST_LINE", 0.0)
     cli.main(["zero-shot", *options])
     again, said = capfd.readouterr()
     assert again.startswith("# Zero-shot evaluation\n")

@@ -74,7 +74,7 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=["auto"],
-        help="continue from the newest checkpoint, with the settings of --output; auto: or begin, or end if finished",
+        help="continue, with the settings of --output; auto: or begin, or end if finished",
     )
     parser.add_argument(
         "--resume-from",

@@ -24,14 +24,14 @@ DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qw
 
 On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --output runs/mine
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
-To continue:         whatwhere finetune --output runs/mine --resume
-Ctrl-C, SIGTERM or SIGUSR1 writes a checkpoint; --resume continues. On several GPUs: torchrun -m whatwhere finetune."""
+After Ctrl-C, SIGTERM or SIGUSR1, which write a checkpoint: whatwhere finetune --output runs/mine --resume"""
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line; options that are not given get the defaults of `Settings`."""
-    usage = "CHECKPOINT --output DIR [OPTIONS]\n       whatwhere finetune --output DIR --resume"
-    result = command_parser("finetune", usage, DESCRIPTION, argument_default=argparse.SUPPRESS)
+    result = command_parser(
+        "finetune", "CHECKPOINT --output DIR [OPTIONS]", DESCRIPTION, argument_default=argparse.SUPPRESS
+    )
     result.add_argument("--output", required=True, metavar="DIR", help="the folder of the run")
     add_resume(result)
     result.add_argument("--data-dir", default=None, metavar="DIR", help="local data; default $WHATWHERE_DATA_DIR")

@@ -23,15 +23,18 @@ import logging
 import os
 import pathlib
 import shlex
+import sys
+import time
 import unittest.mock
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from tqdm.auto import tqdm
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ...position_registry import max_length
 from ..commands.common import command_parser
-from ..training.progress import Requests
 from .checkpoints import (
     MAX_LENGTH,
     Loading,
@@ -151,6 +154,30 @@ def load_scorer(checkpoint: str, loading: Loading, batch_size: int | str) -> Any
         )
 
 
+# Seconds before the first progress line in a log, and between two lines.
+_FIRST_LINE, _NEXT_LINE = 10.0, 60.0
+
+
+class Requests(tqdm):
+    """The progress of lm-eval, which makes its bars by the arguments of tqdm: `name` and the requests done."""
+
+    def __init__(self, *arguments: Any, name: str, disable: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "desc": name, "disable": disable or None})
+        # tqdm has no `desc` where the bar is disabled.
+        self.name, self.is_log = name, bool(self.disable) and not disable
+        self.done, self.begun = 0.0, time.monotonic()
+        self.next_line = self.begun + _FIRST_LINE
+
+    def update(self, n: float | None = 1) -> bool | None:
+        self.done += n or 0
+        now = time.monotonic()
+        if self.is_log and self.total and now >= self.next_line:
+            self.next_line = now + _NEXT_LINE
+            left = tqdm.format_interval((self.total - self.done) * (now - self.begun) / self.done)
+            print(f"{self.name}: {self.done:,.0f} of {self.total:,} requests, {left} left", file=sys.stderr, flush=True)
+        return super().update(n)
+
+
 @contextlib.contextmanager
 def quiet(name: str | None = None) -> Iterator[None]:
     """Replaces lm-eval's many progress bars by one with this name, or by none, and mutes what else it prints.
@@ -162,21 +189,23 @@ def quiet(name: str | None = None) -> Iterator[None]:
     import lm_eval.api.task
     import lm_eval.evaluator
     import lm_eval.models.huggingface
-    import tqdm
+    import tqdm as tqdm_module
 
-    class Silent(tqdm.tqdm):
+    class Silent(tqdm_module.tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
     with contextlib.ExitStack() as stack:
         for owner, bar in (
-            (tqdm, Silent),
+            (tqdm_module, Silent),
             (lm_eval.api.model, Silent),
             (lm_eval.api.task, Silent),
             (lm_eval.models.huggingface, Silent if name is None else functools.partial(Requests, name=name)),
         ):
-            stack.enter_context(unittest.mock.patch.object(owner, "tqdm", bar))
-        stack.enter_context(unittest.mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None))
+            stack.enter_context(unittest.mock.patch.object(owner, "tqdm", bar, create=True))
+        stack.enter_context(
+            unittest.mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", create=True, return_value=None)
+        )
         if datasets.is_progress_bar_enabled():
             stack.callback(datasets.enable_progress_bars)
             datasets.disable_progress_bars()

@@ -79,7 +79,7 @@ class Settings(Checked):
     seed: NotNegative = Field(0, description="default 0")
     bf16: bool = Field(False, description="mixed precision")
     activation_checkpointing: bool = Field(False, description="use less memory and more time")
-    dp_shard: Count = Field(1, description="processes that share the model and the optimiser (FSDP2); default 1")
+    dp_shard: Count = Field(1, description="processes of torchrun that share the model by FSDP2; default 1")
     lora: bool = Field(False, description="train low-rank adapters (peft)")
     lora_rank: Count = Field(16, description="default 16")
     lora_alpha: Positive = Field(32.0, description="default 32")

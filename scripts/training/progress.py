@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -52,26 +51,6 @@ class Progress:
         print(
             f"{self.name}: {done}, {speed * self.per_step:,.0f} {self.unit}/s, {left} left", file=sys.stderr, flush=True
         )
-
-
-class Requests(tqdm):
-    """The progress of lm-eval, which makes its bars by the arguments of tqdm: `name` and the requests done."""
-
-    def __init__(self, *arguments: Any, name: str, disable: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "desc": name, "disable": disable or None})
-        # tqdm has no `desc` where the bar is disabled.
-        self.name, self.is_log = name, bool(self.disable) and not disable
-        self.done, self.begun = 0.0, time.monotonic()
-        self.next_line = self.begun + FIRST_LINE
-
-    def update(self, n: float | None = 1) -> bool | None:
-        self.done += n or 0
-        now = time.monotonic()
-        if self.is_log and self.total and now >= self.next_line:
-            self.next_line = now + NEXT_LINE
-            left = tqdm.format_interval((self.total - self.done) * (now - self.begun) / self.done)
-            print(f"{self.name}: {self.done:,.0f} of {self.total:,} requests, {left} left", file=sys.stderr, flush=True)
-        return super().update(n)
 
 
 def peak_memory() -> int:
