@@ -32,7 +32,7 @@ test-newest:
 
 # What `test` leaves out: kernels compiled for GPUs, further interpreted shapes, several processes, the other family.
 test-slow: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m slow
+	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m slow $(TESTS)
 
 demo: $(VENV)/installed
 	$(RUN) -m whatwhere demo
@@ -90,9 +90,10 @@ gpu-check:
 
 # Nothing is installed again until one of these two files changes.
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= train,eval,test,lint
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[train,eval,test,lint]"
+	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[$(EXTRAS)]"
 	touch $@
 
 clean:
