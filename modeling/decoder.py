@@ -62,12 +62,14 @@ class Decoder:
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         config = self.config
-        check_keywords(config, kwargs, attention_mask, position_ids)
+        check_keywords(config, kwargs, attention_mask, position_ids, cache)
         batch, length = inputs_embeds.shape[:2]
         if use_cache and cache is None:
             cache = DynamicCache(config=config)
         # Continuous batching passes positions and masks for its pages, which only the attention layers see.
         past = None if isinstance(cache, PagedAttentionCache) else cache
+        if past is not None and not hasattr(past, "get_mask_sizes"):
+            raise ValueError(f"{CACHE}={past!r} is not valid: it must be a Cache of Transformers, or None.")
         first = first_own_layer(self)
         past_length: Any = past.get_seq_length(first) if past is not None else 0
         if isinstance(past_length, torch.Tensor):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -34,21 +34,12 @@ _ARGUMENTS = (
     "token_type_ids",
     "use_cache",
 )
-# Keywords that have a meaning in other models or in older versions, and what to use instead.
-_REFUSED = {
-    **dict.fromkeys(
-        ("cache_params", "layer_past", "mems", "past", "past_key_value", "state"), f"the cache is {CACHE!r}"
-    ),
-    "attention_bias": "add it to a 4D attention_mask",
-    "cache_position": "positions are position_ids, and the cache knows its own length",
-    "decoder_input_ids": "the models are decoders: use input_ids",
-    "encoder_attention_mask": "the models have no cross-attention",
-    "encoder_hidden_states": "the models have no cross-attention",
-    "head_mask": "heads cannot be masked",
-    "padding_mask": "use attention_mask",
-    "position_embeddings": "positions are position_ids",
-    "position_bias": "add it to a 4D attention_mask",
-}
+# Parts of names that other models, engines and older versions give to masks, positions, caches and the like.
+_MEANINGFUL = (
+    *("attn", "bias", "cache", "decoder", "document", "encoder", "kv", "mask", "past", "position"),
+    *("segment", "seq", "softcap", "softmax", "window"),
+)
+# Where documents begin that are packed in one row, and what belongs to it.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
@@ -88,19 +79,19 @@ def _one_of(cache: Any, old: Any) -> Any:
     return filled[0] if filled else cache
 
 
-def check_keywords(config: Any, kwargs: dict[str, Any], attention_mask: Any, position_ids: Any) -> None:
+def check_keywords(config: Any, kwargs: dict[str, Any], mask: Any, positions: Any, cache: Any) -> None:
     """Raises ValueError for further keywords of a forward pass that would be ignored although they have a meaning."""
     for name, value in kwargs.items():
-        if value is None or name in _ARGUMENTS or name in TransformersKwargs.__optional_keys__:
+        if value is None or name in _ARGUMENTS or name in _PACKED or name in TransformersKwargs.__optional_keys__:
             continue
-        if name in _REFUSED:
-            raise ValueError(f"{name}={_shown(value)} has no effect: {_REFUSED[name]}. It must be None.")
-        if isinstance(value, (Cache, PagedAttentionCache)):
-            raise ValueError(f"{name}={_shown(value)} is a cache, and has no effect: give it as {CACHE}.")
-        if not torch.compiler.is_compiling() and (near := _nearest(name)):
+        if isinstance(value, (Cache, PagedAttentionCache)) or any(part in name for part in _MEANINGFUL):
+            takes = ", ".join(one for one in _ARGUMENTS if one not in _NAMES or one == CACHE)
+            raise ValueError(f"{name}={_shown(value)} has no effect: the model does not take it. It takes {takes}.")
+        if near := _nearest(name):
             raise ValueError(f"{name}={_shown(value)} has no effect. Did you mean {near!r}?")
-    dense = attention_mask is not None and attention_mask.ndim == 4
-    if kwargs.get("is_causal") is False and not dense:
+    if mask is not None and mask.ndim == 4:
+        return
+    if kwargs.get("is_causal") is False:
         plain = "blockwise" not in (supported := supported_implementations(config)) and "sdpa" in supported
         if not plain or config._attn_implementation in ("auto", "blockwise", "eager", "triton"):
             use = "attn_implementation='sdpa' or a" if plain else "a"
@@ -108,17 +99,34 @@ def check_keywords(config: Any, kwargs: dict[str, Any], attention_mask: Any, pos
                 f"is_causal=False is not supported for position_encoding={config.position_encoding!r} with "
                 f"attn_implementation={config._attn_implementation!r}. Use {use} 4D attention_mask."
             )
-    packed = [name for name in _PACKED if kwargs.get(name) is not None]
-    if packed and not dense and (attention_mask is not None or position_ids is None):
+    if not isinstance(cache, PagedAttentionCache):
+        _check_packed(kwargs, mask, positions, cache)
+
+
+def _check_packed(kwargs: dict[str, Any], mask: Any, positions: Any, cache: Any) -> None:
+    """Raises ValueError if documents that keywords separate are not separated by the positions, which count here."""
+    name = next((name for name in _PACKED if kwargs.get(name) is not None), None)
+    if name is None or torch.compiler.is_compiling():
+        return
+    separate = mask is None and positions is not None
+    if cache is not None:
+        separate &= isinstance(cache, DynamicCache) and cache.get_seq_length() == 0
+    if separate:
+        ends, flat = kwargs[name], positions.flatten()
+        first = ends[1:-1].long() if ends.ndim == 1 else (ends.flatten().diff() != 0).nonzero().flatten() + 1
+        first = first[(first > 0) & (first < len(flat))]
+        separate = bool((flat[first] != flat[first - 1] + 1).all())
+    if not separate:
         raise ValueError(
-            f"{packed[0]}={_shown(kwargs[packed[0]])} alone does not separate packed documents: give position_ids that "
-            "start again at 0 in each document, and no attention_mask."
+            f"{name}={_shown(kwargs[name])} does not separate packed documents by itself: give position_ids that start "
+            "again at 0 in each document, no attention_mask, and no filled cache."
         )
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _nearest(name: str) -> str | None:
-    return next(iter(difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85)), None)
+    names = [*_ARGUMENTS, *TransformersKwargs.__optional_keys__]
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.83)), None)
 
 
 def _shown(value: Any) -> str:

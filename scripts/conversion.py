@@ -17,6 +17,7 @@ Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
 import copy
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ RECORD = "conversion.json"
 # Keys of `rope_parameters`: those that a new scaling does not change; the length before scaling.
 _UNSCALED, _ORIGINAL = ("rope_theta", "partial_rotary_factor"), "original_max_position_embeddings"
 # Fields of Qwen's configurations that say which layers have a sliding window.
+# What quantised weights have beside their integers.
+_PARTS = re.compile("scale|SCB|absmax|quant|zero")
 _WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 
 
@@ -56,6 +59,8 @@ def load_source(source: str, field: str = "checkpoint") -> Any:
         config = AutoConfig.from_pretrained(source)
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         raise _quantised(source, field, f"quant_method={quantization.get('quant_method')!r}")
+    if config.dtype is not None and config.dtype.itemsize < 2:
+        raise _quantised(source, field, f"dtype={config.dtype}")
     if family := FAMILIES.get(config.model_type.removeprefix("whatwhere_")):
         return _load(family, source, field)
     if config.model_type not in ("qwen2", "qwen3"):
@@ -92,8 +97,8 @@ def _load(cls: Any, source: str, field: str) -> Any:
         missing = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"{field}={source!r} is not valid: it is no causal language model, it has no {missing}.")
     # A configuration does not always tell.
-    if scales := sorted(name for name in report["unexpected_keys"] if "scale" in name.rpartition(".")[2]):
-        raise _quantised(source, field, f"it has {scales[0]!r}")
+    if parts := sorted(name for name in report["unexpected_keys"] if _PARTS.search(name.rpartition(".")[2])):
+        raise _quantised(source, field, f"it has {parts[0]!r}")
     return model
 
 

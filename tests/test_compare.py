@@ -63,7 +63,7 @@ def test_side_by_side(runs, tmp_path, capsys):
     assert rows["bits per byte, test"] == ["2.3457", "2.3457"]
     assert rows["training loss"] == ["2 nats per token", "2 nats per token"]
     assert rows["validation loss"] == ["4.75 nats per token", "4.75 nats per token"]
-    assert rows["piqa, acc"] == ["0.8765 ± 0.0321", "0.8765 ± 0.0321"]
+    assert rows["piqa, acc"] == ["0.8765 ± 0.0321 (first 10 questions)"] * 2
     assert rows["one"] == ["pope", "32", "51.25 ± 0.51", "102.50 ± 1.02"]
     assert rows["two"][2:] == ["42.50 ± 0.42", "85.00 ± 0.85"]
     assert "- training.steps: 77 → 99" in lines
@@ -111,9 +111,9 @@ def test_other_questions(runs, capsys):
     scores = {"lambada_openai": task(50, 50, acc=0.5), "piqa": task(10, 10, acc=0.25)}
     write_json(runs[1] / "lm_eval.json", {**ZERO_SHOT, "tasks": scores, "weights_sha256": weights_fingerprint(runs[1])})
     rows, lines = compare(capsys, *runs)
-    assert rows["lambada_openai, acc"][1] == "0.5 ± 0.0321 (!)"
+    assert rows["lambada_openai, acc"][1] == "0.5 ± 0.0321 (first 50 questions) (!)"
     assert rows["lambada_openai, perplexity"][1] == "-"
-    assert rows["piqa, acc"][1] == "0.25 ± 0.0321"
+    assert rows["piqa, acc"][1] == "0.25 ± 0.0321 (first 10 questions)"
     assert any("limit: None → 50; samples: 100 → 50" in line for line in warnings(lines))
 
 
@@ -206,7 +206,7 @@ def test_results_without_training(runs, tmp_path, capsys):
     for folder in runs:
         (folder / "results.json").unlink()
     rows, lines = compare(capsys, *runs)
-    assert rows["piqa, acc"] == ["0.8765 ± 0.0321", "0.8765 ± 0.0321"]
+    assert rows["piqa, acc"] == ["0.8765 ± 0.0321 (first 10 questions)"] * 2
     assert "perplexity, test" not in rows
     assert "- not known" in lines
 

@@ -311,11 +311,16 @@ def test_names_with_brackets_and_files_that_are_not_data(tree, monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
 def test_held_out_files_are_not_trained_on(tree, streaming, capsys):
-    (tree / "v.txt").symlink_to(tree / "t/sub/b.txt")
+    (tree / "v.txt").write_bytes((tree / "t/sub/b.txt").read_bytes())
+    (tree / "t/notes.md").write_text("left out")
     loaded = source.load_text("local", train_file="t", validation_file=["v.txt"], streaming=streaming)
     assert documents_of(loaded["train"]) == ["a" * 99, "f" * 99]
     assert documents_of(loaded["validation"]) == ["b" * 99]
-    assert capsys.readouterr().err.startswith("train_file='t': 1 of 3 files are held out, and not trained on\n")
+    said = capsys.readouterr().err
+    assert "train_file='t': 1 of 3 files are held out, and not trained on\n" in said
+    assert streaming or re.search(
+        r"^t: 1 files with other endings than .* are left out \(notes.md\)$", said, flags=re.M
+    )
     splits = {"train": "t/*.txt", "validation": "t/sub/*", "test": "f.txt"}
     loaded = source.load_text("local", data_dir=tree, splits=splits, streaming=streaming)
     assert documents_of(loaded["train"]) == ["a" * 99]
@@ -324,6 +329,8 @@ def test_held_out_files_are_not_trained_on(tree, streaming, capsys):
 BROKEN = {
     "null": ('{"text": null}', "a document has text=None; it must be a string"),
     "number": ('{"text": 5}', "a document has text=5; it must be a string"),
+    "string": ('"abc"', "line 3 of '1.jsonl' is \"abc\"; it must be an object"),
+    "list": ('["abc"]', "line 3 of '1.jsonl' is [\"abc\"]; it must be an object"),
     "missing": ('{"other": "x"}', "has no text_field='text', but 'other'"),
     "nul": ('{"text": "a\\u0000b"}', "a document contains NUL characters"),
     "surrogate": ('{"text": "a\\ud800b"}', "surrogates not allowed"),
@@ -425,7 +432,7 @@ def test_own_text_of_one_file(tmp_path, monkeypatch, capsys):
     assert train + validation == text
     assert validation[0].isspace()
     assert 0.03 < len(validation) / len(text) < 0.07
-    assert "without a validation file: the last 5% of the document are held out" in capsys.readouterr().err
+    assert "without a validation file: the last 5% of the document is held out" in capsys.readouterr().err
     given = source.load_text("local", train_file=["a.txt"], validation_file="a.txt")
     assert documents_of(given["train"]) == documents_of(given["validation"]) == [text]
     assert capsys.readouterr().err.startswith("train_file=['a.txt']: WARNING: all of it is held out as well")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
@@ -115,15 +115,22 @@ def test_no_warning_of_transformers(caplog):
     assert "deprecated" not in caplog.text
 
 
+ENDS = torch.tensor([0, 3, 6], dtype=torch.int32)
 REFUSED = {
-    "past_key_value": (lambda config: DynamicCache(config=config), f"the cache is '{CACHE}'"),
-    "kv_cache": (lambda config: DynamicCache(config=config), f"give it as {CACHE}"),
-    "cache_position": (lambda _: torch.arange(6), "positions are position_ids"),
-    "head_mask": (lambda _: torch.ones(2, 4), "heads cannot be masked"),
-    "encoder_hidden_states": (lambda _: torch.ones(1, 6, 32), "no cross-attention"),
-    "position_bias": (lambda _: torch.zeros(1, 4, 6, 6), "4D attention_mask"),
-    "atention_mask": (lambda _: torch.ones(1, 6), "Did you mean 'attention_mask'"),
-    "cu_seq_lens_q": (lambda _: torch.tensor([0, 3, 6]), "give position_ids"),
+    "past_key_value": (lambda config: DynamicCache(config=config), "has no effect"),
+    "store": (lambda config: DynamicCache(config=config), f"has no effect: the model .* {CACHE},"),
+    "kv_caches": (lambda _: [torch.ones(1)], "has no effect"),
+    "cache_position": (lambda _: torch.arange(6), "It takes .*position_ids"),
+    "head_mask": (lambda _: torch.ones(2, 4), "has no effect"),
+    "encoder_hidden_states": (lambda _: torch.ones(1, 6, 32), "has no effect"),
+    "attn_mask": (lambda _: torch.ones(1, 6), "It takes .*attention_mask"),
+    "segment_ids": (lambda _: torch.ones(1, 6), "has no effect"),
+    "cu_seqlens": (lambda _: ENDS, "has no effect"),
+    "atention_mask": (lambda _: torch.ones(1, 6), "has no effect"),
+    "labelz": (lambda _: torch.ones(1, 6), "Did you mean 'labels'"),
+    "output_hidden_state": (lambda _: True, "Did you mean 'output_hidden_states'"),
+    "cache": (lambda _: ((torch.ones(1), torch.ones(1)),), f"{CACHE}=.* it must be a Cache"),
+    "cu_seq_lens_q": (lambda _: ENDS, "give position_ids"),
     "seq_idx": (lambda _: torch.tensor([[0, 0, 0, 1, 1, 1]]), "give position_ids"),
     "is_causal": (lambda _: False, "is_causal=False"),
 }
@@ -141,14 +148,32 @@ def test_keywords_that_would_be_ignored(family, keyword):
 
 def test_keywords_of_packed_documents():
     model = tiny_model("llama", "pope")
-    ids, ends = tokens(1, 6), torch.tensor([0, 2, 6], dtype=torch.int32)
-    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
-    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 4, "max_length_k": 4}
+    ids, positions = tokens(1, 6), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    packed = {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 3, "max_length_k": 3}
+    index = {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)}
+    filled = model(ids, use_cache=True)[CACHE]
     with torch.no_grad():
-        found = model(ids, position_ids=positions, use_cache=False, **packed).logits
-        torch.testing.assert_close(found[:, 2:], model(ids[:, 2:]).logits)
-        with pytest.raises(ValueError, match="no attention_mask"):
-            model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), **packed)
+        for keywords in (packed, index):
+            for cache in (None, DynamicCache(config=model.config)):
+                found = model(ids, position_ids=positions, cache=cache, **keywords).logits
+                torch.testing.assert_close(found[:, 3:], model(ids[:, 3:]).logits)
+            for wrong in (
+                {"position_ids": torch.arange(6)[None]},
+                {"position_ids": positions, "attention_mask": torch.ones_like(ids)},
+                {"position_ids": positions, "cache": filled},
+                {"position_ids": positions, "cache": StaticCache(config=model.config, max_cache_len=8)},
+            ):
+                with pytest.raises(ValueError, match="does not separate packed documents"):
+                    model(ids, **wrong, **keywords)
+
+
+def test_misspelt_keywords_in_a_compiled_model():
+    model = torch.compile(tiny_model("llama", "rope"), backend="eager")
+    with torch.no_grad():
+        model(tokens(1, 6))
+        for keyword in ("atention_mask", "labelz"):
+            with pytest.raises(Exception, match="has no effect"):
+                model(tokens(1, 6), **{keyword: torch.ones(1, 6)})
 
 
 @pytest.mark.parametrize("encoding", ["rope", "none", "pope"])

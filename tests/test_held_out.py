@@ -88,7 +88,7 @@ def measure(place, tmp_path, capsys):
         fixed = ["--windows", "8", "--device", "cpu", "--output", str(tmp_path / output)]
         capsys.readouterr()
         cli.main(["length", *(str(place / "runs" / name) for name in names), *fixed, *map(str, options)])
-        return json.loads((tmp_path / output / "length.json").read_text()), *capsys.readouterr()
+        return json.loads(next((tmp_path / output).glob("length*.json")).read_text()), *capsys.readouterr()
 
     return run
 
@@ -193,7 +193,11 @@ def damage(place, how):
 @pytest.mark.parametrize(
     ("names", "how", "message"),
     [
-        (["own"], "changed", r"held out a held-out part .* it has changed since training, or is another version. Give"),
+        (
+            ["own"],
+            "changed",
+            r"what it held out \(a held-out part .* it has changed since training, or is another version. Give",
+        ),
         (["own"], "gone", r"cannot be measured again: train_file=.*: there is no such file"),
         (
             ["own"],
@@ -253,6 +257,9 @@ def test_text_of_training_is_warned_of(measure, place):
         _, printed, said = measure(name, options=["--validation-file", file], output=f"out{len(str(words))}")
         assert (words in said) if words else ("warning" not in said)
         assert f"± standard error on {file.name}, validation split: 1 document, " in printed
+    (place / "mytext").rename(place / "moved")
+    said = measure("own", options=["--validation-file", copy], output="moved")[2]
+    assert re.search("warning: it is not known if .*own' was trained on this text", said)
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_multiples_of_the_trained_length(root, run, tmp_path, capsys):
     assert f"{rope['cells'][2]['bits_per_byte']:.3f} ±" in printed
     assert content["command"].startswith("whatwhere length ")
     assert content["versions"]["torch"] == importlib.metadata.version("torch")
-    figures = {ending: (tmp_path / f"length.{ending}").read_bytes() for ending in ("png", "svg")}
+    figures = {ending: (tmp_path / f"length_local_code.{ending}").read_bytes() for ending in ("png", "svg")}
     assert figures["png"].startswith(b"\x89PNG")
     # The same numbers draw the same bytes.
     title = "code, validation split"
@@ -309,7 +309,7 @@ def test_multiples_of_the_trained_length(root, run, tmp_path, capsys):
 def test_one_checkpoint_keeps_its_numbers_beside_its_weights(root):
     data = ["--validation-file", str(root / "code"), "--device", "cpu"]
     script.main([str(root / "pope"), *data, "--windows", "1x", "--tokens", "16"])
-    assert read_results(root / "pope")["length"]["checkpoints"][0]["name"] == "pope"
+    assert read_results(root / "pope")["length_local_code"]["checkpoints"][0]["name"] == "pope"
 
 
 def test_variants(root, run, capsys):
@@ -444,10 +444,10 @@ def test_own_files(root, tmp_path, monkeypatch, refused):
     fixed = ["length", str(root / "rope"), "--windows", "16", "--output", str(tmp_path)]
     fixed += ["--device", "cpu", "--tokens", "16", "--validation-file"]
     cli.main([*fixed, "code/*.txt", "data/pg19/test/0.txt"])
-    content = json.loads((tmp_path / "length.json").read_text(encoding="utf-8"))
+    content = json.loads((tmp_path / "length_local_files.json").read_text(encoding="utf-8"))
     assert content["data"]["files"] == ["code/*.txt", "data/pg19/test/0.txt"]
     assert content["data"]["documents"] == 2
-    (tmp_path / "length.json").unlink()
+    (tmp_path / "length_local_files.json").unlink()
     assert "validation_file='no/*.txt' is not valid" in refused(*fixed, "no/*.txt")
     (tmp_path / "empty.txt").touch()
     assert "empty.txt'] is not valid: it has no text" in refused(*fixed, str(tmp_path / "empty.txt"))
@@ -466,15 +466,15 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     first, second = capsys.readouterr().out.split("Other tokens, so perplexity cannot be compared")
     assert ("| pope" in first, "| bpe" in first) == (True, False)
     assert ("| pope" in second, "| bpe" in second) == (False, True)
-    assert b"<!-- pope -->" in (tmp_path / "length.svg").read_bytes()
-    assert b"<!-- bpe -->" in (tmp_path / "length_2.svg").read_bytes()
+    assert b"<!-- pope -->" in (tmp_path / "length_local_code.svg").read_bytes()
+    assert b"<!-- bpe -->" in (tmp_path / "length_local_code_2.svg").read_bytes()
     # So many tokens of each tokenizer are other text.
     run(["pope", "bpe"], *arguments, "--metric", "bits_per_byte", files="code")
     counts = [entry["cells"][0]["bytes"] for entry in (one, two)]
     assert f"Other text ({counts[1]} bytes scored; {counts[0]} in the first table), so" in capsys.readouterr().out
-    assert (tmp_path / "length_2.svg").is_file()
-    (tmp_path / "length.json").unlink()
-    for name in ("length_2_notes.svg", "length_65536.png"):
+    assert (tmp_path / "length_local_code_2.svg").is_file()
+    (tmp_path / "length_local_code.json").unlink()
+    for name in ("length_local_code_2_notes.svg", "length_local_code_65536.png"):
         (tmp_path / name).touch()
     size = len(texts[0])
     run(
@@ -489,9 +489,12 @@ def test_other_tokenizers_have_their_own_table(root, run, tmp_path, capsys):
     )
     assert "Other text" not in capsys.readouterr().out
     for name in (b"<!-- pope -->", b"<!-- bpe -->"):
-        assert name in (tmp_path / "length.svg").read_bytes()
+        assert name in (tmp_path / "length_local_code.svg").read_bytes()
     # The earlier run's second figure is gone, and nothing else.
-    assert {path.name for path in tmp_path.glob("length_*")} == {"length_2_notes.svg", "length_65536.png"}
+    assert {path.name for path in tmp_path.glob("length_local_code_*")} == {
+        "length_local_code_2_notes.svg",
+        "length_local_code_65536.png",
+    }
 
 
 def test_a_tokenizer_that_changes_the_text(root, run, tmp_path, capsys):

@@ -18,7 +18,7 @@ from ...model_card import encoding_text
 from ..cards.curves import curves_figure, read_curves
 from ..cards.folder import own_entries, results_of
 from ..checks import differences
-from ..evaluation.checkpoints import names_of
+from ..evaluation.checkpoints import check_finished, names_of
 from ..evaluation.data_description import curves_title, describe_data, loss_unit, measured_text, text_of
 from ..evaluation.figures import save_figure
 from ..evaluation.length_report import draw, heading, remove_numbered_figures
@@ -63,6 +63,7 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
             print(f"(!) {file.name} of {name} is left out: its results are of other weights.\n")
     results |= {stem: own for stem, content in shared.items() if (own := own_entries(content, weights))}
     if not results:
+        check_finished(str(folder), "folder")
         raise ValueError(
             f"folder={str(folder)!r} is not valid: it has no results of weights in it. `whatwhere train` and "
             "`finetune` write results.json at the end, `length` and `zero-shot` length.json and lm_eval.json."
@@ -130,7 +131,8 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
         how = {key: task.get(key) for key in ("version", "shots", "split", "samples", "limit", "data")}
         for metric, score in task["metrics"].items():
             error = "" if score["standard_error"] is None else f" ± {score['standard_error']:.3g}"
-            yield f"{name}, {metric}", f"{score['value']:.4g}{error}", how
+            first = "" if how["limit"] is None else f" (first {how['limit']} questions)"
+            yield f"{name}, {metric}", f"{score['value']:.4g}{error}{first}", how
 
 
 def tokenizers(runs: Sequence[Run]) -> list[dict[str, Any]]:

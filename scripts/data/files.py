@@ -5,6 +5,7 @@ removed, and every line end (`\\r\\n`, `\\r`) becomes `\\n`. Text from jsonl and
 characters are refused in all of them: they are a sign of files that are no text.
 """
 
+import functools
 import glob
 import gzip
 import itertools
@@ -65,7 +66,9 @@ def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> l
         if not isinstance(entry, str) or not entry:
             raise ValueError(f"{option}={entry!r} is not valid: it must be a file, a folder or a pattern. {OWN_TEXT}")
         path, start = os.path.expanduser(entry), os.fspath(root or "")
-        here, reason = os.path.join(start, path), "there is no such file or folder, and no file matches it as a pattern"
+        here = os.path.join(start, path)
+        inside = "" if root or os.path.isabs(path) else f" in {os.getcwd()!r}"
+        reason = f"there is no such file or folder{inside}, and no file matches it as a pattern"
         # An existing file takes precedence over a pattern, for names with brackets.
         if os.path.isfile(here):
             found = [here]
@@ -74,7 +77,10 @@ def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> l
                 _matching(os.path.join(glob.escape(here), "**")),
                 f"the folder has no {', '.join(_KINDS)} file",
             )
+            others = tuple(os.path.relpath(file, here) for file in found if not _kind(file))
             found = [file for file in found if _kind(file)]
+            if found and others:
+                _say_left_out(entry, others)
         else:
             try:
                 found = _matching(os.path.join(glob.escape(start), path))
@@ -86,6 +92,17 @@ def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> l
         for file in found:
             files.setdefault(os.path.realpath(file), file)
     return list(files.values())
+
+
+@functools.cache
+def _say_left_out(folder: str, files: tuple[str, ...]) -> None:
+    """Says once, on standard error, which files of a folder have another ending than those of text."""
+    if not int(os.environ.get("RANK", "0")):
+        names = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
+        print(
+            f"{folder}: {len(files)} files with other endings than {', '.join(_KINDS)} are left out ({names})",
+            file=sys.stderr,
+        )
 
 
 def _matching(pattern: str) -> list[str]:
@@ -107,7 +124,9 @@ def kind_of_all(files: Sequence[str], what: str) -> str:
     """Returns the format of files; raises ValueError if there are several, or one is unknown."""
     for file in files:
         if _kind(file) is None:
-            raise ValueError(f"file {Path(file).name!r} has an unknown ending. Allowed: {', '.join(_KINDS)}.")
+            raise ValueError(
+                f"{what} is not valid: file {Path(file).name!r} has an unknown ending. Allowed: {', '.join(_KINDS)}."
+            )
     examples = {str(_kind(file)): repr(Path(file).name) for file in files}
     if len(examples) > 1:
         raise ValueError(
@@ -204,9 +223,14 @@ def _json_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(f"{place}: {error.msg.removesuffix(' at')}, character {error.colno}.") from error
             except UnicodeDecodeError as error:
                 raise ValueError(f"line {number}: {error}.") from error
-            for entry, row in enumerate(value if isinstance(value, list) else [value], 1):
-                place = f"entry {entry}" if isinstance(value, list) else f"line {number}"
-                yield place, row if isinstance(row, dict) else {"text": row}
+            is_array = is_whole and isinstance(value, list)
+            for entry, row in enumerate(value if is_array else [value], 1):
+                place = f"entry {entry}" if is_array else f"line {number}"
+                if is_array and isinstance(row, str):
+                    row = {"text": row}
+                if not isinstance(row, dict):
+                    raise Refused(f"{place} of {file!r} is {json.dumps(row)[:40]}; it must be an object with the text.")
+                yield place, row
 
 
 def _parquet_rows(file: str, text_field: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -292,7 +316,8 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         part = f"{len(chosen)} of {few} documents, drawn at random,"
     # Once for all processes.
     if not int(os.environ.get("RANK", "0")):
-        print(f"{what} without a validation file: {part} are held out for validation", file=sys.stderr)
+        verb = "is" if few == 1 else "are"
+        print(f"{what} without a validation file: {part} {verb} held out for validation", file=sys.stderr)
     return train, validation
 
 

@@ -5,6 +5,8 @@ hash of the file's path inside the library, 90 % train, 5 % validation, 5 % test
 other files, but the text differs between Python versions, and so results of two versions are not comparable.
 """
 
+import filecmp
+import functools
 import hashlib
 import os
 import re
@@ -159,13 +161,18 @@ def trained_files(
 ) -> list[str]:
     """Returns the training files of `find_files` that are not held out, or all of them if all are held out.
 
+    A copy of a file that is held out counts as that file.
+
     Args:
         held_out: more files than those of the other splits.
         say: say on standard error if some, or all, are held out.
     """
     what, found = files["train"]
-    others = {os.path.realpath(file) for file in (*held_out_files(files), *held_out)}
-    kept = [file for file in found if os.path.realpath(file) not in others]
+    by_size: dict[int, list[str]] = {}
+    for file in (*held_out_files(files), *held_out):
+        by_size.setdefault(os.path.getsize(file), []).append(file)
+    same = functools.partial(filecmp.cmp, shallow=False)
+    kept = [file for file in found if not any(same(file, other) for other in by_size.get(os.path.getsize(file), ()))]
     note = f"{len(found) - len(kept)} of {len(found)} files are held out, and not trained on"
     if not kept:
         note = "WARNING: all of it is held out as well: scores on held-out text say nothing about other text"

@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import pathlib
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,19 @@ def choose_device(name: str | None = None) -> str:
     return name
 
 
+def check_finished(checkpoint: str, field: str = "checkpoint") -> None:
+    """Raises ValueError if a folder is that of a run which has not written its model yet."""
+    folder = pathlib.Path(checkpoint)
+    if (folder / "config.json").exists():
+        return
+    for record, command in (("recipe.yaml", "train"), ("finetune.json", "finetune")):
+        if (folder / record).is_file():
+            raise ValueError(
+                f"{field}={checkpoint!r} is a run that is not finished. Continue it with: "
+                f"{shlex.join(['whatwhere', command, '--output', checkpoint, '--resume'])}"
+            )
+
+
 @contextlib.contextmanager
 def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None]:
     """Turns the errors of loading a checkpoint into ValueErrors that name it and the field that it comes from."""
@@ -74,6 +88,7 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         folder = pathlib.Path(checkpoint)
+        check_finished(checkpoint, field)
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise ValueError(
                 f"{field}={checkpoint!r} cannot be loaded (it is an adapter: `whatwhere finetune` saves a full model "

@@ -7,10 +7,10 @@
 By default, the text is what the runs held out from training, read again from where it was. Other checkpoints need
 --validation-file or --data. Text that a checkpoint was trained on gives a warning.
 
---output gets length.json (length_CORPUS.json for a named corpus, length_CORPUS_SPLIT.json for another split than test),
-and the figure as PNG and SVG. Each number is written when it is measured. Running the command again continues an
-interrupted measurement, adds new windows, checkpoints and variants, and repeats what was measured with other weights or
-settings.
+--output gets length.json (length_CORPUS.json for a named corpus, length_CORPUS_SPLIT.json for another split than test,
+length_local_FILE.json for own files), and the figure as PNG and SVG. Each number is written when it is measured.
+Running the command again continues an interrupted measurement, adds new windows, checkpoints and variants, and repeats
+what was measured with other weights or settings.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -62,6 +63,10 @@ class LengthResults:
         """Reads the file in `folder` if it exists; raises ValueError if it is of other data, or broken."""
         corpus, split = data["corpus"], data["split"].partition("[")[0]
         parts = ["length"] if corpus in UNNAMED else ["length", corpus, *([split] if split != "test" else [])]
+        if corpus == "local" and "held_out_part" not in data:
+            # Own text beside what the run held out.
+            first = data["files"] if isinstance(data["files"], str) else data["files"][0]
+            parts += ["local", re.sub(r"[^\w-]+", "_", pathlib.Path(first).stem).strip("_") or "files"]
         self.processes = processes
         self.path, self.data, self.origin = folder / f"{'_'.join(parts)}.json", data, origin
         self.checkpoints: list[dict[str, Any]] = []

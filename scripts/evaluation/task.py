@@ -24,7 +24,16 @@ from ..data.samples import TaskSamples
 from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
 from ..toy_tasks.registry import PROBES, TASKS, task_config
 from .answers import score_samples
-from .checkpoints import MAX_LENGTH, Loading, add_loading, at_least_one, loading_of, longest_length, names_of
+from .checkpoints import (
+    MAX_LENGTH,
+    Loading,
+    add_loading,
+    at_least_one,
+    check_finished,
+    loading_of,
+    longest_length,
+    names_of,
+)
 from .processes import ALONE, Processes, scorer
 from .results import check_writable, markdown_table, provenance, read_json, write_json
 
@@ -45,11 +54,7 @@ def read_recipe(checkpoint: str) -> dict[str, Any] | None:
         recipe = read_json(folder / "results.json").get("recipe")
         # The settings of a fine-tuning run have other keys.
         return recipe if recipe and "data" in recipe and "training" in recipe else None
-    if (folder / "recipe.yaml").is_file():
-        raise ValueError(
-            f"checkpoint={checkpoint!r} is a run that is not finished. Continue it with: "
-            f"whatwhere train --output {folder} --resume"
-        )
+    check_finished(checkpoint)
     return None
 
 

@@ -159,7 +159,7 @@ def _held_out(checkpoint: str, results: Mapping[str, Any], data_dir: str | None)
                 raise ValueError("it has changed since training, or is another version.")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"checkpoint={checkpoint!r} held out {text_of(about)}, which cannot be measured again: "
+            f"checkpoint={checkpoint!r}: what it held out ({text_of(about)}) cannot be measured again: "
             f"{str(error).rstrip('.')}. {GIVE}"
         ) from error
     return Text(
@@ -227,6 +227,10 @@ def _part(
 def warnings(checkpoint: str, text: Text, data_dir: str | None) -> Iterator[str]:
     """Yields a warning if a checkpoint, or the one that it was fine-tuned from, was trained on a part of the text."""
     for name, part in _trained_on(checkpoint, data_dir):
+        if part is None:
+            if any(other.source == "local" for other in text.parts):
+                yield f"warning: it is not known if {name!r} was trained on this text: its training files are not found"
+            continue
         for other in text.parts:
             if shared := _shared(other, part):
                 what = "" if name == checkpoint else f" (in {name!r}, from which it was fine-tuned)"
@@ -236,7 +240,8 @@ def warnings(checkpoint: str, text: Text, data_dir: str | None) -> Iterator[str]
                 )
 
 
-def _trained_on(checkpoint: str, data_dir: str | None) -> Iterator[tuple[str, Part]]:
+def _trained_on(checkpoint: str, data_dir: str | None) -> Iterator[tuple[str, Part | None]]:
+    """Yields the texts of training of a checkpoint and of its sources; None for files that are not found."""
     seen: set[str] = set()
     while checkpoint not in seen and (file := pathlib.Path(checkpoint) / "results.json").is_file():
         seen.add(checkpoint)
@@ -251,8 +256,7 @@ def _trained_on(checkpoint: str, data_dir: str | None) -> Iterator[tuple[str, Pa
         except ValueError:
             held_out = []
         for text in sources:
-            if part := _part(text, "train", data_dir, folder, held_out):
-                yield checkpoint, part
+            yield checkpoint, _part(text, "train", data_dir, folder, held_out)
         base = (results.get("recipe") or {}).get("checkpoint")
         checkpoint = str(folder / base) if base else checkpoint
 

@@ -256,6 +256,11 @@ def content(report: Mapping[str, Any], origin: Mapping[str, Any], loading: Loadi
     }
 
 
+def _heading(name: str) -> str:
+    task = TASKS[name]
+    return task.title if task.metric == "acc" else f"{task.title} ({task.metric})"
+
+
 def _percent(score: Mapping[str, Any]) -> str:
     error = score["standard_error"]
     return f"{100 * score['value']:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
@@ -274,7 +279,7 @@ def table(
     """
     # The mean is over the same tasks in every row.
     mean = "mean" if len(tasks) == len(TASKS) else f"mean of these {len(tasks)}"
-    rows = [["accuracy, %", "parameters", *(TASKS[name].title for name in tasks), mean]]
+    rows = [["accuracy, %", "parameters", *map(_heading, tasks), mean]]
     notes = []
     for checkpoint, found in contents.items():
         # lm-eval's names depend on where the data came from.
