@@ -632,7 +632,7 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
     fast = ["--steps", "4", "--batch-size", "2", "--sequence-length", "16", "--learning-rate", "0.01"]
     command.main([*arguments, *fast])
     said, heard = capsys.readouterr()
-    assert "the last 5% of the document are held out" in heard
+    assert "the last 5% of the document is held out" in heard
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["data"]["source"] == "local"
     before, after = (results[key]["bits_per_byte"]["value"] for key in ("metrics_before", "metrics"))

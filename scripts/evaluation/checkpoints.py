@@ -69,7 +69,7 @@ def choose_device(name: str | None = None) -> str:
 def check_finished(checkpoint: str, field: str = "checkpoint") -> None:
     """Raises ValueError if a folder is that of a run which has not written its model yet."""
     folder = pathlib.Path(checkpoint)
-    if (folder / "config.json").exists():
+    if any((folder / name).exists() for name in ("config.json", "adapter_config.json", "results.json")):
         return
     for record, command in (("recipe.yaml", "train"), ("finetune.json", "finetune")):
         if (folder / record).is_file():
