@@ -128,7 +128,7 @@ def test_checkpoint_errors(runs, tmp_path, refused):
     (tmp_path / "recipe.yaml").write_bytes((runs / "rope-0" / "recipe.yaml").read_bytes())
     with pytest.raises(ValueError, match="not finished"):
         script.evaluate([str(tmp_path)])
-    for command in (["length", "--data", "stdlib"], ["compare"]):
+    for command in (["length", "--data", "stdlib"], ["compare", str(runs / "rope-0")]):
         assert f"whatwhere train --output {tmp_path} --resume" in refused(*command, str(tmp_path))
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(ValueError, match=r"results.json' is not valid JSON"):
