@@ -71,7 +71,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         elif hasattr(config, "rope_parameters"):
             del config.rope_parameters
         config.validate()
-        self._supports_sdpa = "sdpa" in supported_implementations(config)
+        supported = supported_implementations(config)
+        self._supports_sdpa, self._supports_flash_attn = "sdpa" in supported, "flash_attention" in supported
         super().__init__(config, *inputs, **kwargs)
         self._built_with = copy.copy(config.position_encoding)
         ours = self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__
@@ -100,6 +101,12 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             if ours and any(True for _ in module.parameters(recurse=False)):
                 pattern = re.sub(r"\.\d+(?=\.)", ".*", name)
                 self._tp_plan[pattern] = getattr(module, "tensor_parallel_style", "replicated_with_grad_allreduce")
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        # Kernels of the Hub, which some versions take in place of flash attention, are not checked later.
+        if attn_implementation is not None and "flash" in attn_implementation:
+            choose_implementation(self.config, attn_implementation)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention is None and self.config.output_attentions:

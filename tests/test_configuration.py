@@ -474,8 +474,9 @@ def test_unsupported_attention_is_refused_by_name(encoding):
     # What PyTorch's own attention does alone needs no blocks.
     assert ("blockwise" in supported) == (encoding not in ("none", "absolute", "sinusoidal", "rope", "pope"))
     named = re.escape(repr(encoding))
-    for name in {"sdpa", "flex_attention", "flash_attention_2", "blockwise"} - set(supported):
-        if name == "flash_attention_2" and "flash_attention" in supported:
+    flash = {"flash_attention_2", "kernels-community/flash-attn2"}
+    for name in {"sdpa", "flex_attention", "blockwise", *flash} - set(supported):
+        if name in flash and "flash_attention" in supported:
             continue
         with pytest.raises(ValueError, match=f'attn_implementation="{name}".* position_encoding={named}'):
             causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation=name)
