@@ -12,20 +12,19 @@ Axes: N sequences of a group, Q new tokens, K tokens, G key heads, T new tokens 
 """
 
 import copy
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers.generation.continuous_batching import ContinuousMixin, PagedAttentionCache
+from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .attention_engine import batch_dependence
 from .forward_arguments import CACHE
 from .position_registry import max_length, supported_implementations
-from .pretrained_model import refusal
+from .pretrained_model import minor_version, refusal
 
 # Sequences of up to so many tokens are one group; longer ones only with those at least half as long.
 SHORT = 512
@@ -49,7 +48,8 @@ def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     if "flash_attention" in supported_implementations(config) and reason is None:
         manager = ContinuousMixin.init_continuous_batching(model, *args, **kwargs)
     else:
-        if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+        # Versions before have other steps and other pages.
+        if minor_version(transformers.__version__) < (5, 23):
             raise ValueError(
                 f"Continuous batching of position_encoding={encoding!r} needs transformers 5.23 or newer; installed: "
                 f"{transformers.__version__}. Use generate()."

@@ -52,7 +52,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     _decoder_class: Any = None
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
-        if _minor(transformers.__version__) > _minor(NEWEST_TESTED):
+        if minor_version(transformers.__version__) > minor_version(NEWEST_TESTED):
             logger.warning_once(
                 f"transformers {transformers.__version__} is newer than the newest version that this model's code was "
                 f"tested with ({NEWEST_TESTED})."
@@ -258,7 +258,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         return module.init_continuous_batching(self, *args, **kwargs)
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def minor_version(version: str) -> tuple[int, ...]:
     """Returns (major, minor)."""
     return tuple(int(part) for part in version.split(".")[:2])
 
