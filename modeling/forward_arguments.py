@@ -1,8 +1,8 @@
 """Arguments of the forward passes: the cache under both of its names, and keywords that must not be ignored.
 
 Transformers 5.24 renamed `past_key_values` to `cache`, in calls and in outputs. Forward passes here take both names in
-every version. Their other keywords are passed on to attention functions, as in Transformers: one that would change the
-result there, but has no effect here, is an error.
+every version. Other keywords are passed on to the attention functions, as in Transformers. A keyword whose name stands
+for a mask, positions or a cache in other models would have no effect here, and is an error; so is a misspelt one.
 """
 
 import difflib
@@ -104,7 +104,7 @@ def check_keywords(config: Any, kwargs: dict[str, Any], mask: Any, positions: An
 
 
 def _check_packed(kwargs: dict[str, Any], mask: Any, positions: Any, cache: Any) -> None:
-    """Raises ValueError if documents that keywords separate are not separated by the positions, which count here."""
+    """Raises ValueError if keywords separate packed documents that `position_ids` do not: only these have an effect."""
     name = next((name for name in _PACKED if kwargs.get(name) is not None), None)
     if name is None or torch.compiler.is_compiling():
         return

@@ -259,8 +259,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 
 
 def minor_version(version: str) -> tuple[int, ...]:
-    """Returns (major, minor)."""
-    return tuple(int(part) for part in version.split(".")[:2])
+    """Returns the major and the minor number of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def register(*classes: Any) -> None:
