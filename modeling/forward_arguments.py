@@ -55,7 +55,8 @@ def takes_cache(forward: Callable) -> Callable:
         return forward(*args, **kwargs)
 
     shown = [p.replace(name=CACHE) if name == "cache" else p for name, p in signature.parameters.items()]
-    wrapped.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    # Not of `wrapped` itself: compilation ahead of time, as in vLLM, binds arguments to the signature of its code.
+    forward.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return wrapped
 
 

@@ -26,6 +26,20 @@ def test_name_of_the_installed_version():
         assert parameters[:4] == ["input_ids", "attention_mask", "position_ids", CACHE]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compilation_ahead_of_time(family):
+    """What vLLM does: arguments are bound to the signature of the code that is compiled."""
+    model, ids = tiny_model(family, "rope", "sdpa"), tokens(1, 6)
+    options = {"guard_filter_fn": lambda guards: [False for _ in guards]}
+    forward = torch.compile(type(model.base_model).forward, fullgraph=True, backend="eager", options=options)
+    if not hasattr(forward, "aot_compile"):
+        pytest.skip(f"PyTorch {torch.__version__} has no aot_compile")
+    with torch.no_grad():
+        compiled = forward.aot_compile(((model.base_model,), {"input_ids": ids, "use_cache": False}))
+        found = compiled(model.base_model, input_ids=ids, use_cache=False)
+        torch.testing.assert_close(found[0], model.base_model(ids)[0])
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_names_in_every_head(family, head):
