@@ -152,6 +152,10 @@ class Term:
         self.attention = weakref.proxy(attention)
         # What `backward` needs of the last block.
         self.state: tuple[torch.Tensor, ...] = ()
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Makes what all blocks need, from `tensors`, `settings` and `attention`."""
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         """Adds the contribution to `logits` (C, n, R, W) in place; keeps what `backward` needs if `keep`."""
@@ -624,11 +628,19 @@ def blockwise_attention(
                 "so it must come first."
             )
     query, key, value = autocast_inputs(query, key, value)
+    return _blockwise(query, key, value, mask, scaling, biases, dropout, block_size, direct)
+
+
+def _blockwise(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float,
+    biases: Sequence[Bias], dropout: float, block_size: int | None, direct: bool | None,
+) -> torch.Tensor:  # fmt: skip
+    """`blockwise_attention` of inputs that are known to be valid."""
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
 
         def weigh(logits: torch.Tensor) -> torch.Tensor:
-            added = sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
-            return torch.softmax(logits + added, -1)
+            bias = sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
+            return torch.softmax(logits + bias, -1)
 
         return direct_attention(query, key, value, mask, scaling, weigh, dropout)[0]
     return attend_in_blocks(query, key, value, mask, scaling, biases, dropout, block_size)[0]
@@ -665,15 +677,12 @@ def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(state.to(torch.get_autocast_dtype(device)) for state in states)
 
 
-def blockwise_path(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
+def blockwise_attention_forward(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """The implementation `blockwise`, for queries and keys after `after_cache`; see `attention`."""
-    parts, given = module.encodings.hooks["bias"], {name: options[name] for name in ("scaling", "dropout")}
-    if all(part.term is not None for part in parts):
-        biases = [Bias(part.term, *part.term_inputs(context, options["scaling"])) for part in parts]
-        output = blockwise_attention(query, key, value, mask=mask, biases=biases, **given)
-    else:
-        attend = module.encodings.attention_by_autograd
-        output = attend(query, key, value, mask=mask, bias=module.encodings.bias, context=context, **given)
+    """The implementation `blockwise`, for `attention.attend`, of a layer whose biases all have a term."""
+    scaling = options["scaling"]
+    biases = [Bias(part.term, *part.term_inputs(context, scaling)) for part in layer.encodings.hooks["bias"]]
+    query, key, value = autocast_inputs(query, key, value)
+    output = _blockwise(query, key, value, mask, scaling, biases, options["dropout"], None, None)
     return output.transpose(1, 2).contiguous(), None

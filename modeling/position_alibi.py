@@ -63,10 +63,9 @@ class ALiBiTerm(Term):
         dtype = compute_dtype(query.dtype)
         return -slopes[: query.shape[1], None, None].to(dtype) * distance.to(dtype)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.slopes = attention.of_heads(tensors[0])
-        self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
+    def prepare(self) -> None:
+        self.slopes = self.attention.of_heads(self.tensors[0])
+        self.query_positions, self.key_positions = self.tensors[1], self.tensors[2].flip(1)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         rows = self.query_positions[:, block.rows]

@@ -92,18 +92,17 @@ class CoPETerm(Term):
         query = tensors[1] if len(tensors) > 1 else query
         return interpolated(torch.sigmoid(content), query, tensors[0], settings[0])
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.scale = settings[0]
+    def prepare(self) -> None:
+        self.scale = self.settings[0]
         values, slopes = self.pieces()
         # One product gives both: side by side to gather from; interleaved, a pair is one complex number to scatter to.
         self.beside = torch.cat([values, slopes], 1)
         self.interleaved = torch.stack([values, slopes], -1).flatten(1)
         self.grad_interleaved = torch.zeros_like(self.interleaved)
         self.position_query = self.grad_position_query = None
-        if len(tensors) > self.required:
-            shape = (attention.N, attention.n, attention.Q, attention.D)
-            self.position_query = tensors[-1].to(attention.dtype).reshape(shape)
+        if len(self.tensors) > self.required:
+            shape = (self.attention.N, self.attention.n, self.attention.Q, self.attention.D)
+            self.position_query = self.tensors[-1].to(self.attention.dtype).reshape(shape)
             self.grad_position_query = torch.zeros_like(self.position_query)
         # With gates near 0.5, and some rows.
         self.guess = 3 * (self.last + 1)
@@ -248,9 +247,14 @@ class GatedCoPETerm(CoPETerm):
         opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
         return interpolated(torch.sigmoid(opening), position_query, table, settings[0])
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.gate_key = tensors[1].to(attention.dtype).flip(2).reshape(attention.N, attention.K, attention.D)
+    def prepare(self) -> None:
+        super().prepare()
+        self.gate_key = (
+            self.tensors[1]
+            .to(self.attention.dtype)
+            .flip(2)
+            .reshape(self.attention.N, self.attention.K, self.attention.D)
+        )
         self.grad_gate_key = torch.zeros_like(self.gate_key)
 
     def _factors(self, block: Block, width: int) -> tuple[torch.Tensor, torch.Tensor, slice]:

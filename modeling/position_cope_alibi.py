@@ -54,9 +54,8 @@ class CoPEALiBiTerm(Term):
         positions = gates.flip(-1).cumsum(-1).flip(-1)
         return tensors[0][: query.shape[1], None, None].to(content.dtype) * positions
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.slopes = attention.of_heads(tensors[0])
+    def prepare(self) -> None:
+        self.slopes = self.attention.of_heads(self.tensors[0])
         self.grad_slopes = torch.zeros_like(self.slopes)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:

@@ -55,9 +55,9 @@ class FoXTerm(Term):
         gates = torch.where(content > HIDDEN, log_forget[:, :, None].to(content.dtype), 0.0)
         return _newer(gates.flip(-1)).flip(-1)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.log_forget = attention.of_keys(tensors[0])
+    def prepare(self) -> None:
+        attention = self.attention
+        self.log_forget = attention.of_keys(self.tensors[0])
         # True if rows see all keys between two that they see, but for padding.
         self.contiguous = attention.mask is None and attention.aligned
         self.padding = None

@@ -64,11 +64,10 @@ class RelativeTerm(Term):
         bias = z.gather(-1, distance.clamp(max=P - 1).expand(shape))
         return bias if capped else bias.masked_fill(distance >= P, 0.0)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.table = tensors[0].to(attention.dtype)
-        self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
-        self.scale, self.capped = settings
+    def prepare(self) -> None:
+        self.table = self.tensors[0].to(self.attention.dtype)
+        self.query_positions, self.key_positions = self.tensors[1], self.tensors[2].flip(1)
+        self.scale, self.capped = self.settings
         self.grad_table = torch.zeros_like(self.table)
 
     def _distances(self, block: Block) -> tuple[torch.Tensor, bool]:

@@ -6,7 +6,7 @@ see `attention_blockwise`).
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -90,16 +90,15 @@ class StickTerm(Term):
     fades = True
     softmax = False
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        (strict,), size = settings, attention.block_size
+    def prepare(self) -> None:
+        (strict,), size = self.settings, self.attention.block_size
         # Row r of a block has its own key in column R - 1 - r; of a 4D mask the own keys are taken out already.
-        own = torch.eye(size, dtype=attention.dtype, device=attention.device).flip(1)
-        self.own_logits = own * MASKED if strict and attention.mask is None else None
-        if strict and not attention.aligned:
+        own = torch.eye(size, dtype=self.attention.dtype, device=self.attention.device).flip(1)
+        self.own_logits = own * MASKED if strict and self.attention.mask is None else None
+        if strict and not self.attention.aligned:
             # The own key is the newest that a row sees.
-            attention.high, self.own_logits = attention.high - 1, None
-        self.limit = SPENT[attention.dtype]
+            self.attention.high, self.own_logits = self.attention.high - 1, None
+        self.limit = SPENT[self.attention.dtype]
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
 

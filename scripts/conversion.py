@@ -30,7 +30,7 @@ from transformers.utils import cached_file, logging
 from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.configuration.configuration_common import kept_parameters
 from whatwhere.position_base import head_dim
-from whatwhere.position_registry import layer_plan
+from whatwhere.position_plan import layer_plan
 from whatwhere.position_rope import check_rope_parameters
 
 from .evaluation.checkpoints import checked_loading

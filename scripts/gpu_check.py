@@ -225,7 +225,8 @@ class Group:
 def models() -> list[str]:
     """Returns the encodings that have a kernel."""
     from whatwhere import WhatWhereLlamaConfig
-    from whatwhere.position_registry import list_position_encodings, supported_implementations
+    from whatwhere.attention_choice import supported_implementations
+    from whatwhere.position_plan import list_position_encodings
 
     configs = {name: WhatWhereLlamaConfig(position_encoding=name) for name in list_position_encodings()}
     return [name for name, config in configs.items() if "triton" in supported_implementations(config)]

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import split_digits
 from whatwhere.attention_mask import ranges_mask
+from whatwhere.attention_triton import run_kernel
 from whatwhere.position_alibi import alibi_slopes
 from whatwhere.position_base import PositionContext
 from whatwhere.position_cope_mlp import _activity
-from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
 
 from .benchmark.references import attention, undecided_rows
 
@@ -180,8 +181,8 @@ class _Inputs:
             self.key[..., 0] = (1.0 if opening == "open" else -1.0) * case.head_dim**0.5
         if encoding == "pope":
             # The magnitudes.
-            context = PositionContext(self.positions)
-            self.query, self.key = self.encodings.before_cache(self.query, self.key, context)
+            pope: Any = self.encodings["pope"]
+            self.query, self.key = pope.before_cache(self.query, self.key, PositionContext(self.positions))
         self.states = {part.name: self._state(part.name) for part in self.encodings.hooks["cached_state"]}
         self.position_query = self.random(*self.query.shape) if encoding == "cope+rope" else None
         self.learned: dict[str, torch.Tensor] = {}
@@ -299,7 +300,8 @@ class Kernel(NamedTuple):
 
         def kernel(*inputs: torch.Tensor) -> torch.Tensor:
             encodings, context = given.layer_of(*inputs)
-            return encodings.kernel(*inputs[:3], context, **options, dropout=given.seeded())
+            query, key, value, *_ = inputs
+            return run_kernel(encodings, query, key, value, context, **options, dropout=given.seeded())
 
         def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             query, key, value, *_ = inputs

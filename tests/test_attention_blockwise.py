@@ -17,8 +17,9 @@ from transformers import DynamicCache, StaticCache
 import whatwhere.attention_blockwise as blockwise
 from tiny import LargestTensor, causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
+from whatwhere.attention_choice import supported_implementations
 from whatwhere.position_cope import GatedCoPETerm
-from whatwhere.position_registry import list_position_encodings, supported_implementations
+from whatwhere.position_plan import list_position_encodings
 
 ENCODINGS = ["none", "cope", "cope-gated", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
 

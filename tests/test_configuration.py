@@ -18,8 +18,10 @@ from transformers.utils import TransformersKwargs, logging
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
+from whatwhere.attention_choice import supported_implementations
 from whatwhere.forward_arguments import CACHE
-from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.position_plan import COMBINATIONS
+from whatwhere.position_registry import POSITION_ENCODINGS
 
 # Fields, and what the message says of them.
 FIELDS = [

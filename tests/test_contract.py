@@ -12,8 +12,10 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, OURS, in_steps, slow_but, tiny_config, tiny_model, tokens
+from whatwhere.attention_choice import supported_implementations
 from whatwhere.forward_arguments import CACHE
-from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.position_plan import COMBINATIONS
+from whatwhere.position_registry import POSITION_ENCODINGS
 
 
 def declared(attribute):

@@ -15,7 +15,7 @@ from whatwhere.forward_arguments import CACHE
 from whatwhere.learned_table import SharedTable
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 from whatwhere.position_cope import CoPE, CoPEParameters
-from whatwhere.position_registry import PositionEncodings
+from whatwhere.position_modules import PositionEncodings
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
 VARIANTS = {

@@ -15,7 +15,7 @@ from whatwhere.forward_arguments import CACHE
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
 from whatwhere.position_base import PositionContext
 from whatwhere.position_fox import FoXTerm
-from whatwhere.position_registry import SharedPositionEncodings
+from whatwhere.position_modules import SharedPositionEncodings
 
 PARTS = ["output_gate", "output_norm", "qk_norm", "key_value_shift"]
 # Row i has slot i + 2 of 9. Not a tree: what a row sees is any subset.
@@ -319,8 +319,8 @@ def test_refuses(encoding, fields, message):
 def test_keys_are_normed_before_they_are_rotated():
     model, seen = tiny_model("llama", "fox+rope", "eager", qk_norm=True), []
     layer = model.model.layers[0].self_attn
-    after_cache = layer.encodings.after_cache
-    layer.encodings.after_cache = lambda *states: seen.extend(states) or after_cache(*states)
+    attend = layer._attention
+    layer._attention = lambda *states, **options: seen.extend(states[1:3]) or attend(*states, **options)
     ids = tokens(1, 6)
     cache = model(ids, use_cache=True)[CACHE]
     hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(ids))

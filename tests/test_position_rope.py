@@ -6,7 +6,7 @@ import torch
 from bias_checks import assert_same, every_head
 from oracles import rope_rotation
 from tiny import FAMILIES, position_context, tiny_config
-from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.25])

@@ -19,7 +19,7 @@ import torch
 from ...attention_blockwise import join_digits
 from ...position_base import PositionContext
 from ...position_cope import GatedCoPETerm
-from ...position_registry import list_position_encodings
+from ...position_plan import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table
 from .common import attention_layers, watched

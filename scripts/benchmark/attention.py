@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from whatwhere.attention_blockwise import Bias, blockwise_attention
+from whatwhere.attention_triton import run_kernel
 from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
 
@@ -308,8 +309,9 @@ class Workload:
         ) -> torch.Tensor:
             encodings["pope"].delta.weight = delta
             if name == "pope-triton":
-                return encodings.kernel(query, key, value, context, ranges=None, scaling=self.scaling, dropout=0.0)
-            query, key = encodings.after_cache(query, key, context)
+                options = {"ranges": None, "scaling": self.scaling, "dropout": 0.0}
+                return run_kernel(encodings, query, key, value, context, **options)
+            query, key = encodings["pope"].after_cache(query, key, context)
             width = value.shape[-1]
             if "unpadded" not in name:
                 value = F.pad(value, (0, key.shape[-1] - width))
@@ -318,15 +320,15 @@ class Workload:
             return out[..., :width]
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            query, key = encodings.before_cache(query, key, of_all)
+            query, key = encodings["pope"].before_cache(query, key, of_all)
             return attend(query, key, value, delta, of_all)
 
         # The cache contains magnitudes; those of the new query and the new key must be computed.
         with torch.no_grad():
-            cached = encodings.before_cache(newest[0], key, of_all)[1]
+            cached = encodings["pope"].before_cache(newest[0], key, of_all)[1]
 
         def decode() -> torch.Tensor:
-            query, _ = encodings.before_cache(newest[0], newest[1], of_newest)
+            query, _ = encodings["pope"].before_cache(newest[0], newest[1], of_newest)
             return attend(query, cached, value, delta, of_newest)
 
         return Provider("pope", function, decode, self._backend(name))

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ...model_card import card_head, card_tags, encoding_text, sign
-from ...position_registry import max_length
+from ...position_plan import max_length
 from ..evaluation.data_description import describe_data, is_transfer, loss_unit, measured_text, text_of
 from ..evaluation.length_report import heading
 from ..evaluation.length_report import table as length_table

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
 from ...model_card import weights_fingerprint
-from ...position_registry import check_name
+from ...position_plan import check_name
 from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer
 from ..data.tokenize import load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading

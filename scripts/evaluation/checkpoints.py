@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib
 import os
 import pathlib
 import shlex
@@ -166,9 +165,7 @@ def longest_length(model: nn.Module) -> int | None:
     """Returns the longest sequence that a model supports, or None if its position encoding sets no limit."""
     config: Any = model.config
     if hasattr(config, "position_encoding"):
-        # The registry in the same package as the model's class: ours, or the checkpoint's remote code.
-        siblings = type(model).__module__.rpartition(".")[0]
-        return importlib.import_module(f"{siblings}.position_registry").max_length(config)
+        return model.base_model.shared_encodings.max_length  # type: ignore[union-attr,return-value]
     # A stock model is limited by its table of position embeddings, if it has one.
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]

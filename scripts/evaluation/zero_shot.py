@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
-from ...position_registry import max_length
+from ...position_plan import max_length
 from ..commands.common import command_parser
 from .checkpoints import (
     MAX_LENGTH,

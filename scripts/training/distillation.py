@@ -22,7 +22,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from whatwhere.attention_block import AttentionBlock
-from whatwhere.position_registry import layer_plan
+from whatwhere.position_plan import layer_plan
 
 from ..conversion import load_source
 from ..data.prepared import TextBlocks

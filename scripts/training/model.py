@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from whatwhere.position_registry import max_length
+from whatwhere.position_plan import max_length
 
 from ..checks import Refused
 from ..conversion import FAMILIES
