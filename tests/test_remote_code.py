@@ -188,6 +188,7 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
 
 
 KERNELS = {"attention_auto", "attention_mask", "attention_triton", "kernel_flash", "kernel_launch", "kernel_operator"}
+MASK = {"attention_mask", "kernel_operator"}
 # With decays or relative positions.
 TERMS = {*KERNELS, "kernel_terms"}
 # Where PyTorch's attention is supported.
@@ -203,12 +204,13 @@ NEEDED = {
         *TERMS,
     },
     "cope+alibi": {"attention_blockwise", "learned_table", "position_cope", "position_alibi", "kernel_cope", *TERMS},
+    # `position_cope` names the kernels of CoPE.
     "cope_mlp": {
-        *("attention_blockwise", "learned_table", "position_cope", "position_cope_mlp", "kernel_cope", "kernel_knots"),
-        *KERNELS,
+        *("attention_blockwise", "learned_table", "position_cope", "position_cope_mlp", "kernel_cope"),
+        *(TERMS - {"attention_auto", "attention_triton"}),
     },
     "pope": {*SDPA, "position_pope", "kernel_pope", "kernel_polar", *KERNELS},
-    "stick_breaking": {"attention_blockwise", "learned_table", "position_stick_breaking", "kernel_scan", *KERNELS},
+    "stick_breaking": {"attention_blockwise", "learned_table", "position_stick_breaking", *MASK},
     "fox+rope": {*SDPA, "attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *TERMS},
     "token_gated_cope": {
         *("attention_autograd", "attention_blockwise", "head_linear", "learned_table", "position_token_gated_cope"),
@@ -239,7 +241,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
     for folder, names in (("modeling", modeling), ("configuration", configuration)):
         for stem in names - {"position_registry"}:
             whole = (ROOT / folder / f"{stem}.py").read_text()
-            for left_out in {"kernel_knots", "kernel_polar", "kernel_terms"} - set(saved):
+            for left_out in {"kernel_polar", "kernel_terms"} - set(saved):
                 imported = rf"from \.{left_out} import (\([^)]*\)|.*)"
                 whole = re.sub(imported, lambda found: " = ".join([*re.findall(r"\w+", found[1]), "None"]), whole)
             assert saved[stem] == whole, stem

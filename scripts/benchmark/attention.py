@@ -34,7 +34,7 @@ BACKENDS = {
 }
 DIRECTIONS = ("forward", "backward", "forward+backward", "decoding", "decoding graph")
 # Further encodings, by their kernels only.
-OTHERS = ("relative", "cope+alibi", "cope+relative", "cope_mlp", "cope_alibi", "stick_breaking", "token_gated_cope")
+OTHERS = ("relative", "cope+alibi", "cope+relative", "token_gated_cope")
 # Default providers; on a GPU those of `FIRST`, then those of `MORE`.
 HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "fox", "alibi")
 FIRST = (
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope": ("plain", {}),
     "cope-half": ("cope", {}),
     **{f"cope-{opening}": ("cope", {"opening": opening}) for opening in ("open", "closed")},
-    **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative", "cope_mlp")},
+    **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative")},
 }
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 # Third-party providers, whose errors are not our failures.
