@@ -31,8 +31,6 @@ All programs are along the first axis of a grid: the others have at most 65,535.
 
 Closed gates never reach P - 1: then the window is the whole row, correct and slower.
 
-With knots (CoPE_MLP) z_i is linear between these, not between integers: see `kernel_knots`.
-
 Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
 P positions.
 """
@@ -61,7 +59,6 @@ from .kernel_flash import (
     seen_keys,
     softmax_step,
 )
-from .kernel_knots import UNWRITTEN, check_knots, fill_skipped, knot_left, knot_piece, knots_argument
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
 from .kernel_operator import Operator, empty_results
 from .kernel_terms import (
@@ -153,47 +150,32 @@ def _unpack(pair):
 
 
 @triton.jit
-def _last(knots, P, BITS: tl.constexpr):
-    """The largest fixed-point position."""
-    if knots is not None:
-        last = tl.load(knots + P - 2) + 1
-    else:
-        last = (P - 1) << BITS
-    return last
+def _interpolate(z, position, seen, BITS: tl.constexpr):
+    """Returns floor, fraction, z[floor] and z[floor + 1] - z[floor] of fixed-point positions.
 
-
-@triton.jit
-def _interpolate(z, position, seen, knots, P, BITS: tl.constexpr):
-    """Returns piece, the offset in it, its value and its slope at fixed-point positions.
-
-    Without knots: floor, fraction, z[floor], z[floor + 1] - z[floor]. At the largest position the slope is 0.
+    At the largest position the difference is 0.
     """
-    if knots is not None:
-        piece = knot_piece(knots, position, P)
-        offset = position - tl.maximum(knot_left(knots, piece), 0)
-    else:
-        piece = position >> BITS
-        offset = position & ((1 << BITS) - 1)
-    below, step = _unpack(tl.load(z[:, None] + piece, mask=seen, other=0))
-    return piece, offset.to(tl.float32) * (1.0 / (1 << BITS)), below, step
+    level = position >> BITS
+    fraction = (position & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS))
+    below, step = _unpack(tl.load(z[:, None] + level, mask=seen, other=0))
+    return level, fraction, below, step
 
 
 @triton.jit(do_not_specialize=["H", "first_row", "row_count"])
 def _position_values(
-    query, table, values, scale, H, P, first_row, chunk_rows, row_count, SLOPES: tl.constexpr, D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, table, values, scale, H, P, first_row, chunk_rows, row_count, D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
 
     query: what is multiplied with the table. If it is not float32, the table is used as a sum of two numbers of the
-    query's type. With SLOPES the steps are of a second table, beside the first.
+    query's type.
     """
     row_blocks = tl.cdiv(chunk_rows, BLOCK_M)
     member = (tl.program_id(0) // row_blocks).to(tl.int64)
     local = (tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    width = P * 2 if SLOPES else P
-    following = columns + P if SLOPES else tl.minimum(columns + 1, P - 1)
+    following = tl.minimum(columns + 1, P - 1)
     queries = pointer(query, member // H, member % H)
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     step = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -202,10 +184,8 @@ def _position_values(
         mask = (first_row + local < row_count)[:, None] & (channels < D)[None, :]
         q = tl.load(queries + (first_row + local)[:, None] * query.row + channels[None, :], mask=mask, other=0.0)
         mask = (channels < D)[:, None] & (columns < P)[None, :]
-        e = tl.load(table + channels[:, None] * width + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        rise = tl.load(table + channels[:, None] * width + following[None, :], mask=mask, other=0.0).to(tl.float32)
-        if not SLOPES:
-            rise -= e
+        e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        rise = tl.load(table + channels[:, None] * P + following[None, :], mask=mask, other=0.0).to(tl.float32) - e
         leading, leading_rise = e.to(q.dtype), rise.to(q.dtype)
         z = dot(q, leading, z, PRECISION)
         step = dot(q, leading_rise, step, PRECISION)
@@ -218,7 +198,7 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query, key, gate_key, value, values, knots, ranges, added, window, dropout, scaling, H, groups, Q, K, P, first_row,
+    query, key, gate_key, value, values, ranges, added, window, dropout, scaling, H, groups, Q, K, P, first_row,
     chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +223,7 @@ def _window_forward(
     keys = pointer(key, b, h // groups)
     v_rows = pointer(value, b, h // groups)
     z = values + (member * chunk_rows + local) * P
-    last = _last(knots, P, BITS)
+    last = (P - 1) << BITS
     if added is not None:
         if SHARED:
             # Row 0 of each head.
@@ -281,7 +261,7 @@ def _window_forward(
         stopped = tl.where(counting & sees, begin, stopped)
         counts = _counts(gates, seen & counting[:, None], BITS)
         position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
-        _, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
+        _, fraction, below, step = _interpolate(z, position, seen, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
         if added is not None:
@@ -313,14 +293,14 @@ def _window_forward(
 @triton.jit
 def _window_gradients(
     q, k, gk, v, grad, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-    dropout, member, rows, columns, scaling, knots, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
 
     The weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the keys right
     of each key, and the level and fraction of each position. `bias` is not added to the gates.
     """
-    last = _last(knots, P, BITS)
+    last = (P - 1) << BITS
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
     if gk is not None:
         gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
@@ -329,7 +309,7 @@ def _window_gradients(
     counts = _counts(gates, counted, BITS)
     after = count[:, None] - _running_counts(counts, older_counts)
     position = tl.minimum(tl.maximum(after + counts, 0), last)
-    level, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
+    level, fraction, below, step = _interpolate(z, position, seen, BITS)
     if bias is not None:
         logits += bias
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
@@ -362,7 +342,7 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad, query, key, gate_key, value, values, knots, ranges, added, window, delta, dropout, grad_query, levels,
+    grad, query, key, gate_key, value, values, ranges, added, window, delta, dropout, grad_query, levels,
     carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -418,7 +398,7 @@ def _window_rows(
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
             q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-            dropout, member, rows, columns, scaling, knots, P, BITS, PRECISION,
+            dropout, member, rows, columns, scaling, P, BITS, PRECISION,
         )  # fmt: skip
         if added is not None:
             grad_last += added_gradient(added, of_rows, columns[None, :], K, dlogits)
@@ -428,10 +408,7 @@ def _window_rows(
         else:
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
-        if knots is not None:
-            leaving = seen & (tl.maximum(after, 0) <= knot_left(knots, level))
-        else:
-            leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
+        leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
         part = dlogits * fraction
         sums = sum_before[:, None] + running_sums(dlogits, older)
         fractions = fraction_before[:, None] + running_sums(part, older)
@@ -443,8 +420,7 @@ def _window_rows(
     if added is not None:
         store_last(added, of_rows, grad_last)
     # Every row ends at position 0.
-    bottom = knot_piece(knots, rows * 0, P) if knots is not None else 0
-    tl.store(levels + here * P + bottom, _pack(sum_before, fraction_before), mask=inside)
+    tl.store(levels + here * P, _pack(sum_before, fraction_before), mask=inside)
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
     )
@@ -452,7 +428,7 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad, query, key, gate_key, value, values, knots, ranges, added, window, delta, dropout, carried_count,
+    grad, query, key, gate_key, value, values, ranges, added, window, delta, dropout, carried_count,
     carried_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -517,7 +493,7 @@ def _window_columns(
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
                     q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-                    dropout, of_head, rows, columns, scaling, knots, P, BITS, PRECISION,
+                    dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
                 if gate_key is not None:
@@ -555,11 +531,8 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
 class _Pass:
     """What the forward and the backward pass share: shapes, constants, chunks, positions."""
 
-    def __init__(
-        self, tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int | None = None,
-        dropout: float = 0.0,
-    ) -> None:  # fmt: skip
-        query, key, value, table, gate_key, position_query, *others, ranges, knots, seed = tensors
+    def __init__(self, tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float = 0.0) -> None:
+        query, key, value, table, gate_key, position_query, *others, ranges, seed = tensors
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
         self.position_query = query if position_query is None else position_query
@@ -573,14 +546,12 @@ class _Pass:
         self.probability, self.dropout = dropout, dropout_arguments(seed, dropout)
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
-        # Entries of the table: positions, or pieces between knots.
-        self.P = table.shape[1] if knots is None else knots.shape[0] + 1
+        self.P = table.shape[1]
         self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
         self.rows = self.forward_tiles[0].rows
         self.blocks = triton.cdiv(self.Q, self.rows)
         distances = 0 if self.relative is None else self.relative[0].shape[0]
-        # With knots `grad_values` needs more.
-        entries = (16 + query.element_size()) * (self.P if knots is None else 3 * self.P)
+        entries = (16 + query.element_size()) * self.P
         tiles = self.backward_tiles[0]
         row_bytes = 4 * self.D + entries + 8 * triton.cdiv(self.K, tiles.columns) + 8 * distances
         self.chunk = chunk_rows(query, row_bytes, tiles.rows)
@@ -589,10 +560,7 @@ class _Pass:
         self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
         self.constants["PRECISION"] = precision(query.dtype, self.D)
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
-        num_positions = num_positions or self.P
-        bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
-        self.constants["BITS"] = bits
-        self.knots = None if knots is None else knots_argument(knots, num_positions, bits)
+        self.constants["BITS"] = min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length())
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -620,7 +588,7 @@ class _Pass:
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
         half = self.query.dtype != torch.float32
-        constants = {"SLOPES": self.knots is not None, "D": self.D, "PRECISION": self.constants["PRECISION"]}
+        constants = {"D": self.D, "PRECISION": self.constants["PRECISION"]}
         launch(
             _position_values,
             lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
@@ -657,7 +625,7 @@ class _Pass:
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
                 (
-                    *(*self.matrices, values, self.knots, self.ranges, added, window, self.dropout),
+                    *(*self.matrices, values, self.ranges, added, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, "SHARED": shared_rows},
@@ -668,8 +636,6 @@ class _Pass:
     def grad_values(self, levels: torch.Tensor, window: Window, rows: slice) -> torch.Tensor:
         """Returns the gradient of q.e for a chunk of rows, float32 (B, H, rows, P), from its prefix sums per level.
 
-        With knots that of q multiplied with values and slopes, (B, H, rows, 2 P), which are the sums of the two.
-
         z enters by z[floor] (1 - fraction) + z[floor + 1] fraction, so with the sums s of dL and f of dL * fraction
         over the keys of level n, dz[n] = s[n] - f[n] + f[n - 1]. The keys left of the window belong to the last level;
         all dL of a row sum to 0.
@@ -677,13 +643,8 @@ class _Pass:
         sums = levels.view(torch.float32).view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
         low = 0 if self.ranges is None else self.ranges[:, :, rows, 0]
         plain = window.start.repeat_interleave(self.rows, dim=-1)[:, :, rows] > low
-        if self.knots is not None:
-            sums = fill_skipped(sums)
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
         per_level = sums - torch.nn.functional.pad(sums[..., 1:, :], (0, 0, 0, 1))
-        if self.knots is not None:
-            per_level[..., -1, 0] += left
-            return per_level.transpose(-1, -2).flatten(-2).mul_(self.position_scale)
         grad = per_level[..., 0] - per_level[..., 1]
         grad[..., 1:] += per_level[..., :-1, 1]
         grad[..., -1] += left
@@ -713,11 +674,11 @@ class _Pass:
         grad_relative = None if self.relative is None else torch.zeros_like(self.relative[0], dtype=torch.float32)
         for first in range(0, Q, chunk):
             self.position_values(first, values)
-            levels.fill_(0 if self.knots is None else UNWRITTEN)
+            levels.zero_()
             place = (Q, K, P, first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
             added = self.added(rows, grad=True)
-            inputs = (heads(grad), *self.matrices, values, self.knots, self.ranges, added, window, delta, self.dropout)
+            inputs = (heads(grad), *self.matrices, values, self.ranges, added, window, delta, self.dropout)
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
@@ -750,10 +711,8 @@ class _Pass:
         return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative
 
 
-def _forward(
-    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
-) -> list[torch.Tensor]:
-    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
+def _forward(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> list[torch.Tensor]:
+    attention = _Pass(tensors, scaling, position_scale, dropout)
     window = attention.window_forward()
     parts = []
     for rows, keys, options in attention.plain_parts(window, grad=False):
@@ -778,9 +737,9 @@ def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 def _backward(
     grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float,
-    position_scale: float, num_positions: int, dropout: float,
+    position_scale: float, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
+    attention = _Pass(tensors, scaling, position_scale, dropout)
     query, key, value, relative = attention.query, attention.key, attention.value, attention.relative
     window, (grad, _) = Window(*results), grads
     delta = row_products(grad, window.out)
@@ -805,16 +764,14 @@ def _backward(
     return [gradient.to(one.dtype) for one, gradient in zip(tensors, gradients) if one is not None]
 
 
-def _decode(
-    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
-) -> torch.Tensor:
+def _decode(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
     query, key, value, table, gate_key, position_query, *others = tensors
     (B, H, _, D), G = query.shape, key.shape[1]
     shape = (B, G, H // G, D)
     position_query = None if position_query is None else position_query.reshape(shape)
     given = (query.reshape(shape), key, value, table, gate_key, position_query, *others)
-    attention = _Pass(given, scaling, position_scale, num_positions)
+    attention = _Pass(given, scaling, position_scale)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
         *(query, key, value),
@@ -827,7 +784,7 @@ def _decode(
     )
 
 
-_SETTINGS = "float scaling, float position_scale, int num_positions, float dropout"
+_SETTINGS = "float scaling, float position_scale, float dropout"
 _attention = Operator("cope", _SETTINGS, _forward, _backward, _decode, empty=_empty)
 
 
@@ -842,8 +799,6 @@ def cope_attention(
     relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
-    knots: torch.Tensor | None = None,
-    num_positions: int | None = None,
     scaling: float,
     position_scale: float,
     dropout: float = 0.0,
@@ -866,11 +821,6 @@ def cope_attention(
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32, without
             gradients; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j (ALiBi). Gates do
             not see it.
-        knots: (P - 1,), floating, ascending, without gradients, the largest position last: where z_i bends, in place of
-            the integers. Piece n has the positions that are larger than n knots; at the largest position and in the
-            last piece z_i is constant. The table is then (D, 2 P): at the left end of each piece, or at 0 where that is
-            negative, what is multiplied for the value there; and what is for the slope, 0 in the last piece.
-        num_positions: with knots, the largest position + 1, at least 2.
         position_scale: the factor on r.e.
         ranges, scaling, dropout: see `kernel_flash`. Keys that are not seen are not counted; the scaling is that of the
             gates, too.
@@ -879,8 +829,6 @@ def cope_attention(
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
     """
     check_inputs(query, key, value, scaling, ranges)
-    if knots is not None:
-        check_knots(knots, table, num_positions)
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
@@ -896,6 +844,5 @@ def cope_attention(
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     first = (query, key, value, table, gate_key, position_query, *(relative or (None,))[:1])
-    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), ranges, knots, dropout_seed(query, dropout))
-    num_positions = table.shape[1] if num_positions is None else num_positions
-    return _attention(first, others, scaling, position_scale, num_positions, dropout)[0]
+    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), ranges, dropout_seed(query, dropout))
+    return _attention(first, others, scaling, position_scale, dropout)[0]

@@ -263,14 +263,6 @@ class StickBreaking(PositionEncoding):
         output, remainder, weights = stick_breaking_attention(query, key, value, mask=mask, direct=direct, **given)
         return self._add_remainder(output, remainder, context), weights
 
-    def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
-    ) -> torch.Tensor:
-        from .kernel_scan import stick_attention
-
-        output, remainder = stick_attention(query, key, value, inclusive=self.parameters_.inclusive, **options)
-        return self._add_remainder(output, remainder, context)
-
     def _add_remainder(self, output: torch.Tensor, remainder: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns outputs (B, H, Q, D) with what the remainder (B, H, Q) is multiplied with."""
         if self.parameters_.remainder == "none":

@@ -18,9 +18,7 @@ from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import split_digits
 from whatwhere.attention_mask import ranges_mask
 from whatwhere.attention_triton import run_kernel
-from whatwhere.position_alibi import alibi_slopes
 from whatwhere.position_base import PositionContext
-from whatwhere.position_cope_mlp import _activity
 from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
 
 from .benchmark.references import attention, undecided_rows
@@ -28,7 +26,6 @@ from .benchmark.references import attention, undecided_rows
 # Parameters of encodings, if a case does not set them.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "cope": {"scale_positions": True},
-    "cope_alibi": {"slopes": "learned"},
     "relative": {"num_positions": 200, "beyond": "last"},
     "token_gated_cope": {"num_positions": 300},
 }
@@ -195,9 +192,7 @@ class _Inputs:
                 owner, tensor = module.get_submodule(path), self._learned(name, parameter.shape)
                 delattr(owner, attribute)
                 setattr(owner, attribute, tensor)
-                # The gradients of CoPE_MLP's network are differences of large sums, with few digits in half precision.
-                if encoding != "cope_mlp" or self.dtype == torch.float32:
-                    self.learned[name], self.owners[name] = tensor, (owner, attribute)
+                self.learned[name], self.owners[name] = tensor, (owner, attribute)
 
     def random(self, *shape: int) -> torch.Tensor:
         # Drawn in float32, because random numbers in float16 differ between devices.
@@ -249,16 +244,8 @@ class _Inputs:
         drawn = self.random(*shape)
         if name.endswith("delta.weight"):
             return drawn - 1.0
-        if name.endswith("slopes.weight"):
-            return -alibi_slopes(self.case.heads, self.device)
         if name.endswith("position_query.weight"):
             drawn = drawn * self.scaling
-        elif name.endswith("network.bias"):
-            # Some of the knots are negative, some too large.
-            places = torch.rand(shape, generator=self.generator, device=self.device) * 1.2 - 0.1
-            drawn = -self.encodings["cope_mlp"].network.weight * places
-        elif name.endswith("network.output"):
-            drawn = drawn / 4
         return self.cast(drawn)
 
     def seeded(self) -> float:
@@ -315,9 +302,6 @@ class Kernel(NamedTuple):
             gates = case.option("gates", "key")
             gate_key = value if gates == "value" else others[0] if gates == "separate_key" else key
             kinks = torch.arange(1, last + 1, device=device)
-            if encoding == "cope_mlp":
-                weight, bias, _ = given.encodings[encoding].network(None)
-                kinks, _ = _activity(weight / last, bias, last)
             return undecided_rows(query, gate_key, kinks, rows=rows, **options)
 
         names = ["dq", "dk", "dv", *(f"gradient of the state of {name}" for name in given.states)]
@@ -337,16 +321,15 @@ KERNELS = {
         "cope",
         (
             *(*_VARIANTS, {"mask": "padding", "gates": "separate_key"}, {"gates": "value"}),
-            *({"encoding": name} for name in ("cope+rope", "cope+alibi", "cope+relative", "cope_mlp")),
+            *({"encoding": name} for name in ("cope+rope", "cope+alibi", "cope+relative")),
         ),
         (
             *({"opening": "open"}, {"opening": "closed"}),
             *({"num_positions": 2}, {"num_positions": 33}, {"num_positions": 300}),
-            {"encoding": "cope_mlp", "hidden_units": 5, "opening": "open"},
         ),
     ),
     "pope": Kernel("pope", (*_VARIANTS, {"partial_rotary_factor": 0.5, "use_delta": False})),
     "plain": Kernel("none", _VARIANTS),
-    **{name: Kernel(name, _VARIANTS) for name in ("fox", "alibi", "relative", "cope_alibi", "stick_breaking")},
+    **{name: Kernel(name, _VARIANTS) for name in ("fox", "alibi", "relative")},
     "token_gated_cope": Kernel("token_gated_cope", _VARIANTS[:2]),
 }

@@ -44,13 +44,10 @@ WITH_KERNELS = (
     "cope+alibi",
     "cope+relative",
     "cope+rope",
-    "cope_alibi",
-    "cope_mlp",
     "fox",
     "fox+rope",
     "pope",
     "relative",
-    "stick_breaking",
     "token_gated_cope",
     "token_gated_cope+rope",
 )
@@ -77,14 +74,13 @@ SETTINGS = {
             "relative": {"num_positions": 8, "beyond": "last"},
         },
     ),
-    "cope_mlp": ("cope_mlp", {"hidden_units": 5, "num_positions": 6}),
     "relative": ("relative", {"num_positions": 6, "beyond": "none"}),
     "relative:last": ("relative", {"num_positions": 6, "beyond": "last"}),
     "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
     "token_gated_cope+rope": ("token_gated_cope+rope", {"token_gated_cope": {"num_positions": 6}}),
 }
 TWO_LAYERS = ("cope:shared", "every2", "rotated", "plan", "cope+relative:every2")
-OTHERS = list(SETTINGS)[-8:]
+OTHERS = list(SETTINGS)[-7:]
 COPE_AND_POPE = ("cope", "cope:shared", "cope+rope", "pope", "pope:partial")
 
 

@@ -196,9 +196,13 @@ NEEDED = {
     "cope": {"attention_blockwise", "learned_table", "kernel_cope", *KERNELS},
     "cope+relative": {"attention_blockwise", "learned_table", "kernel_cope", *KERNELS},
     "cope+alibi": {"attention_blockwise", "learned_table", "kernel_cope", *KERNELS},
-    "cope_mlp": {"attention_blockwise", "learned_table", "position_cope"},
+    # Its position_cope has kernels.
+    "cope_mlp": {
+        *("attention_blockwise", "learned_table", "position_cope", "kernel_cope"),
+        *KERNELS - {"attention_triton", "kernel_plain"},
+    },
     "pope": {"attention_sdpa", "kernel_pope", *KERNELS},
-    "stick_breaking": {"attention_blockwise", "learned_table"},
+    "stick_breaking": {"attention_blockwise", "learned_table", "kernel_operator"},
     "fox+rope": {"attention_sdpa", "attention_blockwise", "head_linear", *KERNELS},
     "token_gated_cope": {
         *("attention_autograd", "attention_blockwise", "attention_sdpa", "head_linear", "learned_table", *KERNELS)
