@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from processes import python
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import complete_card, weights_fingerprint
-from whatwhere.scripts.cards import command, curves
+from whatwhere.scripts.cards import curves
 from whatwhere.scripts.cards.content import model_card
+from whatwhere.scripts.commands import card as command
 from whatwhere.scripts.commands import convert
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer

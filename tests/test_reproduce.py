@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 from whatwhere.scripts import cli
-from whatwhere.scripts.cards import command as cards
+from whatwhere.scripts.commands import card as cards
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA
 from whatwhere.scripts.evaluation.results import read_json

@@ -26,9 +26,9 @@ from whatwhere.model_card import weights_fingerprint
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive
 from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer, load_source
 from ..data.corpora import CORPORA
+from ..data.folder import data_folder
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
-from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource
 from ..data.tokenize import build_tokenizer, load_tokenizer, why_not_loaded
 from ..errors import Refused, TrainingError

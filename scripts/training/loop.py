@@ -29,8 +29,8 @@ from whatwhere.model_card import weights_fingerprint
 
 from ..cards.folder import write_card
 from ..conversion import FAMILIES
+from ..data.folder import DATA_DIR_VARIABLE
 from ..data.pack import IGNORED
-from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
 from ..data.tokenize import token_unit
 from ..errors import Interrupted, Refused, TrainingError
