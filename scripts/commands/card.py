@@ -97,7 +97,7 @@ def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
             paths.append(write_card(folder))
         else:
             table = read_json(folder / "results.json")
-            paths.append(report.write(table, report.card(table), folder / "README.md", "results.json"))
+            paths.append(report.write(table, report.markdown(table, card=True), folder / "README.md", "results.json"))
     return [*paths, *write_index(output)]
 
 
