@@ -23,18 +23,18 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
+from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive
 from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer, load_source
 from ..data.corpora import CORPORA
+from ..data.folder import data_folder
 from ..data.pack import IGNORED
 from ..data.prepared import file_sha256
-from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource
 from ..data.tokenize import build_tokenizer, load_tokenizer, why_not_loaded
+from ..errors import Refused, TrainingError
 from ..evaluation.checkpoints import checked_loading
-from ..evaluation.results import write_json
+from ..writing import write_json
 from .distillation import AttentionTargets, LogitTargets, logit_loss
-from .errors import TrainingError
 from .loop import Run, file_problems, train
 from .model import build_optimizer, check_length, count_parameters, prepare_model
 from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Mixture, Recipe, Schedule, TrainingRecipe
