@@ -88,7 +88,7 @@ def blockwise_attention_by_autograd(
 def autograd_attention_forward(
     layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """The implementation `blockwise`, for `attention.attend`, of a layer with a bias that has no term."""
+    """The implementation `blockwise`, for `attention.attend`, of a layer with a bias that is no `BlockBias`."""
     settings = {name: options[name] for name in ("scaling", "dropout")}
     bias = layer.encodings.bias
     output = blockwise_attention_by_autograd(query, key, value, mask=mask, bias=bias, context=context, **settings)

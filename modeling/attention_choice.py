@@ -82,7 +82,7 @@ def choose_attention(layer: Any, name: str, given: Any) -> Callable[..., Any]:
     if name == "triton" and "triton" in PARTS:
         return PARTS["triton"].forward
     implementation = encodings.default if name == "auto" else name
-    by_autograd = implementation == "blockwise" and any(part.term is None for part in encodings.hooks["bias"])
+    by_autograd = implementation == "blockwise" and any(part.block_bias is None for part in encodings.hooks["bias"])
     functions = {**PARTS, "eager": eager_attention_forward}
     function = functions.get("autograd" if by_autograd else implementation)
     if not is_stock(given) or function is None:

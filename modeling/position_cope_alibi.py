@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from .attention_blockwise import Block, Term
+from .attention_blockwise import Block, BlockBias
 from .learned_table import LearnedTable
 from .position_alibi import alibi_slopes
 from .position_base import Parameters, PositionContext, PositionEncoding
@@ -40,8 +40,8 @@ class CoPEALiBiParameters(Parameters):
             yield "first_slope", f"with slopes={self.slopes!r} it is unused; allowed: 1.0, or slopes='fixed'"
 
 
-class CoPEALiBiTerm(Term):
-    """The term of CoPE_ALiBi: its tensor is the slopes (at least H)."""
+class CoPEALiBiBias(BlockBias):
+    """The bias of CoPE_ALiBi: its tensor is the slopes (at least H)."""
 
     name = "cope_alibi"
     reads_content = True
@@ -96,7 +96,7 @@ class CoPEALiBi(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719), Eq. 10"
     summary = "CoPE's count as a bias, fixed or learned slope for each head (CoPE_ALiBi)"
     parameters_class = CoPEALiBiParameters
-    term = CoPEALiBiTerm
+    block_bias = CoPEALiBiBias
 
     def __init__(self, config: Any, parameters: CoPEALiBiParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -113,5 +113,5 @@ class CoPEALiBi(PositionEncoding):
             return alibi_slopes(heads, device)[first:]
         return self.parameters_.first_slope * 0.5 ** torch.arange(first, heads, dtype=torch.float32, device=device)
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         return (self._slopes(context),), ()

@@ -17,9 +17,9 @@ from transformers import initialization as init
 from .attention_blockwise import (
     DIRECT_ROWS,
     MASKED,
-    Bias,
+    BiasInputs,
     Block,
-    Term,
+    BlockBias,
     attend_in_blocks,
     autocast_inputs,
     check_inputs,
@@ -78,7 +78,7 @@ def _without_own(mask: torch.Tensor) -> torch.Tensor:
     return mask.scatter(-1, own, False if mask.dtype == torch.bool else float("-inf"))
 
 
-class StickTerm(Term):
+class StickBias(BlockBias):
     """Stick-breaking attention as a term: the weights are exp(z - sums of softplus). Setting: 1 if own keys are hidden.
 
     Keys further left than where the stick of every row of a block is spent are not touched. The window of one block is
@@ -102,7 +102,7 @@ class StickTerm(Term):
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
 
-    def window(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
+    def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
         """Returns the part of a block in which sticks last, its logits, and what is left of them (C, n, R)."""
         attention, columns = self.attention, block.columns
         all_columns = columns.stop - columns.start
@@ -196,7 +196,7 @@ def stick_breaking_attention(
             mask = causal_mask(query.shape[2], key.shape[2], query.device)[None, None]
         mask = _without_own(dense_mask(mask, query.shape[2]) if is_ranges(mask) else mask)
     if not at_once:
-        biases = [Bias(StickTerm, (), (not inclusive,))]
+        biases = [BiasInputs(StickBias, (), (not inclusive,))]
         output, remainder = attend_in_blocks(query, key, value, mask, scaling, biases, dropout, block_size)
         return output, remainder, None
     found = []

@@ -227,10 +227,14 @@ def register(*classes: Any) -> None:
 
 
 def refusal(message: str) -> ValueError:
-    """Returns the error for a request; `transformers serve` answers with its text only if it is the server's own."""
+    """Returns the error for a request that is not valid; `transformers serve` answers with code 400 and the message.
+
+    The server does so only for its own exceptions, so this error is also one of them if the server runs.
+    """
     server: Any = sys.modules.get("starlette.exceptions")
     if server is None:
         return ValueError(message)
+    # Fields of its class; `__reduce__` lets the error pass between processes.
     fields = {"status_code": 400, "detail": message, "headers": None, "__str__": Exception.__str__}
     fields["__reduce__"] = lambda _: (ValueError, (message,))
     return type("RequestError", (ValueError, server.HTTPException), fields)(message)

@@ -41,7 +41,7 @@ def needed_parts(config: Any) -> set[str]:
     needed = {*supported_implementations(config), *map(layer_default, plan)}
     if any(layer_kernel(parts) for parts in plan):
         needed.add("triton")
-    if any(cls.overrides("bias") and cls.term is None for parts in plan for cls, _ in parts):
+    if any(cls.overrides("bias") and cls.block_bias is None for parts in plan for cls, _ in parts):
         needed.add("autograd")
     if config.attention_options:
         needed.add("options")

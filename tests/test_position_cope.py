@@ -172,7 +172,7 @@ def test_only_rope_needs_a_second_query():
         for layer in range(2):
             parts = PositionEncodings(tiny_config("llama", encoding), layer)
             if "cope" in parts:
-                tensors, _ = parts["cope"].term_inputs(context, 0.5)
+                tensors, _ = parts["cope"].bias_inputs(context, 0.5)
                 assert (tensors[-1] is context.query) == ("rope" in parts)
                 assert len(tensors) == 1 + ("rope" in parts)
 

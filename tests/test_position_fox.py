@@ -9,12 +9,12 @@ import oracles
 import whatwhere.position_fox as module
 from bias_checks import assert_same, every_head
 from tiny import causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention, join_digits
+from whatwhere.attention_blockwise import MASKED, BiasInputs, blockwise_attention, join_digits
 from whatwhere.attention_options import HeadNorm, previous_slots
 from whatwhere.forward_arguments import CACHE
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
 from whatwhere.position_base import PositionContext
-from whatwhere.position_fox import FoXTerm
+from whatwhere.position_fox import FoXBias
 from whatwhere.position_modules import SharedPositionEncodings
 
 PARTS = ["output_gate", "output_norm", "qk_norm", "key_value_shift"]
@@ -46,13 +46,13 @@ def test_equals_loops(mask, gate, monkeypatch):
 
     logits = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) * scaling
     logits = logits.masked_fill(~visible, MASKED)
-    weights = torch.softmax(logits + FoXTerm.bias(logits, query, (forget,), ()), -1) * visible.any(-1, keepdim=True)
+    weights = torch.softmax(logits + FoXBias.bias(logits, query, (forget,), ()), -1) * visible.any(-1, keepdim=True)
     outs = [weights @ value.repeat_interleave(2, dim=1)]
     if subsets:
         forms = [visible.expand(2, 1, Q, K), torch.where(visible, 0.0, -1e4).expand(2, 1, Q, K)]
     else:
         forms = [ranges_of(mask and [mask, mask], Q)]
-    biases = [Bias(FoXTerm, (forget,))]
+    biases = [BiasInputs(FoXBias, (forget,))]
     for form in forms:
         for direct in (False, True):
             options = {"mask": form, "scaling": scaling, "biases": biases, "block_size": 4, "direct": direct}
@@ -70,7 +70,7 @@ def test_long_sequences_keep_their_digits(gate):
     for dtype in (torch.float64, torch.float32):
         leaf = forget.detach().to(dtype).requires_grad_()
         out = blockwise_attention(
-            *(x.to(dtype) for x in states), scaling=0.35, biases=[Bias(FoXTerm, (leaf,))], block_size=64
+            *(x.to(dtype) for x in states), scaling=0.35, biases=[BiasInputs(FoXBias, (leaf,))], block_size=64
         )
         out.square().sum().backward()
         outs.append(out.double())

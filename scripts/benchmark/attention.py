@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from whatwhere.attention_blockwise import Bias, blockwise_attention
+from whatwhere.attention_blockwise import biases_of, blockwise_attention
 from whatwhere.attention_triton import run_kernel
 from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
@@ -254,7 +254,7 @@ class Workload:
 
     def _blockwise(self, call: Call, *inputs: torch.Tensor) -> torch.Tensor:
         encodings, context = call.layer(*inputs)
-        biases = [Bias(part.term, *part.term_inputs(context, self.scaling)) for part in encodings.hooks["bias"]]
+        biases = biases_of(encodings, context, self.scaling)
         return blockwise_attention(*inputs[:3], scaling=self.scaling, biases=biases)
 
     def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
