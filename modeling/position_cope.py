@@ -198,7 +198,7 @@ class CoPEBias(BlockBias):
     def through_gates(self, negative: torch.Tensor, near: torch.Tensor, block: Block) -> torch.Tensor | None:
         """Propagates the negative gradient of the gates' logits, (C, n, R, w).
 
-        Adds the gradient of the content logits to `near` (C, n, R, w), in place. Returns that of the query rows or None.
+        Adds the gradient of the content logits to `near` (C, n, R, w), in place; returns that of the rows, or None.
         """
         near.sub_(negative)
         return None
