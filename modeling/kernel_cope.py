@@ -16,16 +16,16 @@ Backward, with dL_ij the gradient of logit ij:
 4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates, in fixed point. That is exact
    if the gates are those of the forward pass. Other tiles or matrix instructions can round them differently: positions
    are then a few units of the last place off, so they are clamped on both sides. The gradient of a gate is the running
-   sum of the gradients of the positions left of it. The kernel writes dq, and for every key block what
-   `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
+   sum of the gradients of the positions left of it. The kernel writes dq, and for every row and key block the count
+   and the running gradient at the left edge of the block, from which `_window_columns` continues.
 5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
    one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
    differences (`grad_values`). The gradient of the table, and its part of dq, are products.
 6. `_window_columns` gives dk and dv of the window, block by block, in a fixed order: the result is deterministic.
 7. `kernel_flash` adds the gradients of the plain part.
 
-Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the carries (one pair per row and key block,
-which would be quadratic) stay within a budget proportional to the size of the query.
+Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the numbers at the edges of key blocks (a
+pair per row and block: quadratic for all rows) stay within a budget proportional to the size of the query.
 
 All programs are along the first axis of a grid: the others have at most 65,535.
 
@@ -60,17 +60,17 @@ from .kernel_flash import (
     softmax_step,
 )
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
-from .kernel_operator import Operator, empty_results
-from .kernel_terms import (
-    added_bias,
-    added_gradient,
-    added_rows,
-    check_added,
+from .kernel_logits import (
+    bias_gradient,
+    bias_rows,
+    bias_values,
+    check_bias,
     decay_argument,
     relative_argument,
     relative_gradients,
     store_last,
 )
+from .kernel_operator import Operator, empty_results
 
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
@@ -114,22 +114,26 @@ def _counts(gates, counted, BITS: tl.constexpr):
 
 @triton.jit
 def _triangle(like, BLOCK_N: tl.constexpr, NEWER: tl.constexpr):
-    """Ones where a sum over a block of keys includes a key: those up to it, or, with NEWER, those from it on.
+    """A triangular matrix of ones, (BLOCK_N, BLOCK_N): x @ triangle is the running sum along the rows of x.
 
-    Products with it are running sums that stay in the layout of the logits.
+    Column j sums the keys up to j, or with NEWER the keys from j on. A product leaves the sums in the layout of the
+    logits, which a scan would not.
     """
     keys = tl.arange(0, BLOCK_N)
     if NEWER:
-        included = keys[:, None] >= keys[None, :]
+        ones = keys[:, None] >= keys[None, :]
     else:
-        included = keys[:, None] <= keys[None, :]
-    # By way of float32: the interpreter takes a bool for the bits of a bfloat16.
-    return included.to(tl.float32).to(like)
+        ones = keys[:, None] <= keys[None, :]
+    # First to float32: the interpreter would take a bool for the bits of a bfloat16.
+    return ones.to(tl.float32).to(like)
 
 
 @triton.jit
 def _running_counts(counts, triangle):
-    """Exact sums of fixed-point counts along a row; `triangle` in float16, which has 11 bits and so takes two parts."""
+    """Exact running sums of fixed-point counts, by a float16 `_triangle`.
+
+    float16 represents integers of 11 bits exactly; a count has up to 22, so its upper and lower bits are summed apart.
+    """
     upper = dot((counts >> 11).to(tl.float16), triangle, None, "ieee")
     lower = dot((counts & 2047).to(tl.float16), triangle, None, "ieee")
     return (upper.to(tl.int32) << 11) + lower.to(tl.int32)
@@ -137,14 +141,14 @@ def _running_counts(counts, triangle):
 
 @triton.jit
 def _pack(first, second):
-    """Two float32 as one int64: scattered pairs are read and written at once."""
+    """Puts the bits of two float32 into one int64, so that one load or store moves both."""
     low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     return low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
 
 
 @triton.jit
 def _unpack(pair):
-    """The two float32 of `_pack`."""
+    """Returns the two float32 that `_pack` put together."""
     first = (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     return first, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -198,7 +202,7 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query, key, gate_key, value, values, ranges, added, window, dropout, scaling, H, groups, Q, K, P, first_row,
+    query, key, gate_key, value, values, ranges, logit_bias, window, dropout, scaling, H, groups, Q, K, P, first_row,
     chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -224,15 +228,15 @@ def _window_forward(
     v_rows = pointer(value, b, h // groups)
     z = values + (member * chunk_rows + local) * P
     last = (P - 1) << BITS
-    if added is not None:
+    if logit_bias is not None:
         if SHARED:
             # Row 0 of each head.
             row = tl.minimum(rows, row_count - 1)
             heads = h * row_count + row[:, None]
-            of_rows = added_rows(added, b, heads, member * row_count + row, row * 0, inside, 1, K, 1)
+            of_rows = bias_rows(logit_bias, b, heads, member * row_count + row, row * 0, inside, 1, K, 1)
         else:
             count_rows = tl.minimum(chunk_rows, row_count - first_row)
-            of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
+            of_rows = bias_rows(logit_bias, b, h, member, local, inside, count_rows, K, 1)
 
     sees = high > low
     bottom = tl.min(tl.where(sees, low, K))
@@ -264,8 +268,8 @@ def _window_forward(
         _, fraction, below, step = _interpolate(z, position, seen, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
-        if added is not None:
-            logits += added_bias(added, of_rows, columns, K) * LOG2_E
+        if logit_bias is not None:
+            logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         acc, weight, top = softmax_step(
             acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -292,13 +296,13 @@ def _window_forward(
 
 @triton.jit
 def _window_gradients(
-    q, k, gk, v, grad, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+    q, k, gk, v, grad, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
     dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
+    """What both backward kernels compute for a block of rows and keys, given the numbers at its left edge.
 
     The weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the keys right
-    of each key, and the level and fraction of each position. `bias` is not added to the gates.
+    of each key, and the level and fraction of each position. `block_bias` is not added to the gates.
     """
     last = (P - 1) << BITS
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
@@ -310,8 +314,8 @@ def _window_gradients(
     after = count[:, None] - _running_counts(counts, older_counts)
     position = tl.minimum(tl.maximum(after + counts, 0), last)
     level, fraction, below, step = _interpolate(z, position, seen, BITS)
-    if bias is not None:
-        logits += bias
+    if block_bias is not None:
+        logits += block_bias
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
     grad_weights = dot(grad, tl.trans(v), None, PRECISION)
     grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
@@ -342,15 +346,15 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad, query, key, gate_key, value, values, ranges, added, window, delta, dropout, grad_query, levels,
-    carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
+    grad, query, key, gate_key, value, values, ranges, logit_bias, window, delta, dropout, grad_query, levels,
+    edge_count, edge_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of the window of one block of rows, prefix sums of dL per level, carries per key block; all float32.
+    """For the window of one block of rows: dq, prefix sums of dL per level, and numbers at the edges of key blocks.
 
     grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), as they were where nothing is written, pairs of
-    the sums of dL and of dL * fraction; carries (B * H, key blocks, chunk_rows).
+    the sums of dL and of dL * fraction; edge_count, edge_slope (B * H, key blocks, chunk_rows).
     """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
     row_block = tl.program_id(0) % row_blocks
@@ -365,7 +369,7 @@ def _window_rows(
     )
     here = member * chunk_rows + local
     z = values + here * P
-    carries = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
+    edges = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
 
     # The count of the keys that are still ahead, the one at the left edge of the block included.
     count = tl.load(window.total + member * Q + rows, mask=inside, other=0)
@@ -375,9 +379,9 @@ def _window_rows(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     older_counts = _triangle(tl.float16, BLOCK_N, False)
     older = _triangle(tl.float32 if q.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
-    if added is not None:
+    if logit_bias is not None:
         count_rows = tl.minimum(chunk_rows, Q - first_row)
-        of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
+        of_rows = bias_rows(logit_bias, b, h, member, local, inside, count_rows, K, 1)
         grad_last = tl.zeros([BLOCK_M], tl.float32)
     this = member * blocks + first_row // BLOCK_M + row_block
     oldest = tl.load(window.start + this)
@@ -385,23 +389,23 @@ def _window_rows(
         begin = block * BLOCK_N
         columns = begin + tl.arange(0, BLOCK_N)
         seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
-        tl.store(carried_count + carries + block * chunk_rows, count, mask=inside)
-        tl.store(carried_slope + carries + block * chunk_rows, slope, mask=inside)
+        tl.store(edge_count + edges + block * chunk_rows, count, mask=inside)
+        tl.store(edge_slope + edges + block * chunk_rows, slope, mask=inside)
         k = load(pointer(key, b, h // groups), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         v = load(pointer(value, b, h // groups), value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         gk = None
         if gate_key is not None:
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        bias = None
-        if added is not None:
-            bias = added_bias(added, of_rows, columns[None, :], K)
+        block_bias = None
+        if logit_bias is not None:
+            block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
-            q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+            q, k, gk, v, do, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
             dropout, member, rows, columns, scaling, P, BITS, PRECISION,
         )  # fmt: skip
-        if added is not None:
-            grad_last += added_gradient(added, of_rows, columns[None, :], K, dlogits)
+        if logit_bias is not None:
+            grad_last += bias_gradient(logit_bias, of_rows, columns[None, :], K, dlogits)
         if gate_key is not None:
             dq = dot(dgates.to(k.dtype), gk, dq, PRECISION)
             dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
@@ -417,8 +421,8 @@ def _window_rows(
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(dposition, 1)
         count -= tl.sum(counts, 1)
-    if added is not None:
-        store_last(added, of_rows, grad_last)
+    if logit_bias is not None:
+        store_last(logit_bias, of_rows, grad_last)
     # Every row ends at position 0.
     tl.store(levels + here * P, _pack(sum_before, fraction_before), mask=inside)
     store(
@@ -428,8 +432,8 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad, query, key, gate_key, value, values, ranges, added, window, delta, dropout, carried_count,
-    carried_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
+    grad, query, key, gate_key, value, values, ranges, logit_bias, window, delta, dropout, edge_count,
+    edge_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -481,19 +485,19 @@ def _window_columns(
                     grad, query, window, delta, ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
                 )
                 seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
-                carry = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
-                count = tl.load(carried_count + carry, mask=inside, other=0)
-                slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
-                bias = None
-                if added is not None:
+                edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
+                count = tl.load(edge_count + edge, mask=inside, other=0)
+                slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
+                block_bias = None
+                if logit_bias is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
-                    of_rows = added_rows(added, b, h, of_head, local, inside, count_rows, K, 1)
-                    bias = added_bias(added, of_rows, columns[None, :], K)
+                    of_rows = bias_rows(logit_bias, b, h, of_head, local, inside, count_rows, K, 1)
+                    block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
-                    q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-                    dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
+                    q, k, gk, v, do, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts,
+                    older, dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
                 if gate_key is not None:
@@ -516,7 +520,8 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
     """The tiles of the forward and of the backward kernels, the preferred first.
 
     Registers are the limit (`tests/compile_kernels.py` prints them). On Hopper a matrix instruction has 64 rows for 4
-    warps, and 8 warps do some work twice. Those of the backward pass have the same columns: carries depend on it.
+    warps, and 8 warps do some work twice. Those of the backward pass have the same columns, because both kernels use
+    the numbers at the edges of key blocks.
     """
     if dtype == torch.float32:
         # Some devices have only 99 KiB of shared memory.
@@ -565,7 +570,7 @@ class _Pass:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def added(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
+    def logit_bias(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
         """The decay or the relative positions of some rows as an argument of a kernel, or None."""
         if self.decay is not None:
             return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys])
@@ -582,7 +587,7 @@ class _Pass:
         seen = {"ranges": self.ranges, "seed": self.seed, "dropout": self.probability}
         for rows, keys, options in row_parts(self.query, self.key, size, **seen):
             blocks = slice(rows.start // self.rows, triton.cdiv(rows.stop, self.rows))
-            options |= {"scaling": self.scaling, "added": self.added(rows, keys, grad=grad)}
+            options |= {"scaling": self.scaling, "logit_bias": self.logit_bias(rows, keys, grad=grad)}
             yield rows, keys, {**options, "bound": (window.start[:, :, blocks], self.rows)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:
@@ -619,13 +624,13 @@ class _Pass:
         seen_from = 1 if shared_rows else Q
         for first in range(0, Q, chunk):
             self.position_values(first, values)
-            added = self.added(slice(first, min(first + chunk, Q)))
+            logit_bias = self.logit_bias(slice(first, min(first + chunk, Q)))
             launch(
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
                 (
-                    *(*self.matrices, values, self.ranges, added, window, self.dropout),
+                    *(*self.matrices, values, self.ranges, logit_bias, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, "SHARED": shared_rows},
@@ -677,8 +682,8 @@ class _Pass:
             levels.zero_()
             place = (Q, K, P, first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
-            added = self.added(rows, grad=True)
-            inputs = (heads(grad), *self.matrices, values, self.ranges, added, window, delta, self.dropout)
+            logit_bias = self.logit_bias(rows, grad=True)
+            inputs = (heads(grad), *self.matrices, values, self.ranges, logit_bias, window, delta, self.dropout)
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
@@ -692,7 +697,7 @@ class _Pass:
             grad_table += torch.matmul(queries, grad_z).sum((0, 1), dtype=torch.float32)
             part, from_table = window_query.view(B, H, chunk, D)[:, :, : rows.stop - first], grad_z @ transposed
             if self.relative is not None and grad_relative is not None:
-                from_relative = relative_gradients(added, self.query[:, :, rows], self.relative[0], self.scaling)
+                from_relative = relative_gradients(logit_bias, self.query[:, :, rows], self.relative[0], self.scaling)
                 part = part + from_relative[0]
                 grad_relative += from_relative[1]
             if grad_position_query is None:
@@ -755,7 +760,7 @@ def _backward(
         if relative is None:
             grad_query, grad_key, grad_value = part, *columns
         else:
-            from_relative = relative_gradients(options["added"], part_query, relative[0], scaling)
+            from_relative = relative_gradients(options["logit_bias"], part_query, relative[0], scaling)
             grad_query[:, :, rows] = part + from_relative[0]
             grad_relative += from_relative[1]
             grad_key[:, :, keys] += columns[0]
@@ -777,7 +782,7 @@ def _decode(tensors: Sequence[Any], scaling: float, position_scale: float, dropo
         *(query, key, value),
         scaling=scaling,
         ranges=attention.ranges,
-        added=attention.added(slice(None)),
+        logit_bias=attention.logit_bias(slice(None)),
         bound=(window.start, 0),
         constant=window.constant.view(B, H, 1),
         initial=(window.out.view(B, H, 1, D), window.lse.view(B, H, 1)),
@@ -840,7 +845,7 @@ def cope_attention(
                 f"type {like.dtype!r}."
             )
     if decay is not None or relative is not None:
-        check_added(decay, relative, query, key)
+        check_bias(decay, relative, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     first = (query, key, value, table, gate_key, position_query, *(relative or (None,))[:1])

@@ -17,7 +17,7 @@ from triton.runtime import OutOfResources
 from processes import python
 from whatwhere import kernel_launch
 from whatwhere.kernel_launch import Tiles
-from whatwhere.scripts import kernel_tiles
+from whatwhere.scripts.benchmark import kernel_tiles
 
 CANDIDATES = [Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(32, 32)]
 

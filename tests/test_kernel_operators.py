@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tiny import slow_but
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM, kernel_flash
-from whatwhere.scripts.kernel_cases import KERNELS, case
+from whatwhere.scripts.benchmark.kernel_cases import KERNELS, case
 
 CPU = torch.device("cpu")
 

@@ -186,8 +186,8 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
         check(model, found)
 
 
-KERNELS = {"attention_triton", "kernel_flash", "kernel_launch", "kernel_operator", "kernel_plain", "kernel_polar"}
-KERNELS |= {"kernel_terms"}
+KERNELS = {"attention_triton", "kernel_flash", "kernel_launch", "kernel_operator", "kernel_bias", "kernel_polar"}
+KERNELS |= {"kernel_logits"}
 # What a saved folder has beside the files that all have.
 NEEDED = {
     "rope": {"attention_sdpa"},
@@ -199,7 +199,7 @@ NEEDED = {
     # Its position_cope has kernels.
     "cope_mlp": {
         *("attention_blockwise", "learned_table", "position_cope", "kernel_cope"),
-        *KERNELS - {"attention_triton", "kernel_plain"},
+        *KERNELS - {"attention_triton", "kernel_bias"},
     },
     "pope": {"attention_sdpa", "kernel_pope", *KERNELS},
     "stick_breaking": {"attention_blockwise", "learned_table", "kernel_operator"},

@@ -23,7 +23,7 @@ from whatwhere.attention_triton import run_kernel
 from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
 
-from ..kernel_cases import KERNELS, Call, case
+from .kernel_cases import KERNELS, Call, case
 from .measure import CheckFailed, Shape, Unsupported, captured
 from .references import checked_gradient, chosen_rows, in_parts, results_of
 
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in KERNELS},
     "rope": ("plain", {}),
     "cope-half": ("cope", {}),
-    **{f"cope-{opening}": ("cope", {"opening": opening}) for opening in ("open", "closed")},
+    **{f"cope-{gates}": ("cope", {"gate_values": gates}) for gates in ("open", "closed")},
     **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative")},
 }
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))

@@ -23,7 +23,7 @@ VERSION = 0
 LICENSE = "Apache-2.0"
 FUNCTIONS = {
     "cope_attention": "kernel_cope",
-    "plain_attention": "kernel_plain",
+    "plain_attention": "kernel_bias",
     "pope_attention": "kernel_pope",
 }
 BACKENDS = ("cuda", "rocm")

@@ -21,7 +21,7 @@ from whatwhere.attention_triton import run_kernel
 from whatwhere.position_base import PositionContext
 from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
 
-from .benchmark.references import attention, undecided_rows
+from .references import attention, undecided_rows
 
 # Parameters of encodings, if a case does not set them.
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "token_gated_cope": {"num_positions": 300},
 }
 # Options of a case that are no parameters of an encoding.
-OPTIONS = ("encoding", "dropout", "opening")
+OPTIONS = ("encoding", "dropout", "gate_values")
 MASKS = ("padding", "holes", "packed")
 
 
@@ -43,8 +43,8 @@ class Case:
         dtype: of PyTorch; or "tf32", float32 where products may have TF32 (see `precision_of`).
         mask: "causal", or one of `MASKS`.
         options: pairs of name and value. The probability of `dropout`; `encoding`, for another than the kernel's own;
-            `opening`, "open" or "closed", for gates that are nearly so. Others are parameters of the encoding, in a sum
-            of the first one.
+            `gate_values`, "open" or "closed", for gates that are nearly so. Others are parameters of the encoding, in a
+            sum of the first one.
     """
 
     kernel: str
@@ -171,11 +171,11 @@ class _Inputs:
         self.positions = torch.arange(case.keys, device=device)[None]
         if self.ranges is not None:
             self.positions = self.positions + torch.arange(case.batch, device=device)[:, None]
-        opening = case.option("opening", None)
-        if opening is not None:
+        gate_values = case.option("gate_values", None)
+        if gate_values is not None:
             # One shared channel sets every gate logit to about 8 or -8.
             self.query[..., 0] = 8.0
-            self.key[..., 0] = (1.0 if opening == "open" else -1.0) * case.head_dim**0.5
+            self.key[..., 0] = (1.0 if gate_values == "open" else -1.0) * case.head_dim**0.5
         if encoding == "pope":
             # The magnitudes.
             pope: Any = self.encodings["pope"]
@@ -324,7 +324,7 @@ KERNELS = {
             *({"encoding": name} for name in ("cope+rope", "cope+alibi", "cope+relative")),
         ),
         (
-            *({"opening": "open"}, {"opening": "closed"}),
+            *({"gate_values": "open"}, {"gate_values": "closed"}),
             *({"num_positions": 2}, {"num_positions": 33}, {"num_positions": 300}),
         ),
     ),
