@@ -28,14 +28,9 @@ TINY = [
     "evaluation.final_blocks=2",
 ]
 SYSTEMS = {
-    "continued": conversion.System("RoPE", percent=(10,)),
+    "continued": conversion.System("RoPE"),
     "plan": conversion.System(
-        "RoPE, RoPE, PoPE",
-        ["rope", "rope", "pope"],
-        {"pope": {"use_delta": True}},
-        new_rate=0.1,
-        attention=0.5,
-        percent=(10,),
+        "RoPE, RoPE, PoPE", ["rope", "rope", "pope"], {"pope": {"use_delta": True}}, new_rate=0.1
     ),
 }
 
@@ -45,6 +40,7 @@ def tiny(monkeypatch):
     recipe = load_recipe(conversion.RECIPE, TINY)
     monkeypatch.setattr(conversion, "load_recipe", lambda name: recipe)
     monkeypatch.setattr(conversion, "SYSTEMS", SYSTEMS)
+    monkeypatch.setattr(conversion, "PERCENT", (10,))
     monkeypatch.setattr(conversion, "MULTIPLES", (1, 2))
     monkeypatch.setattr(conversion, "TEXTS", ({"corpus": "stdlib", "document_limit": None, "text_tokens": 64},))
     monkeypatch.setattr(conversion, "TEXT", "stdlib")
@@ -64,10 +60,10 @@ def test_everything_once(tiny, tmp_path):
     folder = tmp_path / conversion.RECIPE
     assert {path.name for path in folder.iterdir()} == {
         "source",
-        *("continued-0", "continued-10", "plan-0", "plan-10", "plan-10-attention"),
+        *("continued-0", "continued-10", "plan-0", "plan-10"),
     }
     settings = json.loads((folder / "plan-10" / "finetune.json").read_text())
-    assert (settings["steps"], settings["batch_size"] * settings["accumulation"]) == (1, 8)
+    assert (settings["steps"], settings["batch_size"] * settings["accumulation"]) == (2, 8)
     assert settings["new_learning_rate"] == 0.1
     report = conversion.collect(tmp_path, list(SYSTEMS))
     assert [(row["system"], row["percent"]) for row in report["rows"]] == [

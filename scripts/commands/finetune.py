@@ -63,7 +63,9 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if "checkpoint" not in values:
         if not is_resumed(options):
             raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
-        values = {**RunFolder(Path(options.output), Finetuning.record).settings(), **values}
+        saved = RunFolder(Path(options.output), Finetuning.record).settings()
+        # Of earlier versions; a run with `distill_from` is refused as one with other settings.
+        values = {**{key: saved[key] for key in saved if key not in ("distill", "distill_from")}, **values}
     found = [source for name, source in (("mixture", "mixture"), ("train_file", "local")) if values.get(name)]
     values.setdefault("data", (*found, "stdlib")[0])
     return parse(Settings, values)

@@ -238,6 +238,8 @@ IMMATERIAL = {
     "activation_checkpointing",
     "dp_shard",
     "save_every",
+    # Of earlier versions; without `distill_from` it had no effect.
+    "distill",
 }
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
