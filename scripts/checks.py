@@ -14,6 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from whatwhere.position_base import suggest
 
+from .errors import Refused
+
 C = TypeVar("C", bound="Checked")
 
 # Types of fields with a range.
@@ -22,14 +24,6 @@ NotNegative = Annotated[int, pydantic.Field(ge=0)]
 Positive = Annotated[float, pydantic.Field(gt=0)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 NotNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
-
-
-class Refused(ValueError):
-    """User input is not valid; the message has all known problems."""
-
-    def __init__(self, *problems: str) -> None:
-        self.problems = problems
-        super().__init__(problems[0] if len(problems) == 1 else "\n- ".join([f"{len(problems)} errors:", *problems]))
 
 
 class Checked(pydantic.BaseModel):

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from whatwhere.position_base import suggest
 
-from .training.errors import reported
+from .errors import reported
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`.
 COMMANDS = (

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from .benchmark.report import append_row
+from .writing import write_json
 
 
 @contextlib.contextmanager
@@ -50,9 +51,7 @@ def measured(file: pathlib.Path) -> contextlib.AbstractContextManager:
             append_row(file.with_suffix(".csv"), row)
         fastest = min(fitting, key=lambda tiles: times[tiles])
         known[name] = dataclasses.astuple(fastest)
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        partial.replace(file)
+        write_json(file, known)
         return fastest
 
     return chosen_by(choose)

@@ -22,8 +22,9 @@ from whatwhere.scripts.commands import convert
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data, is_transfer
-from whatwhere.scripts.evaluation.results import read_results, write_json
+from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.reproduction import report
+from whatwhere.scripts.writing import write_json
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
 ORIGIN = {"command": "whatwhere length runs/tiny", "date": "2031-02-03T04:05:06+00:00", "versions": {"torch": "9.8.7"}}

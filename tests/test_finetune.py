@@ -28,15 +28,14 @@ from processes import TORCHRUN, python
 from tiny import slow_but
 from whatwhere.scripts import cli
 from whatwhere.scripts.cards.command import main as write_cards
-from whatwhere.scripts.checks import Refused
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.commands.compare import main as compare
 from whatwhere.scripts.conversion import convert_checkpoint
 from whatwhere.scripts.data.tokenize import build_tokenizer, byte_level
+from whatwhere.scripts.errors import Interrupted, Refused, TrainingError
 from whatwhere.scripts.training import finetune as script
 from whatwhere.scripts.training import loop
-from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.run_folder import RunFolder
 
 # peft 0.21 asks the model by the name that transformers has replaced.

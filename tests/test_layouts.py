@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 
 from layout_worker import copy_unfinished
 from processes import TORCHRUN, python
-from whatwhere.scripts.checks import Refused
+from whatwhere.scripts.errors import Refused, TrainingError
 from whatwhere.scripts.training import distributed
 from whatwhere.scripts.training import model as training_model
 from whatwhere.scripts.training.distributed import check_layout
-from whatwhere.scripts.training.errors import TrainingError
 from whatwhere.scripts.training.loop import train
 from whatwhere.scripts.training.model import build_config, build_model
 from whatwhere.scripts.training.recipe import parse_recipe

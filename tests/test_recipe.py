@@ -13,7 +13,8 @@ import yaml
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 from toys import with_changes
-from whatwhere.scripts.checks import Refused, differences
+from whatwhere.scripts.checks import differences
+from whatwhere.scripts.errors import Refused
 from whatwhere.scripts.training.model import build_config, build_model, build_optimizer
 from whatwhere.scripts.training.recipe import (
     RECIPES,

@@ -33,9 +33,9 @@ from tiny import slow_but, tiny_model
 from toys import SOLVABLE, toy_recipe, with_changes
 from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import train_bpe
+from whatwhere.scripts.errors import Interrupted, TrainingError
 from whatwhere.scripts.training import data, loop, plan, progress
 from whatwhere.scripts.training.checkpoint import Checkpoints
-from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.flops import flops_per_token
 from whatwhere.scripts.training.loop import Run, train
 from whatwhere.scripts.training.model import build_optimizer

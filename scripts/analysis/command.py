@@ -27,9 +27,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from ..commands.common import add_own_text, command_parser
 from ..evaluation.checkpoints import Loading, choose_device
-from ..evaluation.results import check_writable, provenance, write_json
+from ..evaluation.results import provenance
+from ..parsers import add_own_text, command_parser
+from ..writing import check_writable, write_json
 from . import common, deltas, frequencies, maps, page
 
 COMMAND = "analysis"

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from ..commands.common import command_parser
 from ..kernel_tiles import measured
+from ..parsers import command_parser
 from .attention import BASELINES, DIRECTIONS, FIRST, FOREIGN, HOST_PROVIDERS, MORE, PROVIDERS, Workload, tiles_note
 from .data import benchmark_data
 from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, Shape, device_is_lost, one_line, out_of_memory

@@ -21,18 +21,11 @@ from typing import Any
 import yaml
 
 from ...model_card import encoding_text, weights_fingerprint
-from ..commands.common import command_parser
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import (
-    check_writable,
-    markdown_table,
-    read_json,
-    read_results,
-    result_files,
-    write_json,
-    write_text,
-)
+from ..evaluation.results import markdown_table, read_json, read_results, result_files
+from ..parsers import command_parser
 from ..reproduction import report
+from ..writing import check_writable, write_json, write_text
 from .content import headline
 from .curves import read_curves
 from .folder import own_lengths, write_card

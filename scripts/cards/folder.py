@@ -15,7 +15,8 @@ from ..conversion import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import curves_title, describe_data, loss_unit, text_of
 from ..evaluation.length_report import draw as draw_length
-from ..evaluation.results import read_json, read_results, write_text
+from ..evaluation.results import read_json, read_results
+from ..writing import write_text
 from .content import model_card
 from .curves import curves_figure
 

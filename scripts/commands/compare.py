@@ -23,9 +23,10 @@ from ..evaluation.data_description import curves_title, describe_data, loss_unit
 from ..evaluation.figures import save_figure
 from ..evaluation.length_report import draw, heading, remove_numbered_figures
 from ..evaluation.length_report import table as length_table
-from ..evaluation.results import check_writable, markdown_table, read_json, result_files
+from ..evaluation.results import markdown_table, read_json, result_files
+from ..parsers import command_parser
 from ..training.recipe import IMMATERIAL
-from .common import command_parser
+from ..writing import check_writable
 
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
 # Parts of a description of data that do not say which text is scored.

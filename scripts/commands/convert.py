@@ -13,8 +13,8 @@ from ...position_registry import check_name
 from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer
 from ..data.tokenize import load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
-from ..evaluation.results import check_writable, write_json
-from .common import command_parser, json_value, name_or_list
+from ..parsers import command_parser, json_value, name_or_list
+from ..writing import check_writable, write_json
 
 DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2, Qwen3, GPT-2, or one of ours.
 

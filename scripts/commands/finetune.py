@@ -7,18 +7,10 @@ from pathlib import Path
 from whatwhere.model_card import encoding_text
 
 from ..checks import parse
+from ..parsers import command_parser, json_value, name_or_list
 from ..training.finetune import Finetuning, Settings, finetune
 from ..training.run_folder import RunFolder
-from .common import (
-    add_resume,
-    check_data_dir,
-    command_parser,
-    continued,
-    ending,
-    is_resumed,
-    json_value,
-    name_or_list,
-)
+from .common import add_resume, check_data_dir, continued, ending, is_resumed
 
 DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qwen3: CHECKPOINT is a folder or a Hub id.
 

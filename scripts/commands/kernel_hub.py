@@ -14,7 +14,7 @@ import re
 
 import whatwhere
 
-from .common import command_parser
+from ..parsers import command_parser
 
 NAME = "whatwhere-attention"
 PYTHON_NAME = NAME.replace("-", "_")

@@ -4,12 +4,13 @@ import argparse
 import os
 import pathlib
 
-from ..evaluation.results import check_writable, provenance
+from ..evaluation.results import provenance
+from ..parsers import command_parser
 from ..reproduction import measures, report, runs
 from ..reproduction.runs import Run
 from ..reproduction.tables import TABLES, Table
 from ..training.plan import describe_seconds, estimate_seconds
-from .common import command_parser
+from ..writing import check_writable
 
 DESCRIPTION = f"""Train the models of a table, and compare our results with the paper's, or the table's systems.
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from whatwhere.model_card import encoding_text
 
-from .common import add_recipe, add_resume, command_parser, continued, ending, is_resumed, recipe_of
+from ..parsers import command_parser
+from .common import add_recipe, add_resume, continued, ending, is_resumed, recipe_of
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 

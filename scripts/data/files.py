@@ -27,7 +27,7 @@ from datasets.data_files import resolve_pattern
 
 import whatwhere
 
-from ..checks import Refused
+from ..errors import Refused
 from .rows import NO_TEXT, check_text, texts_of
 from .tokenize import text_of
 

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 
-from ..checks import Refused
+from ..errors import Refused
+from ..writing import draft_of
 from .tokenize import text_of
 
 SPLITS = ("train", "validation", "test")
@@ -71,9 +72,9 @@ def on_disk(texts: Iterable[str]) -> datasets.Dataset:
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "whatwhere"
     folder.mkdir(parents=True, exist_ok=True)
-    digest, draft = hashlib.sha256(), folder / f"{uuid.uuid4().hex}.draft"
+    digest = hashlib.sha256()
     features = datasets.Features({"text": datasets.Value("large_string")})
-    try:
+    with draft_of(folder / uuid.uuid4().hex) as draft:
         # Few at a time: they may be books.
         with ArrowWriter(path=str(draft), features=features, writer_batch_size=64) as writer:
             for text in texts:
@@ -82,8 +83,6 @@ def on_disk(texts: Iterable[str]) -> datasets.Dataset:
                 writer.write({"text": text})
             writer.finalize()
         file = draft.replace(folder / f"{digest.hexdigest()}.arrow")
-    finally:
-        draft.unlink(missing_ok=True)
     return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=digest.hexdigest()[:16])
 
 

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import differences
-from ..commands.common import add_own_text, command_parser
+from ..parsers import add_own_text, command_parser
+from ..writing import check_writable, write_json
 from . import variants
 from .checkpoints import (
     Loading,
@@ -42,7 +43,7 @@ from .checkpoints import (
 from .data_description import UNNAMED, measured_text, text_of
 from .length_report import METRICS, comparable, draw, heading, label, remove_numbered_figures, scored_bytes, table
 from .processes import ALONE, Processes
-from .results import check_writable, provenance, read_json, write_json
+from .results import provenance, read_json
 from .schema import Cell
 from .text import given_text, held_out_text, warnings
 from .windows import common_tokens, fillable, measure_windows, parse_windows

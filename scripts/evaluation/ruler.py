@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
+from ..writing import check_writable, write_json
 from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of, weights_of
-from .results import check_writable, lm_eval_tasks, markdown_table, write_json
+from .results import lm_eval_tasks, markdown_table
 from .windows import parse_windows
 from .zero_shot import load_scorer, quiet, task_manager
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from ..commands.common import command_parser
 from ..data.samples import TaskSamples
+from ..parsers import command_parser
 from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
 from ..toy_tasks.registry import PROBES, TASKS, task_config
+from ..writing import check_writable, write_json
 from .answers import score_samples
 from .checkpoints import (
     MAX_LENGTH,
@@ -35,7 +36,7 @@ from .checkpoints import (
     names_of,
 )
 from .processes import ALONE, Processes, scorer
-from .results import check_writable, markdown_table, provenance, read_json, write_json
+from .results import markdown_table, provenance, read_json
 
 # Names of the metrics in tables.
 _TITLES = {

@@ -34,7 +34,8 @@ from tqdm.auto import tqdm
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ...position_registry import max_length
-from ..commands.common import command_parser
+from ..parsers import command_parser
+from ..writing import check_writable, write_json
 from .checkpoints import (
     MAX_LENGTH,
     Loading,
@@ -47,7 +48,7 @@ from .checkpoints import (
 )
 from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, FILES, data_folder
 from .processes import scorer
-from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
+from .results import lm_eval_tasks, markdown_table, provenance, read_json
 
 DESCRIPTION = """Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
 

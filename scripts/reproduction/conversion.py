@@ -20,11 +20,12 @@ from ...position_base import suggest
 from ..commands import convert as convert_command
 from ..conversion import RECORD
 from ..evaluation.figures import log_perplexity, new_figure, save_figure
-from ..evaluation.results import markdown_table, provenance, read_json, write_json, write_text
+from ..evaluation.results import markdown_table, provenance, read_json
 from ..training import loop
 from ..training.finetune import Settings, finetune
 from ..training.recipe import load_recipe
 from ..training.run_folder import RunFolder
+from ..writing import write_json, write_text
 from .measures import BOOKS, measure_lengths, measured
 
 RECIPE = "convert_small"

@@ -12,7 +12,8 @@ from typing import Any
 import jinja2
 
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import read_json, write_json
+from ..evaluation.results import read_json
+from ..writing import write_json
 from .drawing import curves, draw
 from .measures import lift_off
 from .runs import Run, unique

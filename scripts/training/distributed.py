@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from whatwhere.attention_triton import runs_on
 from whatwhere.position_base import suggest
 
-from ..checks import Refused
-from .errors import TrainingError
+from ..errors import Refused, TrainingError
 from .recipe import Recipe, TrainingRecipe
 
 

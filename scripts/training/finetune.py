@@ -21,14 +21,14 @@ from transformers import PreTrainedConfig
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
+from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive
 from ..conversion import card_metadata, convert_checkpoint, fit_tokenizer
 from ..data.corpora import CORPORA
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource
 from ..data.tokenize import build_tokenizer, load_tokenizer, why_not_loaded
-from .errors import TrainingError
+from ..errors import Refused, TrainingError
 from .loop import Run, file_problems, train
 from .model import build_optimizer, check_length, count_parameters, prepare_model
 from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Mixture, Recipe, Schedule, TrainingRecipe

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..data.pack import IGNORED, add_labels
 from ..data.rows import documents_of, documents_sha256
+from ..errors import TrainingError
 from ..evaluation.answers import count_errors, summarise
 from ..evaluation.data_description import describe_data
 from .data import TrainingData
-from .errors import TrainingError
 from .recipe import DataRecipe
 
 # Nats per token; its exponential is a finite float.

@@ -28,13 +28,14 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from whatwhere.model_card import weights_fingerprint
 
 from ..cards.folder import write_card
-from ..checks import Refused
 from ..conversion import FAMILIES
 from ..data.pack import IGNORED
 from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
 from ..data.tokenize import token_unit
-from ..evaluation.results import provenance, write_json, write_text
+from ..errors import Interrupted, Refused, TrainingError
+from ..evaluation.results import provenance
+from ..writing import write_json, write_text
 from .checkpoint import (
     Checkpoints,
     load_checkpoint,
@@ -53,7 +54,6 @@ from .distributed import (
     distribute,
     whole,
 )
-from .errors import Interrupted, TrainingError
 from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate, held_out_text
 from .model import build_config, build_model, build_optimizer, count_parameters

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from whatwhere.position_registry import max_length
 
-from ..checks import Refused
 from ..conversion import FAMILIES
 from ..data.pack import IGNORED
+from ..errors import Refused
 from .distributed import by_mesh, decoder_layers
 from .recipe import Recipe, TrainingRecipe, model_problem
 

@@ -18,8 +18,8 @@ from transformers.modeling_utils import local_torch_dtype
 
 from whatwhere import attention_triton
 
-from ..checks import Refused
 from ..data.tokenize import build_tokenizer
+from ..errors import Refused
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .distributed import Layout, check_layout, decoder_layers
 from .flops import Scalars, flops_per_token

@@ -10,9 +10,10 @@ from pydantic import Field
 
 from whatwhere.position_base import suggest
 
-from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused, parse
+from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
 from ..conversion import FAMILIES
 from ..data.source import MixedText, TextSource
+from ..errors import Refused
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 

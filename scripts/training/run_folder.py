@@ -25,8 +25,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from ..checks import differences
-from ..evaluation.results import check_writable, write_json, write_text
-from .errors import TrainingError
+from ..errors import TrainingError
+from ..writing import check_writable, write_json, write_text
 from .recipe import IMMATERIAL
 
 LOCK, OWNER, DRAFT = ".lock", ".lock.json", ".final"
