@@ -28,10 +28,11 @@ from processes import TORCHRUN, python
 from tiny import slow_but
 from whatwhere.scripts import cli
 from whatwhere.scripts.cards.command import main as write_cards
+from whatwhere.scripts.cards.folder import card_of_run
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.commands.compare import main as compare
-from whatwhere.scripts.conversion import convert_checkpoint
+from whatwhere.scripts.conversion.folder import convert_checkpoint
 from whatwhere.scripts.data.tokenize import build_tokenizer, byte_level
 from whatwhere.scripts.errors import Interrupted, Refused, TrainingError
 from whatwhere.scripts.training import finetune as script
@@ -46,7 +47,8 @@ def finetune(arguments):
     """Runs the command line; returns the results."""
     options = command.parser().parse_args(arguments)
     place = {"resume": options.resume, "resume_from": options.resume_from, "data_dir": options.data_dir}
-    return script.finetune(command.settings_of(options), options.output, **place, arguments=[])
+    with card_of_run(options.output):
+        return script.finetune(command.settings_of(options), options.output, **place, arguments=[])
 
 
 TINY = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 256}
@@ -573,7 +575,7 @@ def test_resume_refuses_another_batch_size(run, stock, monkeypatch):
 
 
 def stop_in_step_2(patch):
-    train_step, calls = script.Run.train_step, []
+    train_step, calls = script.TrainingRun.train_step, []
 
     def stopping(self, batch):
         calls.append(1)
@@ -581,7 +583,7 @@ def stop_in_step_2(patch):
             signal.raise_signal(signal.SIGTERM)
         return train_step(self, batch)
 
-    patch.setattr(script.Run, "train_step", stopping)
+    patch.setattr(script.TrainingRun, "train_step", stopping)
 
 
 def test_damaged_checkpoint(run, stock, monkeypatch, tmp_path):

@@ -21,23 +21,32 @@ from transformers import PreTrainedConfig
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive
-from ..conversion import card_metadata, convert_checkpoint, fit_tokenizer
+from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
+from ..conversion.folder import card_metadata, convert_checkpoint, fit_tokenizer
 from ..data.corpora import CORPORA
 from ..data.prepared import file_sha256
 from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource
-from ..data.tokenize import build_tokenizer, load_tokenizer, why_not_loaded
+from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, load_tokenizer, why_not_loaded
 from ..errors import Refused, TrainingError
-from .loop import Run, file_problems, train
+from .loop import TrainingRun, file_problems, train
 from .model import build_optimizer, check_length, count_parameters, prepare_model
-from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Mixture, Recipe, Schedule, TrainingRecipe
+from .recipe import (
+    DataRecipe,
+    DistributedRecipe,
+    EvaluationRecipe,
+    Mixture,
+    RunSettings,
+    RunText,
+    Schedule,
+    TrainingRecipe,
+)
 
 Length = Annotated[int, Field(ge=2)]
 
 
-class Settings(Checked):
-    """The settings of a run, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
+class FinetuneSettings(Checked):
+    """The settings of `finetune`, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
 
     checkpoint: str = Field(description="folder or Hub id")
     position_encoding: str | list[str] | None = Field(None, description="a name, or '[rope, cope]'; default: the same")
@@ -83,13 +92,9 @@ class Settings(Checked):
                 if getattr(self, name) != DataRecipe.model_fields[name].default:
                     yield name, f"it has no effect with data={self.data!r}"
         elif self.data in (*SOURCES, "mixture"):
-            for name, reason in DataRecipe.problems(self.text()):
-                if name not in {"source", *Settings.model_fields}:
-                    yield "tokenizer", "it is made by a recipe (`whatwhere train`): give a folder or a Hub id"
-                elif "data.mixture[" in reason:
-                    yield name, reason.replace("data.mixture[", "mixture[")
-                else:
-                    yield "data" if name == "source" else name, reason.replace("source=", "data=")
+            for name, reason in RunText.problems_of(self._text_fields()):
+                reason = reason.replace("data.mixture[", "mixture[").replace("source=", "data=")
+                yield "data" if name == "source" else name, reason
         else:
             yield "data", f"allowed: {', '.join((*SOURCES, 'mixture', *CORPORA))}"
         for needed, names in (
@@ -97,8 +102,10 @@ class Settings(Checked):
             ("streaming", ("shuffle_buffer",)),
         ):
             for name in names:
-                if not getattr(self, needed) and getattr(self, name) != Settings.model_fields[name].default:
+                if not getattr(self, needed) and getattr(self, name) != FinetuneSettings.model_fields[name].default:
                     yield name, f"it has no effect without {needed}"
+        if self.tokenizer in ("bpe", *WORD_TOKENIZERS):
+            yield "tokenizer", "it is made by a recipe (`whatwhere train`): give a folder or a Hub id"
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
         if self.lora and self.dp_shard > 1:
@@ -107,44 +114,45 @@ class Settings(Checked):
     def resolved(self) -> dict[str, Any]:
         return self.model_dump()
 
-    def text(self, data_dir: str | None = None, **changes: Any) -> DataRecipe:
-        options = {name: getattr(self, name) for name in DataRecipe.model_fields if name in Settings.model_fields}
-        options["source"] = self.data
+    def text(self, data_dir: str | os.PathLike[str] | None = None) -> RunText:
+        fields = self._text_fields()
         if self.data in CORPORA:
             known = CORPORA[self.data].local if data_folder(data_dir) else CORPORA[self.data].hub
             held_out = "test" if "test" in known else "validation"
             splits = {"train": f"{self.data}:train", "validation": f"{self.data}:{held_out}"}
-            options |= {"source": "corpus", "splits": splits}
-        return DataRecipe.model_construct(**{**options, **changes})
+            fields |= {"source": "corpus", "splits": splits}
+        return parse(RunText, fields)
+
+    def _text_fields(self) -> dict[str, Any]:
+        names = RunText.model_fields.keys() & FinetuneSettings.model_fields.keys()
+        return {"source": self.data} | {name: getattr(self, name) for name in names}
 
 
-def finetune(settings: Settings, output: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+def finetune(settings: FinetuneSettings, output: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     """Fine-tunes a checkpoint into the folder `output`; the other arguments, result and errors are those of `train`."""
     return train(settings, output, **options, kind=Finetuning)
 
 
-class Finetuning(Run):
+class Finetuning(TrainingRun):
     """The state of a run that begins with a checkpoint."""
 
     command, record = "finetune", "finetune.json"
 
-    @staticmethod
-    def problems(recipe: Any, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
-        yield from file_problems(recipe.text(), data_dir)
-
-    def __init__(self, options: Settings, output: Path, data_dir: str | None, **resume: Any) -> None:
+    def __init__(self, options: FinetuneSettings, output: Path, data_dir: str | None, **resume: Any) -> None:
+        if problems := list(file_problems(options.text(data_dir), data_dir)):
+            raise Refused(*problems)
         set_seed(options.seed)
         self.options = options
         self._load()
         self.before: dict[str, Any] = {}
         if options.new_learning_rate is not None and not self.fresh:
             raise Refused(f"new_learning_rate={options.new_learning_rate!r} is not valid: no parameter is new.")
-        super().__init__(_recipe(options, self.loaded.config, data_dir), output, data_dir, **resume)
+        super().__init__(_run_settings(options, self.loaded.config, data_dir), output, data_dir, **resume)
 
     def settings(self) -> dict[str, Any]:
         return self.options.resolved()
 
-    def config(self) -> Any:
+    def build_config(self) -> Any:
         return self.loaded.config
 
     def _encoding(self) -> tuple[Any, ...]:
@@ -304,7 +312,7 @@ def _has_other_tokens(checkpoint: str, tokenizer: str) -> bool:
     return vocabularies[0] != vocabularies[1]
 
 
-def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
+def _run_settings(options: FinetuneSettings, config: Any, data_dir: str | None) -> RunSettings:
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     check_length(config, length, "sequence_length")
     name = options.tokenizer or options.checkpoint
@@ -321,10 +329,14 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
         )
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     default_rate = 2e-4 if options.lora else 5e-5
-    return Recipe.model_construct(
+    return RunSettings(
         name="finetune",
-        data=options.text(data_dir, sequence_length=length, tokenizer=name, workers=int(options.streaming) or None),
-        model={"family": config.model_type.removeprefix("whatwhere_")},
+        data=DataRecipe(
+            **dict(options.text(data_dir)),
+            sequence_length=length,
+            tokenizer=name,
+            workers=int(options.streaming) or None,
+        ),
         training=TrainingRecipe(
             **options.model_dump(
                 include={"steps", "schedule", "warmup_steps", "weight_decay", "activation_checkpointing"}

@@ -8,7 +8,6 @@ Folders in OUTPUT/convert_small: `source`; `<system>-0` right after conversion; 
 """
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,12 +16,12 @@ from typing import Any
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
-from ..commands import convert as convert_command
-from ..conversion import RECORD
+from ..cards.folder import card_of_run
+from ..conversion.folder import RECORD, convert_folder
 from ..evaluation.figures import log_perplexity, new_figure, save_figure
 from ..evaluation.results import markdown_table, provenance, read_json
 from ..training import loop
-from ..training.finetune import Settings, finetune
+from ..training.finetune import FinetuneSettings, finetune
 from ..training.recipe import load_recipe
 from ..training.run_folder import RunFolder
 from ..writing import write_json, write_text
@@ -75,7 +74,8 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     """Trains, converts and measures what is missing; interrupted runs are continued."""
     recipe, root = load_recipe(RECIPE), output / RECIPE
     source = root / "source"
-    loop.train(recipe, source, resume="auto", data_dir=data_dir)
+    with card_of_run(source):
+        loop.train(recipe, source, resume="auto", data_dir=data_dir)
     _measure(source, data_dir)
     for name in systems:
         system = SYSTEMS[name]
@@ -85,10 +85,7 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
                 raise ValueError(f"output={str(output)!r} has conversions of another source: choose another folder.")
         else:
             shutil.rmtree(start, ignore_errors=True)
-            options = {"position-encoding-parameters": system.parameters, "rope-parameters": system.rope}
-            given = [f"--{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
-            words = [str(source), f"--position-encoding={system.encoding}", *given, f"--output={start}"]
-            convert_command.main(words)
+            convert_folder(str(source), start, system.encoding, system.parameters, system.rope)
         _measure(start, data_dir)
         for percent, trained in zip(PERCENT, others):
             _finetune(system, start, trained, percent, data_dir)
@@ -99,7 +96,7 @@ def _finetune(system: System, start: Path, output: Path, percent: int, data_dir:
     """Trains a converted model with a share of the source's tokens."""
     recipe = load_recipe(RECIPE)
     steps = recipe.training.steps * percent // 100
-    settings = Settings(
+    settings = FinetuneSettings(
         checkpoint=str(start),
         data=TEXT,
         # YaRN's configured length is that of the longer texts.
@@ -113,7 +110,8 @@ def _finetune(system: System, start: Path, output: Path, percent: int, data_dir:
         warmup_steps=steps // 10,
         weight_decay=recipe.training.weight_decay,
     )
-    finetune(settings, output, resume="auto", data_dir=data_dir)
+    with card_of_run(output):
+        finetune(settings, output, resume="auto", data_dir=data_dir)
 
 
 def _measure(folder: Path, data_dir: str | None) -> None:
