@@ -53,8 +53,11 @@ class AttentionBlock(nn.Module):
         name, (chosen, function) = self.config._attn_implementation, self._chosen_for
         given = table._local_mapping.get(name, table._global_mapping.get(name))
         if name != chosen or given is not function:
-            self._attention = choose_attention(self, name, given)
-            self._chosen_for = name, given
+            attention = choose_attention(self, name, given)
+            if torch.compiler.is_compiling():
+                # A graph does not change the layer.
+                return attention
+            self._attention, self._chosen_for = attention, (name, given)
         return self._attention
 
     def forward(
