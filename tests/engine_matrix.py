@@ -6,7 +6,7 @@ Run as a program (`make engines` does, after the tests) it writes those tables.
 import dataclasses
 import pathlib
 import textwrap
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -213,7 +213,7 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def for_engine(name: str, quick: tuple[str, ...] | None = None, **modes: list[str]):
+def for_engine(name: str, quick: tuple[str, ...] | None = None, **modes: list[Any]):
     """Parametrises a test by `encoding` and `expected`, the cells of an engine's column.
 
     Encodings that are not `quick` are marked slow, if that is given. `modes` is one more argument and its values:
@@ -228,7 +228,9 @@ def for_engine(name: str, quick: tuple[str, ...] | None = None, **modes: list[st
         for value in values if few else [values[index % len(values)]]:
             marks = () if few and value != "compiled" else pytest.mark.slow
             own = [value] if argument else []
-            cases.append(pytest.param(one, ENGINES[name].cell(one), *own, id="-".join([one, *own]), marks=marks))
+            cases.append(
+                pytest.param(one, ENGINES[name].cell(one), *own, id="-".join(map(str, [one, *own])), marks=marks)
+            )
     return pytest.mark.parametrize(("encoding", "expected", *([argument] if argument else [])), cases)
 
 
