@@ -13,6 +13,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Tokenised text of the tests; one folder for all processes of a machine, since tests repeat the same texts.
 os.environ.setdefault("WHATWHERE_CACHE", os.path.join(tempfile.gettempdir(), f"whatwhere-tests-{os.getuid()}"))
 
+import gc
 import inspect
 import pathlib
 import socket
@@ -47,6 +48,12 @@ else:
 
     if hasattr(interpreter, "_patch_attr"):
         interpreter._patch_builtin = patch_builtin
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections, for which engines and trainers ask, leave out the million objects of what is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ Run as a program (`make engines` does, after the tests) it writes those tables.
 import dataclasses
 import pathlib
 import textwrap
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -213,21 +213,25 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def for_engine(name: str, quick: tuple[str, ...] | None = None):
+def for_engine(name: str, quick: tuple[str, ...] | None = None, **modes: list[Any]):
     """Parametrises a test by `encoding` and `expected`, the cells of an engine's column.
 
-    Encodings that are not `quick` are marked slow, if that is given.
+    Encodings that are not `quick` are marked slow, if that is given. `modes` is one more argument and its values:
+    encodings that are quick get all of them, the others one each, by turns; "compiled" is slow.
     The test compares "works" with the plain model, finds the message of "refused", and runs a stand-in for the engine
     in cells "not run here".
     """
-    encodings, slow = whatwhere.list_position_encodings(), pytest.mark.slow
-    return pytest.mark.parametrize(
-        ("encoding", "expected"),
-        [
-            pytest.param(one, ENGINES[name].cell(one), id=one, marks=slow if quick and one not in quick else ())
-            for one in encodings
-        ],
-    )
+    ((argument, values),) = modes.items() or [("", [""])]
+    cases = []
+    for index, one in enumerate(whatwhere.list_position_encodings()):
+        few = quick is None or one in quick
+        for value in values if few else [values[index % len(values)]]:
+            marks = () if few and value != "compiled" else pytest.mark.slow
+            own = [value] if argument else []
+            cases.append(
+                pytest.param(one, ENGINES[name].cell(one), *own, id="-".join(map(str, [one, *own])), marks=marks)
+            )
+    return pytest.mark.parametrize(("encoding", "expected", *([argument] if argument else [])), cases)
 
 
 def text() -> str:

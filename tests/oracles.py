@@ -43,6 +43,11 @@ def contextual_positions(logits, last=math.inf):
     return [torch.full((), float(last), dtype=torch.float64) if p > last else p for p in sums]
 
 
+def contextual_positions_of_all(gates, last=math.inf):
+    """The same of all rows at once, as the paper's Listing 1 does it: gates (..., K), 0 where masked."""
+    return gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
+
+
 def cope_oracle(
     query,
     key,

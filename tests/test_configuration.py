@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import itertools
 import json
 import random
 import re
@@ -23,6 +24,8 @@ from whatwhere.forward_arguments import CACHE
 from whatwhere.position_plan import COMBINATIONS
 from whatwhere.position_registry import POSITION_ENCODINGS
 
+SINUSOIDAL = {"position_encoding": "sinusoidal"}
+BLOCK_OPTIONS = ("output_gate", "output_norm", "qk_norm", "key_value_shift")
 # Fields, and what the message says of them.
 FIELDS = [
     ({"positon_encoding": "cope"}, "no field 'positon_encoding'.*Did you mean 'position_encoding'"),
@@ -47,7 +50,16 @@ FIELDS = [
         {"position_encoding": ["fox", "rope"], "key_value_shift": True},
         r"key_value_shift=True is not valid for position_encoding=\['fox', 'rope'\]: 'rope'",
     ),
+    *(({name: "yes"}, f"{name}.*expected bool, got str") for name in BLOCK_OPTIONS),
     ({"qk_norm": 1}, "qk_norm.*expected bool, got int"),
+    *(
+        ({"position_encoding": name, "key_value_shift": True}, f"key_value_shift=True.*'{part}'.*False")
+        for name, part in (("fox+rope", "rope"), ("rope", "rope"), ("pope", "pope"))
+    ),
+    (
+        {"position_encoding": "stick_breaking", "attention_weights": "hard"},
+        "attention_weights='hard'.*'softmax'",
+    ),
     ({"qk_norm_eps": 1e-5}, "qk_norm_eps=1e-05 has no effect with qk_norm=False"),
     ({"qk_norm_eps": -1.0}, "qk_norm_eps=-1.0 is not valid: it must be greater than 0"),
     ({"hidden_size": 30}, "(num_attention_heads|n_head)=4 is not valid: it must divide (hidden_size|n_embd)=30"),
@@ -115,6 +127,23 @@ PARAMETERS = [
     ("cope_alibi", {"first_slope": 1e308}, "first_slope'.=1e[+]308 is not valid"),
     ("cope_alibi", {"first_slope": -1e30}, "first_slope'.=-1e[+]30 is not valid: it must be in"),
     ("fox", {"gate_bias_init": 1e300}, "gate_bias_init'.=1e[+]300 is not valid: it must be finite in float32"),
+    ("cope", {"every_n_layers": 0}, r"\['every_n_layers'\]=0.* at least 1"),
+    ("cope", {"gates": "query"}, r"\['gates'\]='query'.*'key', 'separate_key', 'value'"),
+    ("cope+rope", {"cope": {"gates": "value"}}, r"\['cope'\]\['gates'\]='value'.*'value' excludes it"),
+    ("relative", {"num_positions": 0}, r"\['num_positions'\]=0.* at least 1"),
+    ("cope_alibi", {"slopes": "fixd"}, r"\['slopes'\]='fixd'.*'fixed', 'alibi', 'learned'"),
+    ("cope_alibi", {"first_slope": 0.0}, r"\['first_slope'\]=0.0.*not 0"),
+    ("cope_alibi", {"slopes": "learned", "first_slope": 0.25}, r"\['first_slope'\]=0.25.*slopes='learned'"),
+    ("cope_alibi", {"slopes": "alibi", "first_slope": -1.0}, r"\['first_slope'\]=-1.0.*slopes='alibi'"),
+    ("cope_mlp", {"hidden_units": 0}, r"\['hidden_units'\]=0.*at least 1"),
+    ("cope_mlp", {"num_positions": 1}, r"\['num_positions'\]=1.*at least 2"),
+    ("cope_mlp", {"layers": "last"}, r"\['layers'\]='last'.*'all', 'first'"),
+    ("stick_breaking", {"remainder": "bias"}, r"\['remainder'\]='bias'.*'none', 'value', 'head_bias'"),
+    ("stick_breaking", {"inclusive": 1}, r"\['inclusive'\]=1 .*bool"),
+    ("fox", {"gate_bias_init": float("nan")}, r"\['gate_bias_init'\]=nan is not valid"),
+    ("fox", {"gate_bias_init": "0"}, r"\['gate_bias_init'\]='0' is not valid"),
+    # Parameters of earlier versions: the fields are named.
+    *(("fox", {name: True}, f"unknown key '{name}'.*output_gate.*key_value_shift") for name in ("pro", *BLOCK_OPTIONS)),
     ("cope", [64], "position_encoding_parameters.*expected|position_encoding_parameters=.*dictionary"),
     ("cope+rope", {"num_positions": 8}, "unknown key 'num_positions'; for .*'cope[+]rope' it is nested by name"),
     ("cope+rope", {"cope": 8}, r"position_encoding_parameters\['cope'\]=8 is not valid: it must be a dictionary"),
@@ -131,6 +160,10 @@ PARAMETERS = [
 # Parameters of RoPE, and what the message says of them.
 ROPE = [
     ({"rope_theta": 1e4, "partial_rotary_factor": 0.4}, "=0.4 is not valid: of 8 channels of a head it rotates 3"),
+    *(
+        ({"partial_rotary_factor": factor}, f"'partial_rotary_factor'.={factor!r} is not valid.*must be")
+        for factor in (0.0, 1.5, "half", None, 0.13)
+    ),
     ({"rope_typ": "yarn", "factor": 4.0}, "has the unknown key 'rope_typ'. Did you mean 'rope_type'"),
     ({"rope_type": "foo"}, "rope_parameters.'rope_type'.='foo' is not valid. Allowed: 'default'"),
     ({"rope_theta": None}, "rope_theta'.=None is not valid"),
@@ -166,13 +199,42 @@ ROPE = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The same for fields of one family.
+OF_ONE_FAMILY = [
+    *(
+        (family, {field: value}, f"{field}={value} is not valid: it must be greater than 0, finite")
+        for family, field in (("llama", "rms_norm_eps"), ("gpt2", "layer_norm_eps"))
+        for value in (float("inf"), float("nan"), 0.0, 1e-300)
+    ),
+    # It is the embedding's padding_idx.
+    ("llama", {"pad_token_id": 61}, "pad_token_id=61 is not valid.*vocab_size=61"),
+    ("llama", {"hidden_size": 9, "num_attention_heads": 3, "num_key_value_heads": 3, **SINUSOIDAL}, "=9 must be even"),
+    ("gpt2", {"norm_type": "batchnorm"}, "norm_type.*'layernorm', 'rmsnorm'"),
+    ("gpt2", {**SINUSOIDAL, "position_encoding_parameters": {"scale": 0.0}}, "scale'.=0.0 is not valid"),
+    ("gpt2", {"attn_pdrop": 2.0}, "attn_pdrop=2.0 is not valid: it must be in .0, 1"),
+    (
+        "gpt2",
+        {"activation_function": "nope"},
+        "activation_function='nope' is not valid.*one of .*'gelu_new'",
+    ),
+    ("gpt2", {"hidden_size": 33}, "n_head=4 is not valid.*n_embd=33"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention.*False"),
+]
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("family", "fields", "message"),
     [
-        *FIELDS,
-        *(({"position_encoding": name, "position_encoding_parameters": own}, text) for name, own, text in PARAMETERS),
-        *(({"position_encoding": "rope", "rope_parameters": rope}, text) for rope, text in ROPE),
+        *OF_ONE_FAMILY,
+        *((family, *row) for family in FAMILIES for row in FIELDS),
+        *(
+            (family, {"position_encoding": name, "position_encoding_parameters": own}, text)
+            for family, (name, own, text) in zip(itertools.cycle(FAMILIES), PARAMETERS)
+        ),
+        *(
+            (family, {"position_encoding": "rope", "rope_parameters": rope}, text)
+            for family, (rope, text) in zip(itertools.cycle(FAMILIES), ROPE)
+        ),
     ],
 )
 def test_bad_fields(family, fields, message):
@@ -180,18 +242,6 @@ def test_bad_fields(family, fields, message):
     encoding = others.pop("position_encoding", "none")
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         tiny_config(family, encoding, **others)
-
-
-def test_epsilons_and_padding_of_one_family():
-    for value in (float("inf"), float("nan"), 0.0, 1e-300):
-        with pytest.raises(ValueError, match=f"rms_norm_eps={value} is not valid: it must be greater than 0, finite"):
-            tiny_config("llama", "none", rms_norm_eps=value)
-        with pytest.raises(ValueError, match=f"layer_norm_eps={value} is not valid"):
-            tiny_config("gpt2", "none", layer_norm_eps=value)
-    # It is the embedding's padding_idx.
-    with pytest.raises(ValueError, match=r"pad_token_id=61 is not valid.*vocab_size=61"):
-        tiny_config("llama", "none", pad_token_id=61)
-    assert tiny_config("llama", "none", attention_dropout=None).attention_dropout == 0.0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -324,27 +374,6 @@ def test_random_configurations_are_valid_or_refused_by_name(family):
     assert 25 < valid < 225
 
 
-def test_bad_fields_of_one_family():
-    for fields, message in (
-        ({"norm_type": "batchnorm"}, "norm_type.*'layernorm', 'rmsnorm'"),
-        (
-            {"position_encoding": "sinusoidal", "position_encoding_parameters": {"scale": 0.0}},
-            "scale'.=0.0 is not valid",
-        ),
-        ({"attn_pdrop": 2.0}, "attn_pdrop=2.0 is not valid: it must be in .0, 1"),
-        ({"activation_function": "nope"}, "activation_function='nope' is not valid: it must be one of .*'gelu_new'"),
-        ({"hidden_size": 33, "num_attention_heads": 4}, "n_head=4 is not valid.*n_embd=33"),
-        ({"add_cross_attention": True}, "add_cross_attention.*False"),
-        ({"n_embd": 30, "n_head": 4}, "n_head=4 is not valid.*n_embd=30"),
-    ):
-        with pytest.raises(Exception, match=re.compile(message, re.DOTALL)):
-            WhatWhereGPT2Config(**fields)
-    with pytest.raises(ValueError, match=r"num_attention_heads=4 is not valid.*hidden_size=30"):
-        WhatWhereLlamaConfig(hidden_size=30, num_attention_heads=4)
-    with pytest.raises(ValueError, match="hidden_size=9 must be even"):
-        WhatWhereLlamaConfig(hidden_size=9, num_attention_heads=3, position_encoding="sinusoidal")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_assigned_later_is_checked_by_the_model(family):
     config = tiny_config(family, "cope")
@@ -452,6 +481,7 @@ def test_rope_parameters_of_the_caller_are_left_alone():
 
 
 def test_default_constructors():
+    assert tiny_config("llama", "none", attention_dropout=None).attention_dropout == 0.0
     assert WhatWhereLlamaConfig().position_encoding == "rope"
     assert WhatWhereGPT2Config().position_encoding == "absolute"
     assert WhatWhereGPT2Config().hidden_size == 768

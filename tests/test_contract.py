@@ -67,37 +67,36 @@ FIELDS = {name: {"position_encoding_parameters": small} for name, small in SMALL
 for name in COMBINATIONS:
     nested = {part: SMALL[part] for part in name.split("+") if SMALL[part]}
     FIELDS |= {name: {"position_encoding_parameters": nested}} if nested else {}
-# Every encoding in both families; variants in turn.
-CASES = [
-    pytest.param(family, encoding, id=f"{family}-{encoding}")
-    for index, encoding in enumerate(ENCODINGS)
-    for family in ([FAMILIES[index % 2]] if ":" in encoding else FAMILIES)
-]
 
 
-def models(*, quick=None, cases=CASES):
-    """Each encoding in one family, in turn; the other family, and encodings that are not `quick`, are slow."""
+# What a family has of its own (embedding, projections, norms, heads, names of weights) meets an encoding in few places:
+# most tests take each encoding in one family.
+def models(*, first=0, names=ENCODINGS, quick=None, both=()):
+    """Encodings in one family, by turns from FAMILIES[first] on, or in `both`; those that are not `quick` are slow."""
     return pytest.mark.parametrize(
         ("family", "encoding"),
         [
-            case
-            if case.values[0] == FAMILIES[ENCODINGS.index(case.values[1]) % 2]
-            and (quick is None or case.values[1] in quick)
-            else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
-            for case in cases
+            pytest.param(
+                *(family, name),
+                id=f"{family}-{name}",
+                marks=() if quick is None or name in quick else pytest.mark.slow,
+            )
+            for index, name in enumerate(ENCODINGS)
+            for family in FAMILIES
+            if name in names and (name in both or family == FAMILIES[(index + first) % 2])
         ],
     )
 
 
-# Both families.
-every_model = pytest.mark.parametrize(("family", "encoding"), CASES)
-every_model_in_turn = models()
-# All but those of absolute positions.
-every_relative_model_in_turn = models(
-    cases=[case for case in CASES if case.values[1].split(":")[0] not in ("absolute", "sinusoidal")]
-)
-# For what takes long: no sums and variants.
-plain_models_in_turn = models(quick=PLAIN)
+# Both families, but for variants.
+every_model = models(both=[name for name in ENCODINGS if ":" not in name])
+# For the code of a family: both, with learned, computed and no embeddings of positions.
+every_family = models(both=("absolute", "sinusoidal", "rope"))
+# Half of the other tests take an encoding in one family, and half in the other one.
+one_family, other_family = models(), models(first=1)
+RELATIVE = [name for name in ENCODINGS if name.split(":")[0] not in ("absolute", "sinusoidal")]
+# For what takes long: sums and variants are slow.
+one_plain, other_plain = models(quick=PLAIN), models(first=1, quick=PLAIN)
 
 
 def settings(encoding):
@@ -144,7 +143,7 @@ def test_causality(family, encoding):
     assert not torch.allclose(after[:, 12:], before[:, 12:])
 
 
-@every_model_in_turn
+@one_family
 def test_implementations_agree(family, encoding):
     ids = tokens(2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)
@@ -168,7 +167,7 @@ def test_implementations_agree(family, encoding):
             close(one, other, 2e-4)
 
 
-@every_model_in_turn
+@other_family
 @pytest.mark.parametrize("steps", [[1] * 24, [5, 1, 7, 1, 1, 9], [24]], ids=["one-by-one", "chunks", "prefill"])
 def test_cached_decoding_equals_full_forward(family, encoding, steps):
     model = build(family, encoding)
@@ -178,7 +177,7 @@ def test_cached_decoding_equals_full_forward(family, encoding, steps):
         close(in_steps(model, ids, steps, DynamicCache(config=model.config)), full)
 
 
-@every_model_in_turn
+@one_family
 def test_static_cache_equals_full_forward(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 20)
@@ -192,7 +191,7 @@ def test_static_cache_equals_full_forward(family, encoding):
     close(found[mask.bool()], full[mask.bool()])
 
 
-@plain_models_in_turn
+@other_plain
 def test_static_cache_without_a_mask(family, encoding):
     # Where nothing is masked, Transformers may make no mask, although slots of the cache are empty.
     ids = tokens(2, 16)
@@ -209,7 +208,7 @@ def test_static_cache_without_a_mask(family, encoding):
         assert torch.equal(model.generate(ids, cache_implementation="static", **options), generated)
 
 
-@every_model_in_turn
+@other_family
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(family, encoding, side):
     model = build(family, encoding)
@@ -227,7 +226,7 @@ def test_padding_changes_nothing(family, encoding, side):
     assert logits.isfinite().all()
 
 
-@every_relative_model_in_turn
+@models(names=RELATIVE)
 def test_a_shift_of_all_positions_changes_nothing(family, encoding):
     model = build(family, encoding)
     ids, positions = tokens(2, 10), torch.arange(10)[None]
@@ -241,7 +240,7 @@ def test_a_shift_of_all_positions_changes_nothing(family, encoding):
         close(in_steps(model, ids, (8, 1, 1), cache, positions=positions + 37), expected, 1e-4)
 
 
-@every_relative_model_in_turn
+@models(first=1, names=RELATIVE)
 def test_left_padding_without_positions_changes_nothing(family, encoding):
     model = build(family, encoding)
     ids = tokens(1, 9)
@@ -286,7 +285,7 @@ def test_what_is_not_finite_reaches_the_loss(encoding, broken):
             assert broken == "inf" or step.logits.isnan().all()
 
 
-@every_model_in_turn
+@one_family
 def test_decoding_after_right_padding(family, encoding):
     model = build(family, encoding)
     ids = tokens(1, 9)
@@ -300,7 +299,7 @@ def test_decoding_after_right_padding(family, encoding):
     close(pieces[:, 10:], alone[:, 6:])
 
 
-@every_model_in_turn
+@one_family
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_documents_equal_separate_ones(family, encoding, use_cache):
     model = build(family, encoding)
@@ -312,7 +311,7 @@ def test_packed_documents_equal_separate_ones(family, encoding, use_cache):
         close(packed[:, 11:], model(second).logits)
 
 
-@every_model_in_turn
+@other_family
 @pytest.mark.parametrize("given", [False, True], ids=["slots", "positions"])
 def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
     model = build(family, encoding)
@@ -331,7 +330,7 @@ def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
         close(run(13, 20, cache=prefill[CACHE]).logits, full[:, 13:])
 
 
-@every_model_in_turn
+@other_family
 def test_second_derivatives_in_eager(family, encoding):
     model = build(family, encoding, "eager")
     ids = tokens(1, 8)
@@ -342,7 +341,7 @@ def test_second_derivatives_in_eager(family, encoding):
     assert all(p.grad.isfinite().all() for p in parameters if p.grad is not None)
 
 
-@every_model_in_turn
+@other_family
 def test_custom_4d_mask(family, encoding):
     # A tree: tokens 4 and 5 both follow token 3, and do not see each other.
     model = build(family, encoding)
@@ -366,7 +365,7 @@ def test_every_parameter_gets_a_gradient(family, encoding):
     assert not silent
 
 
-@every_model_in_turn
+@one_family
 def test_trains_after_inference_mode(family, encoding):
     # Tensors that a model caches must not be inference tensors, which autograd cannot save.
     model = build(family, encoding)
@@ -378,7 +377,7 @@ def test_trains_after_inference_mode(family, encoding):
     close(loss.detach(), expected)
 
 
-@every_model_in_turn
+@other_family
 def test_gradient_checkpointing_changes_nothing(family, encoding):
     ids = tokens(2, 16)
     model = build(family, encoding).train()
@@ -393,7 +392,7 @@ def test_gradient_checkpointing_changes_nothing(family, encoding):
             close(one, other)
 
 
-@every_model_in_turn
+@every_family
 def test_save_and_load_keep_every_logit(family, encoding, tmp_path):
     model = build(family, encoding)
     ids = tokens(2, 16)
@@ -405,7 +404,7 @@ def test_save_and_load_keep_every_logit(family, encoding, tmp_path):
         assert torch.equal(model(ids).logits, loaded(ids).logits)
 
 
-@every_model_in_turn
+@every_family
 def test_fresh_parameters_are_initialised_after_loading(family, encoding, tmp_path):
     # Weights that a checkpoint lacks are built on the meta device: they must be filled.
     model = build(family, encoding)
@@ -423,7 +422,7 @@ def test_fresh_parameters_are_initialised_after_loading(family, encoding, tmp_pa
             assert parameter.std().isclose(dict(reference.named_parameters())[name].std(), rtol=0.5), name
 
 
-@every_model_in_turn
+@one_family
 def test_bfloat16_stays_close_to_float32(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 30)
@@ -441,7 +440,7 @@ def test_bfloat16_stays_close_to_float32(family, encoding):
     assert (mixed - exact).abs().max() < allowed
 
 
-@models(quick=["absolute", "rope", "cope", "pope"])
+@models(first=1, quick=["absolute", "rope", "cope", "pope"])
 def test_generation_modes_agree(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 7)
@@ -467,7 +466,7 @@ def test_generation_modes_agree(family, encoding):
     )
 
 
-@plain_models_in_turn
+@one_plain
 def test_left_padded_batch_generates_as_alone(family, encoding):
     model = build(family, encoding)
     short, long = tokens(1, 5), tokens(1, 9, seed=3)
@@ -480,7 +479,7 @@ def test_left_padded_batch_generates_as_alone(family, encoding):
         assert torch.equal(together[1], model.generate(long, **options)[0])
 
 
-@every_model_in_turn
+@every_family
 def test_past_the_configured_length(family, encoding):
     model = build(family, encoding)
     ids = tokens(1, 60)
@@ -494,7 +493,7 @@ def test_past_the_configured_length(family, encoding):
         close(in_steps(model, ids, [50] + [1] * 10, DynamicCache(config=model.config)), full, 1e-4)
 
 
-@every_model_in_turn
+@other_family
 def test_eager_returns_weights(family, encoding):
     model = build(family, encoding, "eager")
     outputs = model(tokens(2, 9), output_attentions=True, output_hidden_states=True)
@@ -528,7 +527,7 @@ def test_compiled_training_step(family, encoding):
         close(one, other)
 
 
-@every_model_in_turn
+@every_family
 def test_loss_head_and_embedding_options(family, encoding):
     model = build(family, encoding)
     ids = tokens(2, 12)
@@ -547,7 +546,7 @@ def test_loss_head_and_embedding_options(family, encoding):
 # PyTorch's compiler and Transformers' mask function call what PyTorch itself deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Without a bias, and with one; each compiles for many seconds.
-@pytest.mark.parametrize("encoding", slow_but([], ["rope", "relative", "pope", "alibi"]))
+@pytest.mark.parametrize("encoding", slow_but([], ["relative", "pope", "alibi"]))
 def test_flex_attention_agrees(encoding):
     # The first call compiles; one family and no gradient, which CPUs do not have here.
     ids = tokens(2, 40)
@@ -590,7 +589,7 @@ def test_adapters_on_projections(encoding):
     assert not torch.allclose(adapted, plain, atol=0.01)
 
 
-@every_model_in_turn
+@every_family
 def test_classification(family, encoding):
     name = "WhatWhereLlamaForSequenceClassification" if family == "llama" else "WhatWhereGPT2ForSequenceClassification"
     config = build_config(family, encoding, num_labels=3)
@@ -603,7 +602,7 @@ def test_classification(family, encoding):
     close(model(padded, attention_mask=(padded != 0).long()).logits, outputs.logits)
 
 
-@every_model_in_turn
+@one_family
 def test_memory_is_freed_without_the_garbage_collector(family, encoding):
     # A reference cycle with tensors keeps gigabytes in training until the next garbage collection.
     model, ids = build(family, encoding), tokens(2, 24)
@@ -623,5 +622,4 @@ def test_memory_is_freed_without_the_garbage_collector(family, encoding):
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-        gc.unfreeze()
     assert not held

@@ -163,7 +163,7 @@ def test_compiled_decoding(encoding, expected):
 
 @pytest.mark.parametrize("encoding", ["absolute", "relative"])
 def test_a_compiled_model_refuses_longer_sequences(encoding):
-    model = tiny_model("llama", encoding)
+    model = tiny_model("llama", encoding, num_hidden_layers=1)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
@@ -172,8 +172,7 @@ def test_a_compiled_model_refuses_longer_sequences(encoding):
             compiled(tokens(1, 49))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@for_engine("torchao", QUICK)
+@for_engine("torchao", QUICK, bits=[8, 4])
 def test_torchao(encoding, expected, bits, tmp_path):
     assert expected == "works"
     needs("torchao")

@@ -1,5 +1,6 @@
 """Trainers and adapters of others: each cell of `engine_matrix` works or is refused."""
 
+import itertools
 import math
 import pathlib
 import re
@@ -92,8 +93,7 @@ def fine_tuned(trl, tokenizer, encoding, folder, **fields):
     return model, [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-@for_engine("trl_sft", QUICK)
-@pytest.mark.parametrize("mode", slow_but(list(SFT)[1:4], list(SFT)[1:]))
+@for_engine("trl_sft", QUICK, mode=list(SFT)[1:])
 def test_trl_sft(trl, tokenizer, encoding, expected, mode, tmp_path):
     assert expected == "works"
     torch._dynamo.reset()
@@ -113,8 +113,7 @@ def log_probabilities(model, batch):
     return (found * batch["completion_mask"][:, 1:]).sum(-1)
 
 
-@for_engine("trl_dpo", QUICK)
-@pytest.mark.parametrize("mode", slow_but(["full", "adapter"], ["full", "adapter", "compiled"]))
+@for_engine("trl_dpo", QUICK, mode=["full", "adapter", "compiled"])
 def test_trl_dpo(trl, tokenizer, encoding, expected, mode, tmp_path):
     assert expected == "works"
     torch._dynamo.reset()
@@ -145,8 +144,7 @@ def test_trl_dpo(trl, tokenizer, encoding, expected, mode, tmp_path):
     assert (trained - reference).abs().min() > 1e-4
 
 
-@for_engine("trl_grpo", QUICK)
-@pytest.mark.parametrize("mode", slow_but(["generate", "generate_batch"], ["generate", "generate_batch", "compiled"]))
+@for_engine("trl_grpo", QUICK, mode=["generate", "generate_batch", "compiled"])
 def test_trl_grpo(trl, tokenizer, encoding, expected, mode, tmp_path):
     assert expected == "works"
     if mode == "generate_batch" and OLDER:
@@ -216,8 +214,7 @@ def learn(model, ids, **options):
 
 # PEFT sets it by itself for GPT-2's transposed layers.
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
-@for_engine("peft", QUICK)
-@pytest.mark.parametrize("family", FAMILIES)
+@for_engine("peft", QUICK, family=list(FAMILIES))
 def test_peft(encoding, expected, family, tmp_path):
     assert expected == "works"
     base, ids = tiny_model(family, encoding), tokens(2, 16)
@@ -253,16 +250,20 @@ PROMPTS = {
 STATES = ("fox", "token_gated_cope", "shift")
 
 
-@pytest.mark.parametrize(
-    "encoding",
-    slow_but(
-        ["fox", "token_gated_cope+rope", ["rope", "fox"], "shift", "cope", "pope"],
+# Each encoding, two plans by layers and an option of the block, in one family.
+VIRTUAL = [
+    *zip(
+        itertools.cycle(FAMILIES),
         [*whatwhere.list_position_encodings(), ["rope", "fox"], ["fox", "none"], "shift"],
-    ),
-    ids=str,
+    )
+]
+QUICK_VIRTUAL = ("fox", "token_gated_cope+rope", ["rope", "fox"], "shift", "cope", "pope")
+
+
+@pytest.mark.parametrize(
+    ("family", "encoding"), slow_but([case for case in VIRTUAL if case[1] in QUICK_VIRTUAL], VIRTUAL), ids=str
 )
-@pytest.mark.parametrize("family", FAMILIES)
-def test_virtual_tokens(encoding, family):
+def test_virtual_tokens(family, encoding):
     """Prefix tuning makes keys without the states that some encodings cache in further channels of theirs."""
     ids, fields = tokens(2, 8), {"key_value_shift": True} if encoding == "shift" else {}
     cached = [part for part in STATES if part in str(encoding)]
@@ -285,11 +286,11 @@ def test_virtual_tokens(encoding, family):
         assert torch.equal(base(ids).logits, before)
 
 
-@for_engine("peft", QUICK[:1])
-def test_compiled_adapters(encoding, expected):
-    assert expected == "works"
+# With projections of their own, which get adapters, and without.
+@pytest.mark.parametrize("encoding", slow_but(["cope"], ["cope", "pope", "fox", "token_gated_cope+rope"]))
+def test_compiled_adapters(encoding):
     torch._dynamo.reset()
-    base, ids = tiny_model("llama", encoding), tokens(2, 16)
+    base, ids = tiny_model("llama", encoding, num_hidden_layers=1), tokens(2, 16)
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, init_lora_weights=False)
     model = peft.get_peft_model(base, config)
     found = []

@@ -254,8 +254,7 @@ def test_equals_the_paper_listing():
     torch.nn.init.normal_(layer.table.weight)
     logits = query @ key.transpose(2, 3) / math.sqrt(D)
     logits = logits + torch.ones(T, T).tril().log()
-    gates = torch.sigmoid(logits)
-    positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=P - 1)
+    positions = oracles.contextual_positions_of_all(torch.sigmoid(logits), P - 1)
     ceil, floor = positions.ceil().long(), positions.floor().long()
     table = query @ layer.table.weight
     fraction = positions - floor
@@ -282,19 +281,3 @@ def test_tables():
     torch.nn.init.ones_(shared.table.weight)
     shared.table.reset()
     assert not shared.table.weight.any()
-
-
-@pytest.mark.parametrize("every", [-1, 0])
-def test_refuses_less_than_every_layer(every):
-    with pytest.raises(ValueError, match=rf"every_n_layers'\]={every}.* at least 1"):
-        tiny_config("llama", "cope", position_encoding_parameters={"every_n_layers": every})
-
-
-def test_refuses_other_gates():
-    with pytest.raises(ValueError, match=r"\['gates'\]='query'.*'key', 'separate_key', 'value'"):
-        tiny_config("llama", "cope", position_encoding_parameters={"gates": "query"})
-    with pytest.raises(ValueError, match=r"\['cope'\]\['gates'\]='value'.*'value' excludes it"):
-        tiny_config("llama", "cope+rope", position_encoding_parameters={"cope": {"gates": "value"}})
-    with pytest.raises(ValueError, match=r"\['gates'\]='unrotated_key'.*'unrotated_key' needs RoPE"):
-        tiny_config("llama", "cope", position_encoding_parameters={"gates": "unrotated_key"})
-    tiny_config("llama", "cope+relative", position_encoding_parameters={"cope": {"gates": "value"}})

@@ -135,17 +135,3 @@ def test_memory_does_not_grow_with_hidden_units():
             layer.bias(content, query, CONTEXT, 0.5)
         kept.append(sum(saved.values()))
     assert kept[1] < 1.5 * kept[0]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"hidden_units": 0}, r"\['hidden_units'\]=0.*at least 1"),
-        ({"num_positions": 1}, r"\['num_positions'\]=1.*at least 2"),
-        ({"layers": "last"}, r"\['layers'\]='last'.*'all', 'first'"),
-        ({"hidden_unit": 8}, r"unknown key 'hidden_unit'. Did you mean 'hidden_units'"),
-    ],
-)
-def test_refusals(parameters, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config("llama", "cope_mlp", position_encoding_parameters=parameters)

@@ -288,34 +288,6 @@ def test_gates_at_the_start():
         assert (norm.weight == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("encoding", "fields", "message"),
-    [
-        *(
-            ("fox", {"position_encoding_parameters": {"gate_bias_init": value}}, rf"gate_bias_init'\]={value!r} is not")
-            for value in (float("inf"), float("nan"), "0")
-        ),
-        # Parameters of earlier versions: the fields are named.
-        *(
-            (
-                "fox",
-                {"position_encoding_parameters": {name: True}},
-                f"unknown key '{name}'.*output_gate.*key_value_shift",
-            )
-            for name in ("pro", *PARTS)
-        ),
-        *(("fox", {part: "yes"}, f"{part}.*bool.*yes") for part in PARTS),
-        ("fox+rope", {"key_value_shift": True}, r"key_value_shift=True.*'fox\+rope'.*'rope'.*False"),
-        ("rope", {"key_value_shift": True}, "key_value_shift=True.*'rope'.*False"),
-        ("pope", {"key_value_shift": True}, "key_value_shift=True.*'pope'.*False"),
-        ("rope+fox", {}, r"Did you mean 'fox\+rope'"),
-    ],
-)
-def test_refuses(encoding, fields, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        tiny_config("llama", encoding, **fields)
-
-
 def test_keys_are_normed_before_they_are_rotated():
     model, seen = tiny_model("llama", "fox+rope", "eager", qk_norm=True), []
     layer = model.model.layers[0].self_attn

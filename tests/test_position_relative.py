@@ -7,7 +7,7 @@ import torch
 
 import oracles
 from bias_checks import POSITIONS, check_bias, states_of
-from tiny import position_context, tiny_config
+from tiny import position_context
 from whatwhere.position_relative import RelativeParameters, RelativePosition
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
@@ -54,8 +54,3 @@ def test_max_length():
     assert RelativeParameters(num_positions=5).max_length(CONFIG) == 5
     assert RelativeParameters(num_positions=5, beyond="none").max_length(CONFIG) is None
     assert RelativeParameters(num_positions=5, beyond="last").max_length(CONFIG) is None
-
-
-def test_refuses_empty_tables():
-    with pytest.raises(ValueError, match=r"num_positions'\]=0.* at least 1"):
-        tiny_config("llama", "relative", position_encoding_parameters={"num_positions": 0})

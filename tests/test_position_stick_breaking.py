@@ -7,7 +7,7 @@ import torch
 
 import oracles
 import whatwhere.attention_blockwise as blockwise
-from tiny import LargestTensor, position_context, ranges_of, tiny_config
+from tiny import LargestTensor, position_context, ranges_of
 from whatwhere.position_stick_breaking import HeadNorm, StickBreaking, StickBreakingParameters, stick_breaking_attention
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
@@ -282,17 +282,3 @@ def test_parameters():
     normed = HeadNorm(4, 4)(torch.randn(2, 4, 5, 4), 0)
     torch.testing.assert_close(normed.mean(-1), torch.zeros(2, 4, 5), rtol=0, atol=1e-5)
     assert not list(StickBreaking(CONFIG, StickBreakingParameters(remainder="value"), 0).parameters())
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"position_encoding_parameters": {"remainder": "bias"}}, r"remainder'\]='bias'.*'none', 'value', 'head_bias'"),
-        ({"position_encoding_parameters": {"inclusive": 1}}, r"inclusive'\]=1 .*bool"),
-        ({"attention_weights": "hard"}, "attention_weights='hard'.*'softmax'"),
-    ],
-    ids=["remainder", "inclusive", "hard"],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config("llama", "stick_breaking", **fields)

@@ -1,7 +1,6 @@
 """Our models equal the stock GPT-2 and Llama at the same weights."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 import whatwhere
-from tiny import slow_but, tokens
+from tiny import FAMILIES, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereGPT2ForCausalLM, WhatWhereLlamaForCausalLM
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -85,13 +84,10 @@ def our_class(stock_class):
     return getattr(whatwhere, f"WhatWhere{stock_class.__name__.replace('LMHeadModel', 'ForCausalLM')}")
 
 
-# Every model with the implementation that is the default; the two plain ones with the others, too.
+# Every model with the implementation that is the default; those whose scores are scaled differently with eager, too.
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    slow_but(
-        [*((name, "sdpa") for name in STOCK), ("llama", "eager"), ("gpt2", "eager")],
-        itertools.product(STOCK, ("sdpa", "eager")),
-    ),
+    [*((name, "sdpa") for name in STOCK), *((name, "eager") for name in ("llama", "gpt2", "gpt2-scaled"))],
 )
 def test_same_logits_gradients_and_generations(name, implementation, tmp_path):
     stock = stock_model(*STOCK[name], tmp_path)
@@ -187,8 +183,16 @@ def test_heads_of_a_stock_checkpoint(stock_class, fields, targets, tmp_path):
 PLANS = (["rope", "none"], ["cope+rope", "fox"])
 
 
-@pytest.mark.parametrize("encoding", [*whatwhere.list_position_encodings(), *PLANS], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [
+        (family, encoding)
+        for index, encoding in enumerate([*whatwhere.list_position_encodings(), *PLANS])
+        for family in FAMILIES
+        if encoding in ("absolute", "sinusoidal", "rope") or family == FAMILIES[index % 2]
+    ],
+    ids=str,
+)
 def test_another_encoding_keeps_the_other_weights_and_says_which(name, encoding, tmp_path):
     stock = stock_model(*STOCK[name], tmp_path)
     model, info = our_class(type(stock)).from_pretrained(tmp_path, position_encoding=encoding, output_loading_info=True)
@@ -250,9 +254,7 @@ def test_dropout_is_turned_off_by_modules():
 
 
 def test_public_attributes_of_stock_llama():
-    model = WhatWhereLlamaForCausalLM(
-        whatwhere.WhatWhereLlamaConfig(vocab_size=61, num_hidden_layers=1, pad_token_id=1)
-    )
+    model = WhatWhereLlamaForCausalLM(whatwhere.WhatWhereLlamaConfig(**{**LLAMA, "pad_token_id": 1}))
     assert (model.vocab_size, model.model.vocab_size, model.model.padding_idx) == (61, 61, 1)
 
 
