@@ -4,8 +4,6 @@ Axes: B batch, H query heads, G key heads (H % G == 0), Q query length, K key le
 """
 
 import dataclasses
-import difflib
-import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
@@ -13,6 +11,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+
+from .validation import describe_type, matches_type, suggest
 
 # A logit below this is masked: additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
 HIDDEN = -5e3
@@ -45,34 +45,6 @@ class Parameters:
     def in_layer(self, layer_idx: int) -> bool:
         """Returns True if the layer with this index has the encoding."""
         return True
-
-
-def matches_type(value: Any, annotation: Any) -> bool:
-    """Returns True if `value` is of the annotated type; see `Parameters`."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return any(matches_type(value, argument) for argument in typing.get_args(annotation))
-    if typing.get_origin(annotation) is Literal:
-        return value in typing.get_args(annotation)
-    if annotation in (int, float):
-        return isinstance(value, (int, annotation)) and not isinstance(value, bool)
-    return isinstance(value, annotation)
-
-
-def describe_type(annotation: Any) -> str:
-    """Returns what an error says of the annotated type."""
-    if typing.get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(map(describe_type, typing.get_args(annotation)))
-    return "None" if annotation is type(None) else f"of type {annotation.__name__}"
-
-
-def suggest(name: str, allowed: typing.Iterable[str]) -> str:
-    """Returns the end of an error message: the nearest valid name in any case, if any, and the allowed names."""
-    allowed = sorted(allowed)
-    near = difflib.get_close_matches(str(name).lower(), [one.lower() for one in allowed], n=1)
-    found = [one for one in allowed if near and one.lower() == near[0]]
-    return (f"Did you mean {found[0]!r}? " if found else "") + f"Allowed: {', '.join(map(repr, allowed)) or 'nothing'}."
 
 
 def parse_parameters(cls: type[Parameters], values: dict, config: Any, field: str) -> Parameters:

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-from .position_base import PositionEncoding, parse_parameters, suggest
+from .position_base import PositionEncoding, parse_parameters
 from .position_registry import COMPLETE, PARTS, POSITION_ENCODINGS
+from .validation import suggest
 
 HINT = "install the package whatwhere and import it first."
 # Supported sums, with their names in this order.

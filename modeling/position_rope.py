@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding, apply_rotary_pos_emb
 
-from .position_base import Parameters, PositionContext, PositionEncoding, head_dim, suggest
+from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
+from .validation import suggest
 
 # What Transformers' functions in `modeling_rope_utils` read, by `rope_type`: required and optional keys, and what all
 # read. A missing `original_max_position_embeddings` is max_position_embeddings.

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from whatwhere.position_base import suggest
+from whatwhere.validation import suggest
 
 from .errors import Refused
 

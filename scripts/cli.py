@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from whatwhere.position_base import suggest
+from whatwhere.validation import suggest
 
 from .errors import reported
 

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 import yaml
 
-from whatwhere.position_base import suggest
+from whatwhere.validation import suggest
 
 from .files import find_all, read_found
 from .folder import DATA_DIR_VARIABLE, data_folder

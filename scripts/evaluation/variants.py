@@ -15,8 +15,8 @@ long as the trained length.
 
 from typing import Any
 
-from ...position_base import suggest
 from ...position_plan import is_nested
+from ...validation import suggest
 
 ROPE_TYPES = {"interpolation": "linear", "yarn": "yarn"}
 BEYOND = {"relative-capped": "last", "relative-none": "none"}

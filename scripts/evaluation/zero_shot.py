@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from ...model_card import weights_fingerprint
-from ...position_base import suggest
 from ...position_plan import max_length
+from ...validation import suggest
 from ..data.folder import DATA_DIR_VARIABLE, data_folder
 from ..parsers import command_parser
 from ..writing import check_writable, write_json

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ...position_base import suggest
+from ...validation import suggest
 from ..cards.folder import card_of_run
 from ..conversion.folder import RECORD, convert_folder
 from ..evaluation.figures import log_perplexity, new_figure, save_figure

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whatwhere.position_base import suggest
+from whatwhere.validation import suggest
 
 from ..checks import differences
 from ..training.recipe import IMMATERIAL, Recipe, load_recipe

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from whatwhere.position_base import suggest
+from whatwhere.validation import suggest
 
 from ..checks import parse
 from . import alice, counting, flip_flop, indirect_indexing, selective_copy

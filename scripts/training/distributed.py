@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from whatwhere.attention_triton import runs_on
-from whatwhere.position_base import suggest
+from whatwhere.validation import suggest
 
 from ..errors import Refused, TrainingError
 from ..processes import Processes

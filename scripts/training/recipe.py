@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from whatwhere.position_base import suggest
+from whatwhere.validation import suggest
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
 from ..data.source import MixedText, TextSource
