@@ -26,9 +26,9 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+import whatwhere_cli as cli
 from processes import TORCHRUN, python
 from tiny import slow_but
-from whatwhere.scripts import cli
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
 from whatwhere.scripts.commands.card import main as write_cards

@@ -14,11 +14,11 @@ import torch
 import transformers
 import yaml
 
+import whatwhere_cli as cli
 from engine_matrix import for_engine
 from processes import python
 from tiny import log_likelihood, slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.scripts import cli
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot

@@ -1,15 +1,12 @@
-"""The command `whatwhere`, which imports and runs a sub-command."""
+"""The command `whatwhere`, which imports and runs a sub-command.
+
+This module is not in the package, whose import takes seconds: it registers the models with Transformers' Auto classes.
+"""
 
 import importlib
 import os
 import sys
 from typing import Any
-
-from transformers.utils import logging
-
-from whatwhere.position_base import suggest
-
-from .errors import reported
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`.
 COMMANDS = (
@@ -72,6 +69,11 @@ def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
+    from transformers.utils import logging
+
+    from whatwhere.position_base import suggest
+    from whatwhere.scripts.errors import reported
+
     name, *rest = arguments
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
