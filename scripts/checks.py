@@ -38,6 +38,15 @@ class Checked(pydantic.BaseModel):
         """Yields (field, reason) for problems across fields that are valid separately."""
         yield from ()
 
+    @classmethod
+    def problems_of(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yields what `problems` would, of an instance with these fields, each of which is valid."""
+        try:
+            cls(**values)
+        except pydantic.ValidationError as error:
+            for entry in error.errors(include_url=False):
+                yield from ((name, reason) for name, _, reason in entry["ctx"]["found"])
+
     @pydantic.model_validator(mode="after")
     def _check_problems(self) -> "Checked":
         if found := [(name, operator.attrgetter(name)(self), reason) for name, reason in self.problems()]:

@@ -202,8 +202,8 @@ def test_chunked_loss(kind, autocast):
     config = build_config(recipe)
     config.vocab_size = 1024
     torch.manual_seed(0)
-    chunked = build_model(recipe, config)
-    plain = build_model(parse_recipe(values("rope")), config)
+    chunked = build_model(config, recipe.training)
+    plain = build_model(config, parse_recipe(values("rope")).training)
     plain.load_state_dict(chunked.state_dict())
     ids = torch.randint(1024, (4, 64))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
@@ -248,5 +248,5 @@ def test_layers_are_compiled_by_themselves(monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
     recipe = parse_recipe(values("rope", compile="layers"))
-    model = build_model(recipe, build_config(recipe))
+    model = build_model(build_config(recipe), recipe.training)
     assert compiled == list(training_model.decoder_layers(model))

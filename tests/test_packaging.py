@@ -197,7 +197,7 @@ def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
 
 
 # Each folder of `scripts/` imports only those before it; the files outside the folders are the first.
-FOLDERS = ["", "data", "toy_tasks", "evaluation", "training", "cards", "analysis"]
+FOLDERS = ["", "data", "toy_tasks", "evaluation", "conversion", "training", "cards", "analysis"]
 FOLDERS += ["benchmark", "reproduction", "commands"]
 
 

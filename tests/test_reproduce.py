@@ -30,7 +30,7 @@ from whatwhere.scripts.reproduction.verdict import (
     judge,
     ordered,
 )
-from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.loop import TrainingRun
 from whatwhere.scripts.training.model import build_config, build_model
 from whatwhere.scripts.training.recipe import RECIPES, load_recipe
 
@@ -243,7 +243,7 @@ def test_every_run_builds(planned, small):
             if printed is None or small:
                 continue
             with torch.device("meta"):
-                model = build_model(run.recipe, config)
+                model = build_model(config, run.recipe.training)
             count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
             if run.recipe.name == "code_cope" and row in ("cope", "cope-rope"):
                 # What the paper counts there is not known: `choices` says so.
@@ -753,7 +753,7 @@ TINY = {
 def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     sets = [argument for key, value in TINY.items() for argument in ("--set", f"{key}={value}")]
     arguments = ["pope_1", "--small", "--seeds", "1", *sets, "--output", str(tmp_path)]
-    train_step = Run.train_step
+    train_step = TrainingRun.train_step
 
     def interrupted(self, batch):
         if self.recipe.model["position_encoding"] == "pope" and self.step == 1:
@@ -761,7 +761,7 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
         return train_step(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", interrupted)
+        patch.setattr(TrainingRun, "train_step", interrupted)
         with pytest.raises(SystemExit) as caught:
             cli.main(["reproduce", *arguments])
     assert caught.value.code == 128 + signal.SIGTERM

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...model_card import weights_fingerprint
-from .processes import ALONE, Processes, join
+from ..processes import ALONE, Processes, join
 from .results import read_json
 
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.

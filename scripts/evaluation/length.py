@@ -27,6 +27,7 @@ import torch
 
 from ..checks import differences
 from ..parsers import add_own_text, command_parser
+from ..processes import ALONE, Processes
 from ..writing import check_writable, write_json
 from . import variants
 from .checkpoints import (
@@ -42,7 +43,6 @@ from .checkpoints import (
 )
 from .data_description import UNNAMED, measured_text, text_of
 from .length_report import METRICS, comparable, draw, heading, label, remove_numbered_figures, scored_bytes, table
-from .processes import ALONE, Processes
 from .results import provenance, read_json
 from .schema import Cell
 from .text import given_text, held_out_text, warnings

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from ..data.samples import TaskSamples
 from ..parsers import command_parser
+from ..processes import ALONE, Processes
 from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
 from ..toy_tasks.registry import PROBES, TASKS, task_config
+from ..toy_tasks.samples import TaskSamples
 from ..writing import check_writable, write_json
 from .answers import score_samples
 from .checkpoints import (
@@ -35,8 +36,8 @@ from .checkpoints import (
     longest_length,
     names_of,
 )
-from .processes import ALONE, Processes, scorer
 from .results import markdown_table, provenance, read_json
+from .scorer import scorer
 
 # Names of the metrics in tables.
 _TITLES = {

@@ -48,8 +48,8 @@ from .checkpoints import (
     output_of,
 )
 from .lm_eval.zero_shot_files import FILES
-from .processes import scorer
 from .results import lm_eval_tasks, markdown_table, provenance, read_json
+from .scorer import scorer
 
 DESCRIPTION = """Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
 

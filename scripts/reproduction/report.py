@@ -16,12 +16,12 @@ from ..evaluation.results import read_json
 from ..writing import write_json
 from .drawing import curves, draw
 from .measures import lift_off
-from .runs import Run, unique
+from .runs import PlannedRun, unique
 from .tables import Table
 from .verdict import DIFFERS, ORDER, Cell, judge
 
 
-def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
+def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[PlannedRun]], *, small: bool) -> dict[str, Any]:
     """Returns the content of `<table>.json` without the command: the figures of all finished runs, compared."""
     columns = {column.key: column for column in table.columns}
     rows = {row.key: row for row in table.rows}
@@ -82,7 +82,7 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
     }
 
 
-def _seed(table: Table, run: Run, results: Mapping[str, Any], value: float) -> dict[str, Any]:
+def _seed(table: Table, run: PlannedRun, results: Mapping[str, Any], value: float) -> dict[str, Any]:
     """Returns the entry of one run of a cell."""
     others = {"kept": results["kept"]} if "kept" in results else {}
     if table.lifted is not None:
@@ -116,7 +116,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return result
 
 
-def scaled_down(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
+def scaled_down(planned: Mapping[tuple[str, str], Sequence[PlannedRun]]) -> dict[str, list[str]]:
     """Returns, for each recipe, the keys in which a run differs from the exact recipe: `key: exact → ours`."""
     result: dict[str, list[str]] = {}
     for run in unique(planned):
@@ -130,14 +130,14 @@ def left_out(table: Table) -> dict[str, str]:
     return {column.label: column.recipe for column in table.columns if not column.small}
 
 
-def texts(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
+def texts(planned: Mapping[tuple[str, str], Sequence[PlannedRun]]) -> list[str]:
     """Returns a line for each data source of the runs, with its licence."""
     described = [describe_data({**run.recipe.data.model_dump(), "split": "train"}) for run in unique(planned)]
     parts = [part for data in described for part in data["described"].values()]
     return distinct(f"{part['title']}: {part['licence'] or 'licence not known'}" for part in parts)
 
 
-def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
+def systems(planned: Mapping[tuple[str, str], Sequence[PlannedRun]]) -> dict[str, list[str]]:
     """Returns the overrides of the recipe for the system of each row, by row key."""
     result: dict[str, list[str]] = {}
     for (row, _), runs in planned.items():
@@ -257,7 +257,7 @@ def name_of(report: Mapping[str, Any]) -> str:
     return report["table"] + ("_small" if report["small"] else "")
 
 
-def check_replaces(results: Path, wanted: Iterable[Run]) -> None:
+def check_replaces(results: Path, wanted: Iterable[PlannedRun]) -> None:
     """Raises ValueError if a report has results of other runs than `wanted`, which a new one would lose."""
     if not results.exists():
         return
