@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from processes import python
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import complete_card, weights_fingerprint
-from whatwhere.scripts.cards import curves
 from whatwhere.scripts.cards.content import model_card
 from whatwhere.scripts.commands import card as command
 from whatwhere.scripts.commands import convert
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation.curves import read_curves
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data, is_transfer
 from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.reproduction import report
@@ -458,10 +458,10 @@ def test_prompts_are_words_of_their_tokenizers(corpus, kind):
 
 
 def test_curves_are_means_of_consecutive_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "POINTS", 3)
+    monkeypatch.setattr("whatwhere.scripts.evaluation.curves.POINTS", 3)
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in [*METRICS, {"step": 50, "loss": 7.5}]))
-    found = curves.read_curves(file)
+    found = read_curves(file)
     assert found["training"] == [
         {"step": 20, "loss": 4.5},
         {"step": 40, "loss": 2.5},
@@ -469,7 +469,7 @@ def test_curves_are_means_of_consecutive_lines(tmp_path, monkeypatch):
     ]
     assert found["validation"][1] == {"step": 40, "loss": 4.75}
     file.write_text("")
-    assert curves.read_curves(file) == {"training": [], "validation": []}
+    assert read_curves(file) == {"training": [], "validation": []}
 
 
 def test_paths_of_a_machine_stay_there(place):

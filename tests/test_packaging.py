@@ -241,6 +241,14 @@ def test_folders_of_scripts_import_those_before_them() -> None:
             assert not wrong, f"{relative(path)} imports {wrong}, of a later folder"
 
 
+def test_evaluation_imports_nothing_that_it_does_not_use() -> None:
+    code = "import sys, whatwhere.scripts.evaluation.length, whatwhere.scripts.evaluation.zero_shot\n"
+    code += "import whatwhere.scripts.commands.compare, whatwhere.scripts.data.source\nprint(*sys.modules)"
+    found = {name.removeprefix("whatwhere.scripts.") for name in python("-c", code).split()}
+    unused = ["data.music", "data.genome", "toy_tasks", "conversion", "training", "cards", "analysis", "reproduction"]
+    assert not found & {*unused, "matplotlib", "lm_eval"}
+
+
 # Runs in a process of its own: finders that do not find the optional packages.
 CORE_ONLY = """
 import sys

@@ -5,6 +5,7 @@ available in one place only.
 """
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +19,6 @@ from whatwhere.position_base import suggest
 
 from .files import find_all, read_found
 from .folder import DATA_DIR_VARIABLE, data_folder
-from .genome import read_genome, read_sequence
-from .music import read_chorales, read_performances
 from .rows import SPLITS, check_text, choose, on_disk, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
@@ -81,14 +80,25 @@ def wikitext_articles(file: Path, split: str) -> Iterator[str]:
         yield "".join(article)
 
 
+def _music(reader: str, file: Path, split: str) -> Iterator[str]:
+    from .music import read_chorales, read_performances
+
+    if reader == "chorales":
+        return read_chorales(file, "valid" if split == "validation" else split)
+    return read_performances(file, split, transpose=reader == "transposed_performances")
+
+
+def _genome(reader: str, file: Path, split: str) -> Iterator[str]:
+    from .genome import read_genome, read_sequence
+
+    return (read_genome if reader == "genome" else read_sequence)(file, split)
+
+
 # Readers of files with other formats than one document per row: functions of the file and the split.
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     "wikitext": wikitext_articles,
-    "chorales": lambda file, split: read_chorales(file, "valid" if split == "validation" else split),
-    "performances": read_performances,
-    "transposed_performances": lambda file, split: read_performances(file, split, transpose=True),
-    "genome": read_genome,
-    "sequence": read_sequence,
+    **{name: functools.partial(_music, name) for name in ("chorales", "performances", "transposed_performances")},
+    **{name: functools.partial(_genome, name) for name in ("genome", "sequence")},
 }
 
 

@@ -235,27 +235,6 @@ class Recipe(RunSettings):
         return values
 
 
-# Keys that change memory, speed, rounding and logs, and not what is computed: a resumed run may have other values.
-IMMATERIAL = {
-    "data.workers",
-    "distributed",
-    *(f"distributed.{name}" for name in DistributedRecipe.model_fields),
-    "training.activation_checkpointing",
-    "training.checkpoint_every",
-    "training.chunked_loss",
-    "training.compile",
-    "training.ddp_timeout",
-    "training.keep_checkpoints",
-    "training.log_every",
-    "training.micro_batch_size",
-    "training.trackers",
-    # Settings of `finetune`, which are not nested.
-    "activation_checkpointing",
-    "dp_shard",
-    "save_every",
-    # Of earlier versions; without `distill_from` it had no effect.
-    "distill",
-}
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
 
