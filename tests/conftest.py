@@ -105,7 +105,7 @@ def little_scratch(monkeypatch):
 @pytest.fixture
 def refused(capsys):
     """Runs `whatwhere` with arguments that it refuses, and returns its message."""
-    from whatwhere.scripts import cli
+    import whatwhere_cli as cli
 
     def run(*arguments):
         with pytest.raises(SystemExit) as stop:

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+import whatwhere_cli as cli
 from test_cards import DATA, ORIGIN, TRAINING, ZERO_SHOT, cell, entry, run_folder, task
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.scripts import cli
-from whatwhere.scripts.cards.command import make
+from whatwhere.scripts.commands.card import make
 from whatwhere.scripts.writing import write_json
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"

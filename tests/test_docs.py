@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import engine_matrix
 import whatwhere
+import whatwhere_cli as cli
 from tiny import OLDER, tiny_model
 from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
-from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -24,13 +24,13 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+import whatwhere_cli as cli
 from processes import TORCHRUN, python
 from tiny import slow_but
-from whatwhere.scripts import cli
-from whatwhere.scripts.cards.command import main as write_cards
 from whatwhere.scripts.cards.folder import card_of_run
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
+from whatwhere.scripts.commands.card import main as write_cards
 from whatwhere.scripts.commands.compare import main as compare
 from whatwhere.scripts.conversion.folder import convert_checkpoint
 from whatwhere.scripts.data.tokenize import build_tokenizer, byte_level

@@ -11,7 +11,7 @@ import transformers
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
-from whatwhere.scripts import cli
+import whatwhere_cli as cli
 from whatwhere.scripts.commands import finetune
 from whatwhere.scripts.data.source import load_text
 from whatwhere.scripts.data.tokenize import build_tokenizer, token_unit, tokenize_documents, train_bpe

@@ -10,8 +10,8 @@ import torch
 import transformers
 from tokenizers import normalizers
 
+import whatwhere_cli as cli
 from tiny import LargestTensor, tiny_model
-from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer, train_bpe
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import length_report, variants, windows

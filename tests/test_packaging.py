@@ -116,7 +116,9 @@ def test_every_import_is_declared() -> None:
                 continue
             for root in {module.split(".")[0] for module in modules(node)} - set(sys.stdlib_module_names):
                 name = NAMES.get(root, root).lower()
-                assert root == "whatwhere" or name in core | extras, f"{relative(path)} imports {root}"
+                assert root in ("whatwhere", "whatwhere_cli") or name in core | extras, (
+                    f"{relative(path)} imports {root}"
+                )
 
 
 def test_every_import_of_an_extra_has_advice() -> None:
@@ -135,12 +137,12 @@ def test_range_of_transformers() -> None:
 
 
 def test_wheel_has_no_tests(wheel: list[str]) -> None:
-    assert not [name for name in wheel if "test" in name.split("/")[1]]
+    assert not [name for name in wheel if "test" in "/".join(name.split("/")[1:2])]
 
 
-def test_wheel_has_one_top_level_package(wheel: list[str]) -> None:
+def test_wheel_has_one_package_and_the_command(wheel: list[str]) -> None:
     top = {name.split("/")[0] for name in wheel}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"whatwhere"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"whatwhere", "whatwhere_cli.py"}
 
 
 def test_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
@@ -194,26 +196,23 @@ def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
             assert not wrong, f"{relative(path)}:{node.lineno} imports {wrong}: import `whatwhere`"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts" / "evaluation").rglob("*.py")), ids=relative)
-def test_evaluation_does_not_import_what_trains(path: pathlib.Path) -> None:
-    above = {"training", "train", "finetune", "reproduce", "demo", "cards"}
-    for node, _ in imports(path):
-        found = above & {part for module in modules(node) for part in module.split(".")}
-        assert not found, f"{relative(path)}:{node.lineno} imports {found}"
+# Each folder of `scripts/` imports only those before it; the files outside the folders are the first.
+FOLDERS = ["", "data", "toy_tasks", "evaluation", "conversion", "training", "cards", "analysis"]
+FOLDERS += ["benchmark", "reproduction", "commands"]
 
 
-def test_no_circles_of_imports() -> None:
-    """Imports inside functions count, too."""
+def import_graph() -> dict[pathlib.Path, set[pathlib.Path]]:
+    """The files of the package that each file imports, inside functions, too."""
     folders = {"modeling": (), "configuration": ("configuration",), "scripts": ("scripts",)}
     paths = {}
     for path in (*MODELING, *CONFIGURATION, *SCRIPTS):
         folder, *parts = path.relative_to(ROOT).with_suffix("").parts
         parts = ["whatwhere", *folders[folder], *parts]
         paths[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    graph: dict[pathlib.Path, set[pathlib.Path]] = {}
     for own, path in paths.items():
         package = own if path.name == "__init__.py" else own[:-1]
-        graph[own] = set()
+        graph[path] = set()
         for node, _ in imports(path):
             level = node.level if isinstance(node, ast.ImportFrom) else 0
             start = package[: len(package) + 1 - level] if level else ()
@@ -222,8 +221,24 @@ def test_no_circles_of_imports() -> None:
                 names = [(*target, alias.name) for alias in node.names]
                 files = [name for name in names if name in paths]
                 # `from package import file` does not need the package's own names.
-                graph[own] |= {*files, *([target] if len(files) < len(names) and target in paths else [])} - {own}
-    graphlib.TopologicalSorter(graph).prepare()
+                needed = {*files, *([target] if len(files) < len(names) and target in paths else [])}
+                graph[path] |= {paths[name] for name in needed - {own}}
+    return graph
+
+
+def test_no_circles_of_imports() -> None:
+    graphlib.TopologicalSorter(import_graph()).prepare()
+
+
+def test_folders_of_scripts_import_those_before_them() -> None:
+    def place(path: pathlib.Path) -> int:
+        folder, *rest = path.relative_to(ROOT / "scripts").parts
+        return FOLDERS.index(folder if rest else "")
+
+    for path, needed in import_graph().items():
+        if path in SCRIPTS:
+            wrong = [relative(other) for other in needed if other in SCRIPTS and place(other) > place(path)]
+            assert not wrong, f"{relative(path)} imports {wrong}, of a later folder"
 
 
 # Runs in a process of its own: finders that do not find the optional packages.
@@ -274,7 +289,8 @@ def test_no_machine_paths_in_the_repository() -> None:
 BASE_INSTALL = """
 import contextlib, importlib, io, json, sys
 
-from whatwhere.scripts import cli
+import whatwhere
+import whatwhere_cli as cli
 
 hidden, scripts = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(hidden))
@@ -321,7 +337,7 @@ def test_base_install_is_told_the_extra(tmp_path):
 
 
 def test_help_fits_a_screen(capsys):
-    from whatwhere.scripts import cli
+    import whatwhere_cli as cli
 
     for words in ([], *([name] for _, name, *_ in cli.COMMANDS)):
         with contextlib.suppress(SystemExit):
@@ -335,7 +351,7 @@ def test_help_fits_a_screen(capsys):
 
 def test_command(capsys):
     """Every sub-command has a module and a line of help with an example."""
-    from whatwhere.scripts import cli
+    import whatwhere_cli as cli
 
     cli.main([])
     text = capsys.readouterr().out
@@ -348,6 +364,11 @@ def test_command(capsys):
         assert importlib.util.find_spec(f"whatwhere.scripts.{module}")
     with pytest.raises(SystemExit, match=r"'trian'.*'train'"):
         cli.main(["trian"])
+
+
+def test_the_list_of_commands_does_not_import_the_package():
+    code = "import sys, whatwhere_cli; whatwhere_cli.main(['--help']); print({*sys.modules} & {'torch', 'whatwhere'})"
+    assert python("-c", code).endswith("set()\n")
 
 
 def test_closed_pipe():

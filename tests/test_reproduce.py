@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
-from whatwhere.scripts import cli
-from whatwhere.scripts.cards import command as cards
+import whatwhere_cli as cli
+from whatwhere.scripts.commands import card as cards
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA
 from whatwhere.scripts.evaluation.results import read_json
@@ -538,7 +538,7 @@ def test_report_of_text(tmp_path, capsys):
     assert "- corpora from: local files\n" in text
     folder = tmp_path / "cards" / "cope_5_small"
     readme = (folder / "README.md").read_text()
-    assert report.card(json.loads((folder / "results.json").read_text())) == readme
+    assert report.markdown(json.loads((folder / "results.json").read_text()), card=True) == readme
     for name in {choice.partition(":")[0] for choice in splits.values()}:
         assert f"\n- {CORPORA[name].title}: {CORPORA[name].licence}\n".replace("<", "&lt;") in readme
 
@@ -680,8 +680,8 @@ def test_runs_that_cannot_be_the_paper_s_are_not_exact(tmp_path):
     "folder", sorted(path.parent.name for path in CARDS.glob("*/results.json") if '"table":' in path.read_text())
 )
 def test_shipped_cards_are_those_of_their_results(folder):
-    assert (CARDS / folder / "README.md").read_text(encoding="utf-8") == report.card(
-        json.loads((CARDS / folder / "results.json").read_text(encoding="utf-8"))
+    assert (CARDS / folder / "README.md").read_text(encoding="utf-8") == report.markdown(
+        json.loads((CARDS / folder / "results.json").read_text(encoding="utf-8")), card=True
     )
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+import whatwhere_cli as cli
 from tiny import tiny_model
-from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import ruler, scorer

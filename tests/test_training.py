@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import whatwhere_cli as cli
 from processes import TORCHRUN, python
 from tiny import slow_but, tiny_model
 from toys import SOLVABLE, toy_recipe, with_changes
-from whatwhere.scripts import cli
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import train_bpe
 from whatwhere.scripts.errors import Interrupted, TrainingError

@@ -22,7 +22,7 @@ from ...position_cope import GatedCoPETerm
 from ...position_registry import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table
-from .common import attention_layers, watched
+from .layers import attention_layers, watched
 
 # The encodings with contextual positions.
 COUNTING = ("cope", "cope_alibi", "cope_mlp", "token_gated_cope")

@@ -23,7 +23,7 @@ from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
 
 from ..kernel_cases import KERNELS, Call, case
-from .measure import CheckFailed, Refused, Shape, captured
+from .measure import CheckFailed, Shape, Unsupported, captured
 from .references import checked_gradient, chosen_rows, in_parts, results_of
 
 BACKENDS = {
@@ -233,7 +233,7 @@ class Workload:
     # Providers.
 
     def provider(self, name: str) -> Provider:
-        """Returns a provider; raises Refused if it does not support this device or is not installed."""
+        """Returns a provider; raises Unsupported if it does not support this device or is not installed."""
         if name.startswith("rope-"):
             return self._rope(name)
         if name.startswith("pope-"):
@@ -336,7 +336,7 @@ class Workload:
         try:
             package = importlib.import_module("PoPE_pytorch")
         except ImportError as error:
-            raise Refused(f"not installed: {error}") from error
+            raise Unsupported(f"not installed: {error}") from error
         call = self.call("pope")
         part: Any = call.layer(*call.inputs)[0]["pope"]
         frequencies = pope_frequencies(self.shape[3], part.parameters_.theta, self.device)
@@ -354,9 +354,9 @@ class Workload:
         try:
             launch = importlib.import_module("whatwhere.kernel_launch")
         except ImportError as error:
-            raise Refused(f"not available: {error}") from error
+            raise Unsupported(f"not available: {error}") from error
         if self.device.type != "cuda" and not launch.INTERPRETED:
-            raise Refused("Triton kernels need a CUDA device (or, for tests, TRITON_INTERPRET=1)")
+            raise Unsupported("Triton kernels need a CUDA device (or, for tests, TRITON_INTERPRET=1)")
 
     # Timing.
 

@@ -11,7 +11,7 @@ from ..checks import parse
 from ..parsers import command_parser, json_value, name_or_list
 from ..training.finetune import FinetuneSettings, Finetuning, finetune
 from ..training.run_folder import RunFolder
-from .common import add_resume, check_data_dir, continued, ending, is_resumed
+from .run_options import add_resume, check_data_dir, continued, ending, is_resumed
 
 DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qwen3: CHECKPOINT is a folder or a Hub id.
 

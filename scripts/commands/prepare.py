@@ -5,7 +5,7 @@ import shlex
 import time
 
 from ..parsers import command_parser
-from .common import add_recipe, recipe_of
+from .run_options import add_recipe, recipe_of
 
 DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
 

@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         written = [report.write(found, text, options.output / f"{name}.md", f"{name}.json")]
         if options.cards:
             readme = options.cards / name / "README.md"
-            written.append(report.write(found, report.card(found), readme, "results.json"))
+            written.append(report.write(found, report.markdown(found, card=True), readme, "results.json"))
         print(text)
         print(f"Written: {', '.join(map(str, written))}")
 

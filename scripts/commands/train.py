@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from whatwhere.model_card import encoding_text
 
 from ..parsers import command_parser
-from .common import add_recipe, add_resume, continued, ending, is_resumed, recipe_of
+from .run_options import add_recipe, add_resume, continued, ending, is_resumed, recipe_of
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 

@@ -123,9 +123,8 @@ class Loading:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options)
             return model.to(self.device).eval()
 
-    def tokenizer(self, checkpoint: str) -> Any:
+    def tokenizer(self, checkpoint: str, config: Any) -> Any:
         """Returns a checkpoint's tokenizer; raises ValueError if its text can have tokens that the model has not."""
-        config = self.config(checkpoint)
         with checked_loading(checkpoint):
             tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=self.trust_remote_code)
         check_vocabulary(checkpoint, tokenizer, config)

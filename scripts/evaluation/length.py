@@ -128,6 +128,7 @@ class Curve(NamedTuple):
     checkpoint: str
     name: str
     trained_length: int
+    config: Any
     variant: str | None = None
 
 
@@ -139,12 +140,12 @@ def curves_of(
     for checkpoint, title in zip(checkpoints, names_of(checkpoints)):
         config = loading.config(checkpoint)
         trained = trained_length or trained_length_of(checkpoint, config)
-        curves.append(Curve(checkpoint, title, trained))
+        curves.append(Curve(checkpoint, title, trained, config))
         for variant in names:
             if variants.changes(variant, config, trained_length=trained, length=2 * trained) is None:
                 _report(f"{title}: {variant} does not apply.")
             else:
-                curves.append(Curve(checkpoint, title, trained, variant))
+                curves.append(Curve(checkpoint, title, trained, config, variant))
     for variant in set(names) - {curve.variant for curve in curves}:
         raise ValueError(f"variants={variant!r} is not valid: it applies to none of the checkpoints.")
     return curves
@@ -224,11 +225,12 @@ def compare(
     from ..data.tokenize import about_changes, token_unit
 
     # Raises errors before the first model is loaded.
-    wanted = {curve: parse_windows(lengths, curve.trained_length) for curve in curves}
-    every = sorted({length for each in wanted.values() for length in each})
+    wanted = [parse_windows(lengths, curve.trained_length) for curve in curves]
+    every = sorted({length for each in wanted for length in each})
     tokenised: dict[str, Tokens] = {}
-    for curve in curves:
-        tokenizer = loading.tokenizer(curve.checkpoint)
+    for curve, windows in zip(curves, wanted):
+        config = curve.config
+        tokenizer = loading.tokenizer(curve.checkpoint, config)
         # Compared checkpoints often share a tokenizer: tokenise once.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
@@ -238,13 +240,12 @@ def compare(
         parts, results.data["documents"] = text.ids, text.documents
         if text.changed:
             _report(f"{curve.name}: {about_changes(text.changed, text.documents)}.")
-        filled, skipped = fillable(parts, wanted[curve])
+        filled, skipped = fillable(parts, windows)
         if skipped:
             _report(
                 f"{curve.name}: windows of {', '.join(map(str, skipped))} tokens are skipped, because the longest of "
                 f"{len(parts)} texts has {max(map(len, parts)) - 1} tokens to score."
             )
-        config = loading.config(curve.checkpoint)
         entry = results.entry(
             {
                 "name": curve.name,
@@ -271,7 +272,8 @@ def compare(
             options = {"trained_length": curve.trained_length, "length": length}
             changed = (curve.variant and variants.changes(curve.variant, config, **options)) or {}
             if model is None or changed != loaded:
-                model = loading.model(curve.checkpoint, loading.config(curve.checkpoint, **changed))
+                changed_config = loading.config(curve.checkpoint, **changed) if changed else config
+                model = loading.model(curve.checkpoint, changed_config)
                 loaded, entry["parameters"] = changed, model.num_parameters()
             limit = longest_length(model)
             if limit is not None and length > limit:

@@ -125,7 +125,8 @@ def evaluate(
     }
     entries = []
     for checkpoint, (named, configs, block) in plans.items():
-        config, tokenizer = loading.config(checkpoint), loading.tokenizer(checkpoint)
+        config = loading.config(checkpoint)
+        tokenizer = loading.tokenizer(checkpoint, config)
         model = loading.model(checkpoint, config)
         scores = {}
         for name, test in configs.items():

@@ -219,7 +219,7 @@ def _describe(value: Any) -> str:
     return ", ".join(f"{name} {text}" for name, text in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _render(template: str, **values: Any) -> str:
+def _render(**values: Any) -> str:
     # The texts are Markdown, not HTML.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -228,17 +228,18 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["describe"] = _describe
-    return environment.get_template(template).render(**values).rstrip() + "\n"
+    return environment.get_template("report.md.jinja").render(**values).rstrip() + "\n"
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report as Markdown, from the content of `<table>.json` only."""
+def markdown(report: Mapping[str, Any], *, card: bool = False) -> str:
+    """Returns the report as Markdown, from the content of `<table>.json` only; `card`: README.md of its folder."""
     seconds = {seed["folder"]: seed["seconds"] for cell in report["cells"] for seed in cell["ours"]["seeds"]}
     # Results of older reports have fewer keys.
     own = report.get("own", False)
     labels = {cell["row"]: cell["label"] for cell in report["cells"]}
     differences = [cell.get("difference") for cell in report["cells"]]
     made = {
+        "card": card,
         "own": own,
         "lifted": report.get("lifted"),
         # If a run solves the task or not, means and differences say little.
@@ -248,7 +249,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "first": " or ".join(distinct(labels[one["row"]] for one in differences if one)),
         "minutes": [value / 60 for value in seconds.values()],
     }
-    return _render("report.md.jinja", **{**report, **made})
+    return _render(**{**report, **made})
 
 
 def name_of(report: Mapping[str, Any]) -> str:
@@ -274,8 +275,3 @@ def write(report: Mapping[str, Any], text: str, path: Path, results: str) -> Pat
     path.write_text(text, encoding="utf-8")
     draw(report, path.with_name(f"{name_of(report)}.png"))
     return path
-
-
-def card(report: Mapping[str, Any]) -> str:
-    """Returns the card of a report (README.md of its folder), from the content of `<table>.json` only."""
-    return _render("card.md.jinja", report=markdown(report), texts=report["texts"])

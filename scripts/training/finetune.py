@@ -24,8 +24,8 @@ from whatwhere.model_card import weights_fingerprint
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
 from ..conversion.folder import card_metadata, convert_checkpoint, fit_tokenizer
 from ..data.corpora import CORPORA
+from ..data.folder import data_folder
 from ..data.prepared import file_sha256
-from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, load_tokenizer, why_not_loaded
 from ..errors import Refused, TrainingError

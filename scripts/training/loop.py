@@ -27,8 +27,8 @@ from accelerate.utils import gather_object, set_seed
 
 from whatwhere.model_card import weights_fingerprint
 
+from ..data.folder import DATA_DIR_VARIABLE
 from ..data.pack import IGNORED
-from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
 from ..data.tokenize import token_unit
 from ..errors import Interrupted, Refused, TrainingError

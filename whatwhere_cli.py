@@ -1,15 +1,12 @@
-"""The command `whatwhere`, which imports and runs a sub-command."""
+"""The command `whatwhere`, which imports and runs a sub-command.
+
+This module is not in the package, whose import takes seconds: it registers the models with Transformers' Auto classes.
+"""
 
 import importlib
 import os
 import sys
 from typing import Any
-
-from transformers.utils import logging
-
-from whatwhere.position_base import suggest
-
-from .errors import reported
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`.
 COMMANDS = (
@@ -30,8 +27,8 @@ COMMANDS = (
     ("evaluate", "task", "error rates on a toy task", "runs/flip_flop", "evaluation.task"),
     ("compare", "compare", "results of models side by side", "runs/rope runs/pope", "commands.compare"),
     ("compare", "reproduce", "a table of the papers and our results", "cope_2 --small", "commands.reproduce"),
-    ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "analysis.command"),
-    ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "cards.command"),
+    ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "commands.analysis"),
+    ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "commands.card"),
     ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.command"),
     ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "gpu_check"),
     ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),
@@ -72,6 +69,11 @@ def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
+    from transformers.utils import logging
+
+    from whatwhere.position_base import suggest
+    from whatwhere.scripts.errors import reported
+
     name, *rest = arguments
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
