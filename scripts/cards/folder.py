@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from ...model_card import weights_fingerprint
-from ..conversion.folder import RECORD, card_metadata
+from ..conversion.record import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import curves_title, describe_data, loss_unit, text_of
 from ..evaluation.length_report import draw as draw_length
