@@ -240,7 +240,7 @@ def test_estimate(monkeypatch):
     assert plan.estimate_seconds(large) is None or torch.accelerator.is_available()
     monkeypatch.undo()
     assert plan.estimate_seconds(recipe(training__chunked_loss=True)) > 0
-    assert [plan.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
+    assert [progress.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
 
 
 # --- resume
@@ -1214,6 +1214,25 @@ def test_speed_and_memory(data_dir, tmp_path, monkeypatch):
 
 
 # --- the command line
+
+
+SEE_IMPORTS = """
+import json, sys
+from whatwhere.scripts.training.loop import train
+from whatwhere.scripts.training.recipe import parse_recipe
+
+train(parse_recipe(json.loads(sys.argv[1])), sys.argv[2], data_dir=sys.argv[3])
+print(json.dumps([name for name in sys.modules if name.startswith("whatwhere.scripts.")]))
+"""
+
+
+def test_a_run_of_text_imports_what_it_uses(data_dir, tmp_path):
+    arguments = [json.dumps(recipe(training__steps=2).resolved()), tmp_path / "run", data_dir]
+    imported = json.loads(python("-c", SEE_IMPORTS, *arguments).splitlines()[-1])
+    unused = {"analysis", "cards", "commands", "conversion", "corpora", "genome", "music", "reproduction", "stream"}
+    unused |= {"benchmark", "finetune", "plan", "toy_tasks"}
+    assert "whatwhere.scripts.training.loop" in imported
+    assert not [name for name in imported if unused & set(name.split("."))]
 
 
 def test_command_line_interrupted_and_resumed(tmp_path, data_dir):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..conversion.folder import RECORD, card_metadata
+from ..conversion.record import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.curves import curves_figure
 from ..evaluation.data_description import curves_title, loss_unit, text_of

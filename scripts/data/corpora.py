@@ -5,7 +5,7 @@ available in one place only.
 """
 
 import dataclasses
-import functools
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -80,25 +80,23 @@ def wikitext_articles(file: Path, split: str) -> Iterator[str]:
         yield "".join(article)
 
 
-def _music(reader: str, file: Path, split: str) -> Iterator[str]:
-    from .music import read_chorales, read_performances
+def _reader(module: str, function: str, **options: Any) -> Callable[[Path, str], Iterator[str]]:
+    """Returns a function of a file beside this one, which is imported when it is called."""
 
-    if reader == "chorales":
-        return read_chorales(file, "valid" if split == "validation" else split)
-    return read_performances(file, split, transpose=reader == "transposed_performances")
+    def read(file: Path, split: str) -> Iterator[str]:
+        return getattr(importlib.import_module(f".{module}", __package__), function)(file, split, **options)
 
-
-def _genome(reader: str, file: Path, split: str) -> Iterator[str]:
-    from .genome import read_genome, read_sequence
-
-    return (read_genome if reader == "genome" else read_sequence)(file, split)
+    return read
 
 
 # Readers of files with other formats than one document per row: functions of the file and the split.
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     "wikitext": wikitext_articles,
-    **{name: functools.partial(_music, name) for name in ("chorales", "performances", "transposed_performances")},
-    **{name: functools.partial(_genome, name) for name in ("genome", "sequence")},
+    "chorales": _reader("music", "read_chorales"),
+    "performances": _reader("music", "read_performances"),
+    "transposed_performances": _reader("music", "read_performances", transpose=True),
+    "genome": _reader("genome", "read_genome"),
+    "sequence": _reader("genome", "read_sequence"),
 }
 
 

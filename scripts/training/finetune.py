@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig
 from whatwhere.model_card import weights_fingerprint
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
-from ..conversion.folder import card_metadata, convert_checkpoint, fit_tokenizer
+from ..conversion.folder import convert_checkpoint, fit_tokenizer
+from ..conversion.record import card_metadata
 from ..data.corpora import CORPORA
 from ..data.folder import data_folder
 from ..data.prepared import file_sha256

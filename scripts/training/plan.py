@@ -21,7 +21,6 @@ from whatwhere import attention_triton
 from ..data.tokenize import build_tokenizer
 from ..errors import Refused
 from ..processes import Processes
-from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .distributed import check_layout, decoder_layers
 from .flops import Scalars, flops_per_token
 from .model import build_config, build_model, build_optimizer
@@ -101,6 +100,8 @@ def _config(recipe: Recipe) -> Any:
     data = recipe.data
     tokenizer: PreTrainedTokenizerBase | None = None
     if data.source == "task":
+        from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
+
         tokenizer = build_task_tokenizer(data.task_config())
     elif "vocab_size" not in recipe.model and data.tokenizer != "bpe":
         try:
@@ -305,11 +306,3 @@ def estimate_seconds(recipe: Recipe) -> float | None:
     # A forward pass is about a third of a training step.
     passes = training.steps * training.batch_size + held_out / 3
     return forward / rows * passes + update * training.steps
-
-
-def describe_seconds(seconds: float) -> str:
-    """Returns a rounded duration: `40 s`, `12 min`, `3.5 h`, `4.2 days`."""
-    for unit, size in (("days", 86_400), ("h", 3600)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
