@@ -117,6 +117,18 @@ def refused(capsys):
 
 
 @pytest.fixture
+def refuses(refused):
+    """Checks a table of arguments of a `whatwhere` command that are refused, and words of the message."""
+
+    def check(command, table, *options):
+        for *arguments, words in table:
+            message = refused(command, *arguments, *options)
+            assert words in message, f"{arguments}: {message}"
+
+    return check
+
+
+@pytest.fixture
 def two_processes():
     """Runs `whatwhere` with arguments in two processes on CPUs, and returns what they print."""
 
