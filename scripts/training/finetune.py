@@ -301,15 +301,15 @@ class Finetuning(TrainingRun):
 
 
 def _has_other_tokens(checkpoint: str, tokenizer: str) -> bool:
-    """Whether a checkpoint has a tokenizer whose tokens, except for added ones, are not those of `tokenizer`."""
+    """Whether a checkpoint has a tokenizer that differs from `tokenizer` in more than `get_added_vocab`."""
     try:
         own = load_tokenizer(checkpoint)
     except (OSError, ValueError):
         return False
     vocabularies = []
     for one in (own, build_tokenizer(tokenizer)):
-        added = one.get_added_vocab()
-        vocabularies.append({token: index for token, index in one.get_vocab().items() if token not in added})
+        others = one.get_added_vocab()
+        vocabularies.append({token: index for token, index in one.get_vocab().items() if token not in others})
     return vocabularies[0] != vocabularies[1]
 
 
