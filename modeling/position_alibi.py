@@ -7,7 +7,7 @@ share a key head, R rows, W columns (newest key first, see `attention_blockwise`
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +90,7 @@ class ALiBi(PositionEncoding):
     paper = "Press et al. 2022 (2108.12409)"
     summary = "fixed linear penalty of the distance, with a slope for each head"
     parameters_class = ALiBiParameters
+    kernels: ClassVar[tuple[str, ...]] = ("kernel_bias",)
     bias_reads = "nothing"
     term = ALiBiTerm
 

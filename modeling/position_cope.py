@@ -308,6 +308,7 @@ class CoPE(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719)"
     summary = "counts the keys whose content opens a gate; learned embedding of the (fractional) count"
     parameters_class = CoPEParameters
+    kernels: ClassVar[tuple[str, ...]] = ("kernel_cope",)
     term: type[Term] = CoPETerm
 
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:

@@ -116,11 +116,3 @@ class CoPEALiBi(PositionEncoding):
 
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         return (self._slopes(context),), ()
-
-    def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
-    ) -> torch.Tensor:
-        from .kernel_scan import cope_alibi_attention
-
-        slopes = self._slopes(context)[: query.shape[1]]
-        return cope_alibi_attention(query, key, value, slopes, **options)

@@ -169,22 +169,3 @@ class CoPEMLP(PositionEncoding):
 
     def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         return self.network(None), (scaling, self.parameters_.num_positions - 1)
-
-    def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
-    ) -> torch.Tensor:
-        from .kernel_cope import cope_attention
-
-        last = self.parameters_.num_positions - 1
-        weight, bias, output = (tensor.float() for tensor in self.network(None))
-        weight = weight / last
-        with torch.no_grad():
-            knots, active = _activity(weight, bias, last)
-            left = torch.cat((torch.zeros_like(knots[:1]), knots.clamp(min=0)))
-            # In the last piece the value is that of the largest position.
-            sloping = torch.cat((active[:, :-1], torch.zeros_like(active[:, :1])), 1)
-        units = torch.cat(((weight[:, None] * left + bias[:, None]) * active, weight[:, None] * sloping), 1)
-        with torch.autocast(query.device.type, enabled=False):
-            table = output @ units
-        pieces = {"knots": knots, "num_positions": last + 1}
-        return cope_attention(query, key, value, table, **pieces, position_scale=options["scaling"], **options)

@@ -7,7 +7,7 @@ dim, E hidden size; in blocks: C a chunk of (batch, key head), R rows, W columns
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -132,6 +132,7 @@ class FoX(PositionEncoding):
     paper = "Lin et al. 2025 (2503.02130)"
     summary = "forget gates: each token fades the past by a learned factor that depends on its content"
     parameters_class = FoXParameters
+    kernels: ClassVar[tuple[str, ...]] = ("kernel_bias",)
     # The sum goes over visible keys; `flex_attention` makes its bias without the mask.
     bias_reads = "mask"
     term = FoXTerm

@@ -7,7 +7,7 @@ channels.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -223,6 +223,7 @@ class PoPE(PositionEncoding):
     paper = "Gopalakrishnan et al. 2025 (2509.10534)"
     summary = "content sets magnitudes, position sets phases"
     parameters_class = PoPEParameters
+    kernels: ClassVar[tuple[str, ...]] = ("kernel_pope",)
 
     def __init__(self, config: Any, parameters: PoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)

@@ -280,6 +280,6 @@ class PositionEncodings(nn.ModuleDict):
             if isinstance(found, torch.Tensor):
                 return found
             settings |= found
-        from .kernel_plain import plain_attention
+        from .kernel_bias import plain_attention
 
         return plain_attention(*arguments[:3], **settings)

@@ -6,7 +6,7 @@ of (batch, key head), n heads that share a key head, R rows, W columns (newest k
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -145,6 +145,7 @@ class RelativePosition(PositionEncoding):
     paper = "Shaw et al. 2018 (1803.02155)"
     summary = "learned embedding of the distance i - j on the keys, one table for all heads and layers"
     parameters_class = RelativeParameters
+    kernels: ClassVar[tuple[str, ...]] = ("kernel_bias",)
     bias_reads = "nothing"
     term = RelativeTerm
 

@@ -6,7 +6,7 @@ dim, E hidden size, P positions in the table.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,7 @@ class TokenGatedCoPE(PositionEncoding):
     paper = 'a note on "CoPE", not the paper it cites'
     summary = "counts tokens from the start by a linear gate on each; learned embedding of the (fractional) count"
     parameters_class = TokenGatedCoPEParameters
+    kernels: ClassVar[tuple[str, ...]] = ("kernel_bias",)
     bias_reads = "mask"
 
     def __init__(self, config: Any, parameters: TokenGatedCoPEParameters, layer_idx: int) -> None:
@@ -105,7 +106,7 @@ class TokenGatedCoPE(PositionEncoding):
     ) -> torch.Tensor:
         # A token has one position for all rows that see it, so logits are products of wider vectors: [q, W_p q] and
         # [k, e[P]].
-        from .kernel_plain import plain_attention
+        from .kernel_bias import plain_attention
 
         gates, table = self._gates(context), self.table(None).float()
         if (ranges := options["ranges"]) is None:

@@ -205,10 +205,10 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             "attention_sdpa": any(layer_default(parts) == "sdpa" for parts in plan) or "sdpa" in implementations,
             "checkpoint_conversion": False,
             # Some only give arguments.
-            "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
+            "kernel_bias": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
             "kernel_knots": any("knots" in layer for layer in kernels),
             "kernel_polar": any("kernel_pope import" in layer for layer in kernels),
-            "kernel_terms": any(re.search(r"^$|kernel_plain import|return \{", layer) for layer in kernels),
+            "kernel_logits": any(re.search(r"^$|kernel_bias import|return \{", layer) for layer in kernels),
         }
         for path in (registry, *folder.glob("kernel_*.py")):
             text = path.read_text(encoding="utf-8").replace("COMPLETE = True", "COMPLETE = False")

@@ -38,11 +38,11 @@ import torch
 from torch.torch_version import TorchVersion
 
 from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
+from .benchmark.kernel_cases import KERNELS, MASKS, Case, case, precision_of
+from .benchmark.kernel_tiles import chosen_by
 from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
 from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
-from .kernel_cases import KERNELS, MASKS, Case, case, precision_of
-from .kernel_tiles import chosen_by
 from .parsers import command_parser
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.

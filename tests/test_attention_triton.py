@@ -35,9 +35,9 @@ from whatwhere.position_registry import supported_implementations
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from whatwhere import kernel_plain
+from whatwhere import kernel_bias
 from whatwhere.forward_arguments import CACHE
-from whatwhere.kernel_plain import plain_attention
+from whatwhere.kernel_bias import plain_attention
 
 WITH_KERNELS = (
     "alibi",
@@ -45,13 +45,10 @@ WITH_KERNELS = (
     "cope+alibi",
     "cope+relative",
     "cope+rope",
-    "cope_alibi",
-    "cope_mlp",
     "fox",
     "fox+rope",
     "pope",
     "relative",
-    "stick_breaking",
     "token_gated_cope",
     "token_gated_cope+rope",
 )
@@ -78,14 +75,13 @@ SETTINGS = {
             "relative": {"num_positions": 8, "beyond": "last"},
         },
     ),
-    "cope_mlp": ("cope_mlp", {"hidden_units": 5, "num_positions": 6}),
     "relative": ("relative", {"num_positions": 6, "beyond": "none"}),
     "relative:last": ("relative", {"num_positions": 6, "beyond": "last"}),
     "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
     "token_gated_cope+rope": ("token_gated_cope+rope", {"token_gated_cope": {"num_positions": 6}}),
 }
 TWO_LAYERS = ("cope:shared", "every2", "rotated", "plan", "cope+relative:every2")
-OTHERS = list(SETTINGS)[-8:]
+OTHERS = list(SETTINGS)[-7:]
 COPE_AND_POPE = ("cope", "cope:shared", "cope+rope", "pope", "pope:partial")
 
 
@@ -543,7 +539,7 @@ def test_other_gates_when_decoding(encoding):
 
 def test_layers_without_the_encoding_have_kernels(on_gpu, monkeypatch):
     calls = []
-    monkeypatch.setattr(kernel_plain, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
+    monkeypatch.setattr(kernel_bias, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
     monkeypatch.setattr(CoPE, "kernel", lambda *a, **k: calls.append("cope") or a[1])
     for implementation in ("auto", "triton"):
         build("every2", implementation)(tokens(1, 5))
@@ -586,7 +582,7 @@ def test_plain_attention(limited, decay):
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:
-        operator, others = kernel_plain._attention, [None] * 6
+        operator, others = kernel_bias._attention, [None] * 6
         check_operator(operator.forward, [*inputs[:3], *(numbers or (None, None)), None], others, 0.3, 0.0)
         step = [tensor.detach() for tensor in (*step, *(of_step or ()))]
         check_operator(operator.decode, [*step, *[None] * (6 - len(step))], others, 0.3, 0.0)

@@ -99,6 +99,7 @@ NAMES = {
     "PIL": "pillow",
     "lm_eval": "lm-eval",
     "liger_kernel": "liger-kernel",
+    "fla": "fla-core",
     "pydantic_core": "pydantic",
     "symusic": "miditok",
 }

@@ -188,37 +188,39 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
 
 
 KERNELS = {"attention_auto", "attention_mask", "attention_triton", "kernel_flash", "kernel_launch", "kernel_operator"}
+MASK = {"attention_mask", "kernel_operator"}
 # With decays or relative positions.
-TERMS = {*KERNELS, "kernel_terms"}
+TERMS = {*KERNELS, "kernel_logits"}
 # Where PyTorch's attention is supported.
 SDPA = {"attention_sdpa", "attention_engine"}
 # What a saved folder has beside the files that all have.
 NEEDED = {
     "rope": {"position_rope", *SDPA},
     "absolute": {"position_absolute", *SDPA},
-    "alibi": {*SDPA, "attention_blockwise", "position_alibi", "kernel_plain", *TERMS},
+    "alibi": {*SDPA, "attention_blockwise", "position_alibi", "kernel_bias", *TERMS},
     "cope": {"attention_blockwise", "learned_table", "position_cope", "kernel_cope", *KERNELS},
     "cope+relative": {
         *("attention_blockwise", "learned_table", "position_cope", "position_relative", "kernel_cope"),
         *TERMS,
     },
     "cope+alibi": {"attention_blockwise", "learned_table", "position_cope", "position_alibi", "kernel_cope", *TERMS},
+    # `position_cope` names the kernels of CoPE.
     "cope_mlp": {
-        *("attention_blockwise", "learned_table", "position_cope", "position_cope_mlp", "kernel_cope", "kernel_knots"),
-        *KERNELS,
+        *("attention_blockwise", "learned_table", "position_cope", "position_cope_mlp", "kernel_cope"),
+        *(TERMS - {"attention_auto", "attention_triton"}),
     },
     "pope": {*SDPA, "position_pope", "kernel_pope", "kernel_polar", *KERNELS},
-    "stick_breaking": {"attention_blockwise", "learned_table", "position_stick_breaking", "kernel_scan", *KERNELS},
-    "fox+rope": {*SDPA, "attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_plain", *TERMS},
+    "stick_breaking": {"attention_blockwise", "learned_table", "position_stick_breaking", *MASK},
+    "fox+rope": {*SDPA, "attention_blockwise", "head_linear", "position_fox", "position_rope", "kernel_bias", *TERMS},
     "token_gated_cope": {
         *("attention_autograd", "attention_blockwise", "head_linear", "learned_table", "position_token_gated_cope"),
-        *(SDPA | TERMS | {"kernel_plain"}),
+        *(SDPA | TERMS | {"kernel_bias"}),
     },
-    "relative": {*SDPA, "attention_blockwise", "learned_table", "position_relative", "kernel_plain", *TERMS},
-    "pope,none": {*SDPA, "position_pope", "position_none", "kernel_pope", "kernel_polar", "kernel_plain", *TERMS},
+    "relative": {*SDPA, "attention_blockwise", "learned_table", "position_relative", "kernel_bias", *TERMS},
+    "pope,none": {*SDPA, "position_pope", "position_none", "kernel_pope", "kernel_polar", "kernel_bias", *TERMS},
     "rope,none": {"position_rope", "position_none", *SDPA},
     "pope,alibi": {
-        *("attention_blockwise", "position_pope", "position_alibi", "kernel_pope", "kernel_polar", "kernel_plain"),
+        *("attention_blockwise", "position_pope", "position_alibi", "kernel_pope", "kernel_polar", "kernel_bias"),
         *(SDPA | TERMS),
     },
 }
@@ -239,7 +241,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
     for folder, names in (("modeling", modeling), ("configuration", configuration)):
         for stem in names - {"position_registry"}:
             whole = (ROOT / folder / f"{stem}.py").read_text()
-            for left_out in {"kernel_knots", "kernel_polar", "kernel_terms"} - set(saved):
+            for left_out in {"kernel_polar", "kernel_logits"} - set(saved):
                 imported = rf"from \.{left_out} import (\([^)]*\)|.*)"
                 whole = re.sub(imported, lambda found: " = ".join([*re.findall(r"\w+", found[1]), "None"]), whole)
             assert saved[stem] == whole, stem

@@ -22,7 +22,7 @@ from whatwhere.attention_blockwise import Bias, blockwise_attention
 from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
 
-from ..kernel_cases import KERNELS, Call, case
+from .kernel_cases import KERNELS, Call, case
 from .measure import CheckFailed, Shape, Unsupported, captured
 from .references import checked_gradient, chosen_rows, in_parts, results_of
 
@@ -34,7 +34,7 @@ BACKENDS = {
 }
 DIRECTIONS = ("forward", "backward", "forward+backward", "decoding", "decoding graph")
 # Further encodings, by their kernels only.
-OTHERS = ("relative", "cope+alibi", "cope+relative", "cope_mlp", "cope_alibi", "stick_breaking", "token_gated_cope")
+OTHERS = ("relative", "cope+alibi", "cope+relative", "token_gated_cope")
 # Default providers; on a GPU those of `FIRST`, then those of `MORE`.
 HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "fox", "alibi")
 FIRST = (
@@ -44,7 +44,6 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("cope-once-half", "cope-flex-half", "cope-chip-half"),
     *(f"{name}-triton" for name in OTHERS),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
@@ -53,8 +52,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in KERNELS},
     "rope": ("plain", {}),
     "cope-half": ("cope", {}),
-    **{f"cope-{opening}": ("cope", {"opening": opening}) for opening in ("open", "closed")},
-    **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative", "cope_mlp")},
+    **{f"cope-{gates}": ("cope", {"gate_values": gates}) for gates in ("open", "closed")},
+    **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative")},
 }
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 # Third-party providers, whose errors are not our failures.
@@ -238,9 +237,7 @@ class Workload:
             return self._rope(name)
         if name.startswith("pope-"):
             return self._pope(name)
-        kind = name.removesuffix("-triton")
-        if kind.startswith("cope-"):
-            kind = "cope-half" if kind == "cope-listing" else f"cope-{kind.rpartition('-')[2]}"
+        kind = "cope-half" if name == "cope-listing" else name.replace("-triton", "")
         call = self.call(kind)
         if name == "cope-listing":
             rows = torch.arange(self.shape[2], device=self.device)
@@ -249,19 +246,10 @@ class Workload:
         if "triton" in name:
             self._check_triton()
             function = call.kernel
-        elif name.startswith(("cope-once", "cope-flex", "cope-chip")):
-            self._check_triton()
-            from .candidates import cope_decode_once, cope_flex, cope_on_chip
-
-            candidates: dict[str, Any] = {"flex": cope_flex, "chip": cope_on_chip, "once": cope_decode_once}
-            candidate = candidates[name.split("-")[1]]
-            function = functools.partial(candidate, scaling=self.scaling, position_scale=self.scaling)
-            if candidate is not cope_decode_once:
-                return Provider(kind, function)
         query, *others = call.inputs
         newest = query[:, :, -1:].detach().contiguous()
         decode = functools.partial(function, newest, *others)
-        return Provider(kind, call.kernel if name.startswith("cope-once") else function, decode)
+        return Provider(kind, function, decode)
 
     def _blockwise(self, call: Call, *inputs: torch.Tensor) -> torch.Tensor:
         encodings, context = call.layer(*inputs)

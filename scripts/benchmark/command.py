@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from ..kernel_tiles import measured
 from ..parsers import command_parser
 from .attention import BASELINES, DIRECTIONS, FIRST, FOREIGN, HOST_PROVIDERS, MORE, PROVIDERS, Workload, tiles_note
 from .data import benchmark_data
+from .kernel_tiles import measured
 from .measure import CheckFailed, DeviceTimer, HostTimer, Shape, Unsupported, device_is_lost, one_line, out_of_memory
 from .models import MODELS, STOCK, Models, model_runs
 from .report import Report, Result, device_name, is_failure, missing, versions
