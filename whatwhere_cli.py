@@ -30,7 +30,7 @@ COMMANDS = (
     ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "commands.analysis"),
     ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "commands.card"),
     ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.command"),
-    ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "gpu_check"),
+    ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "commands.gpu_check"),
     ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),
 )
 _MODULES = {name: module for _, name, _, _, module in COMMANDS}
