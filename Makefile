@@ -44,7 +44,8 @@ lint: $(VENV)/installed
 	rm -rf build/types
 	mkdir -p build/types/whatwhere
 	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/types/whatwhere/
-	MYPYPATH=build/types $(RUN) -m mypy -p whatwhere
+	ln -s $(CURDIR)/scripts/cli build/types/whatwhere_cli
+	MYPYPATH=build/types $(RUN) -m mypy -p whatwhere -p whatwhere_cli
 
 conformance: $(VENV)/installed
 	$(SINGLE) $(RUN) tests/conformance/run.py $(CONFORMANCE)
@@ -81,6 +82,7 @@ gpu-check:
 	rm -rf build/gpu
 	mkdir -p build/gpu/whatwhere
 	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/gpu/whatwhere/
+	ln -s $(CURDIR)/scripts/cli build/gpu/whatwhere_cli
 	@if $(PYTHON) -c "import torch, transformers, triton" 2>/dev/null; then \
 		PYTHONPATH=build/gpu $(PYTHON) -m whatwhere gpu-check $(GPU_CHECK); \
 	else \

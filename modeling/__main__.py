@@ -1,8 +1,8 @@
-"""`python -m whatwhere`, `accelerate launch -m whatwhere`, `torchrun -m whatwhere`: the command of `scripts/cli.py`."""
+"""`python -m whatwhere`, `accelerate launch -m whatwhere`, `torchrun -m whatwhere`: the command `whatwhere`."""
 
 import sys
 
-from whatwhere.scripts.cli import main
+from whatwhere_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -62,6 +62,36 @@ def parse(cls: type[C], values: Any, *, path: str = "") -> C:
         raise Refused(*_messages(cls, found, path)) from None
 
 
+# Keys that change memory, speed, rounding and logs, and not what is computed: a resumed run may have other values.
+_IMMATERIAL = {
+    "data.workers",
+    "distributed",
+    "training.activation_checkpointing",
+    "training.checkpoint_every",
+    "training.chunked_loss",
+    "training.compile",
+    "training.ddp_timeout",
+    "training.keep_checkpoints",
+    "training.log_every",
+    "training.micro_batch_size",
+    "training.trackers",
+    # Settings of `finetune`, which are not nested.
+    "activation_checkpointing",
+    "dp_shard",
+    "save_every",
+    # Of earlier versions; without `distill_from` it had no effect.
+    "distill",
+}
+
+
+def material(old: Mapping[str, Any], new: Mapping[str, Any], *others: str) -> list[str]:
+    """Returns the `differences` of two settings of runs without those of speed, memory and logs, and of `others`."""
+    lines = {line.partition(": ")[0]: line for line in differences(old, new)}
+    return [
+        line for key, line in lines.items() if key not in (*_IMMATERIAL, *others) and not key.startswith("distributed.")
+    ]
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Returns a line `key: old → new` for every key in which two settings differ."""
     lines = []

@@ -112,7 +112,7 @@ def little_scratch(monkeypatch):
 @pytest.fixture
 def refused(capsys):
     """Runs `whatwhere` with arguments that it refuses, and returns its message."""
-    from whatwhere.scripts import cli
+    import whatwhere_cli as cli
 
     def run(*arguments):
         with pytest.raises(SystemExit) as stop:
@@ -121,6 +121,18 @@ def refused(capsys):
         return stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err
 
     return run
+
+
+@pytest.fixture
+def refuses(refused):
+    """Checks a table of arguments of a `whatwhere` command that are refused, and words of the message."""
+
+    def check(command, table, *options):
+        for *arguments, words in table:
+            message = refused(command, *arguments, *options)
+            assert words in message, f"{arguments}: {message}"
+
+    return check
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from processes import python
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import complete_card, weights_fingerprint
-from whatwhere.scripts.cards import curves
 from whatwhere.scripts.cards.content import model_card
 from whatwhere.scripts.commands import card as command
 from whatwhere.scripts.commands import convert
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
+from whatwhere.scripts.evaluation.curves import read_curves
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data, is_transfer
 from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.reproduction import report
@@ -458,10 +458,10 @@ def test_prompts_are_words_of_their_tokenizers(corpus, kind):
 
 
 def test_curves_are_means_of_consecutive_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "POINTS", 3)
+    monkeypatch.setattr("whatwhere.scripts.evaluation.curves.POINTS", 3)
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in [*METRICS, {"step": 50, "loss": 7.5}]))
-    found = curves.read_curves(file)
+    found = read_curves(file)
     assert found["training"] == [
         {"step": 20, "loss": 4.5},
         {"step": 40, "loss": 2.5},
@@ -469,7 +469,7 @@ def test_curves_are_means_of_consecutive_lines(tmp_path, monkeypatch):
     ]
     assert found["validation"][1] == {"step": 40, "loss": 4.75}
     file.write_text("")
-    assert curves.read_curves(file) == {"training": [], "validation": []}
+    assert read_curves(file) == {"training": [], "validation": []}
 
 
 def test_paths_of_a_machine_stay_there(place):
@@ -507,38 +507,32 @@ def test_a_plan_by_layer(tmp_path):
     assert "| `rope, cope+rope` |" in command.index(tmp_path / "cards")
 
 
-@pytest.mark.parametrize(
-    ("change", "arguments", "message"),
-    [
-        ("unfinished", ["runs/tiny", "--output", "model_cards"], "results.json"),
-        ("trained further", ["runs/tiny", "--output", "model_cards"], "run='runs/tiny'"),
-        ("broken", ["runs/tiny"], "not valid JSON"),
-        ("stock", ["stock"], "'gpt2'"),
-        (None, ["nowhere"], "no config.json"),
-        (None, ["runs/tiny", "--output", "model_cards", "--name", "cope"], "name='cope'"),
-        (None, ["runs/tiny", "runs/tiny", "--output", "model_cards"], "same card folder"),
-        (None, ["runs/tiny", "--output", "model_cards", "--results", "nothing.json"], "nothing.json"),
-        (None, ["runs/tiny", "--output", "model_cards", "--results", "length_none.json"], "length_none.json"),
-        (None, ["--name", "x"], "--output"),
-        (None, ["--output", "empty"], "output='empty'"),
-        (None, [], "--output"),
-    ],
-)
-def test_errors_of_the_command_line(place, monkeypatch, refused, change, arguments, message):
+def test_mistakes(place, monkeypatch, refuses):
     monkeypatch.chdir(place)
     pathlib.Path("model_cards/cope").mkdir()
     pathlib.Path("model_cards/cope/notes.txt").touch()
-    write_json(pathlib.Path("length_none.json"), {"checkpoints": [entry("tiny", "1" * 64, [])], "data": DATA, **ORIGIN})
+    write_json("length_none.json", {"checkpoints": [entry("tiny", "1" * 64, [])], "data": DATA, **ORIGIN})
+    write_json("stock/config.json", {"model_type": "gpt2"})
+    card = ["runs/tiny", "--output", "model_cards"]
+    table = (
+        ("nowhere", "no config.json"),
+        ("stock", "'gpt2'"),
+        (*card, "--name", "cope", "name='cope'"),
+        ("runs/tiny", *card, "same card folder"),
+        (*card, "--results", "nothing.json", "nothing.json"),
+        (*card, "--results", "length_none.json", "length_none.json"),
+        ("--name", "x", "--output"),
+        ("--output", "empty", "output='empty'"),
+        ("--output",),
+    )
+    refuses("card", table)
     results = pathlib.Path("runs/tiny/results.json")
-    if change == "unfinished":
-        results.unlink()
-    elif change == "trained further":
-        write_json(results, {**TRAINING, "weights_sha256": "0" * 64})
-    elif change == "broken":
-        results.write_text("{", encoding="utf-8")
-    elif change == "stock":
-        write_json(pathlib.Path("stock/config.json"), {"model_type": "gpt2"})
-    assert message in refused("card", *arguments)
+    write_json(results, {**TRAINING, "weights_sha256": "0" * 64})
+    refuses("card", [(*card, "run='runs/tiny'")])
+    results.write_text("{", encoding="utf-8")
+    refuses("card", [("runs/tiny", "not valid JSON")])
+    results.unlink()
+    refuses("card", [(*card, "results.json")])
 
 
 def snippet_of(folder):

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from whatwhere.scripts import cli
+import whatwhere_cli as cli
 
 
 def test_the_process_group_ends_with_the_command(capsys):

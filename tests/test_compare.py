@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+import whatwhere_cli as cli
 from test_cards import DATA, ORIGIN, TRAINING, ZERO_SHOT, cell, entry, run_folder, task
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.scripts import cli
 from whatwhere.scripts.commands.card import make
 from whatwhere.scripts.writing import write_json
 
@@ -211,7 +211,7 @@ def test_results_without_training(runs, tmp_path, capsys):
     assert "- not known" in lines
 
 
-def test_lengths_that_were_measured_together(runs, tmp_path, capsys):
+def test_lengths_that_were_measured_together(runs, tmp_path, capsys, refuses):
     found = [json.loads((folder / "length_pg19.json").read_text()) for folder in runs]
     for folder in runs:
         (folder / "length_pg19.json").unlink()
@@ -222,10 +222,13 @@ def test_lengths_that_were_measured_together(runs, tmp_path, capsys):
     assert rows["one"][2:] == ["51.25 ± 0.51", "102.50 ± 1.02"]
     assert rows["two"][2:] == ["42.50 ± 0.42", "85.00 ± 0.85"]
     write_json(tmp_path / "length.json", {**found[0], "checkpoints": [{**entries[0], "weights": "0" * 64}]})
-    with pytest.raises(SystemExit, match="results='length' is not valid"):
-        cli.main(["compare", *map(str, runs), "--results", str(tmp_path / "length.json")])
-    with pytest.raises(SystemExit, match="results='results' is not valid"):
-        cli.main(["compare", *map(str, runs), "--results", str(runs[0] / "results.json")])
+    refuses(
+        "compare",
+        [
+            (*runs, "--results", tmp_path / "length.json", "results='length' is not valid"),
+            (*runs, "--results", runs[0] / "results.json", "results='results' is not valid"),
+        ],
+    )
 
 
 def test_shipped_cards_of_one_recipe_are_comparable(capsys):
@@ -235,22 +238,19 @@ def test_shipped_cards_of_one_recipe_are_comparable(capsys):
     assert not warnings(lines)
 
 
-def test_errors(runs, tmp_path, capsys):
+def test_mistakes(runs, tmp_path, refuses):
     (tmp_path / "empty").mkdir()
     other = shutil.copytree(runs[0], tmp_path / "other")
     for name in ("results.json", "lm_eval.json", "length_pg19.json"):
         content = json.loads((other / name).read_text())
         write_json(other / name, {**content, "weights_sha256": "0" * 64})
-    for folder, message in (
+    table = (
         (tmp_path / "empty", "empty' is not valid: it has no results of"),
         (tmp_path / "missing", "missing' is not a folder"),
         (runs[0] / "results.json", "results.json' is not a folder"),
         (SHIPPED / "cope_3_small", "a table of the papers"),
         (other, "other' is not valid: it has no results of"),
         (runs[0], "is given twice"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            cli.main(["compare", str(runs[0]), str(folder)])
-    with pytest.raises(SystemExit):
-        cli.main(["compare", str(runs[0])])
-    assert "at least two folders" in capsys.readouterr().err
+        ("at least two folders",),
+    )
+    refuses("compare", [(runs[0], *row) for row in table])

@@ -10,12 +10,12 @@ import transformers
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 
+import whatwhere_cli as cli
 from test_stock_equality import GPT2, LLAMA
 from tiny import tiny_model, tokens
 from toys import toy_recipe
 from whatwhere import WhatWhereLlamaForCausalLM, list_position_encodings
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.scripts import cli
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.commands.convert import main
 from whatwhere.scripts.conversion.encoding import convert

@@ -6,7 +6,7 @@ import re
 import pytest
 from huggingface_hub import ModelCard
 
-from whatwhere.scripts import cli
+import whatwhere_cli as cli
 from whatwhere.scripts.commands import demo
 from whatwhere.scripts.errors import TrainingError
 

@@ -13,12 +13,12 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import compile_kernels
 from tiny import slow_but
 from whatwhere import kernel_bias, kernel_cope, kernel_flash, kernel_launch, kernel_pope
-from whatwhere.scripts import gpu_check
 from whatwhere.scripts.benchmark import references, report
 from whatwhere.scripts.benchmark.kernel_cases import KERNELS, MASKS, case
 from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible
-from whatwhere.scripts.gpu_check import Group, check_all, check_case, groups_on_cpu, groups_on_gpu
+from whatwhere.scripts.commands import gpu_check
+from whatwhere.scripts.commands.gpu_check import Group, check_all, check_case, groups_on_cpu, groups_on_gpu
 
 CPU = torch.device("cpu")
 

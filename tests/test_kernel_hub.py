@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import whatwhere_cli as cli
 from processes import python
 from test_kernel_cope import inputs as cope_inputs
 from test_kernel_cope import reference as cope_reference
 from test_kernel_pope import inputs as pope_inputs
 from test_kernel_pope import reference as pope_reference
-from whatwhere.scripts import cli
 
 FUNCTIONS = ["cope_attention", "plain_attention", "pope_attention"]
 PACKAGE = "torch-ext/whatwhere_attention"

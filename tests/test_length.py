@@ -10,8 +10,8 @@ import torch
 import transformers
 from tokenizers import normalizers
 
+import whatwhere_cli as cli
 from tiny import LargestTensor, tiny_model
-from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer, train_bpe
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import length_report, variants, windows
@@ -537,43 +537,40 @@ def test_entries_are_those_of_their_weights(tmp_path):
     assert not again.entry(unknown, {})["cells"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--windows", "16,y"], "windows='16,y'"),
-        (["--windows", "16", "--dataset", "x"], "--dataset"),
-        (["--windows", "16", "--data", "stdlib"], "--data-dir"),
-        (["--windows", "16", "--variants", ""], "variants=''"),
-        (["--windows", "16", "--documents", "0"], "--documents"),
-        (["--windows", "16", "--trained-length", "0"], "--trained-length"),
-        (["--windows", "16", "--batch-tokens", "-5"], "--batch-tokens"),
-        (["--windows", "16", "--variants", "yarm"], "Did you mean 'yarn'"),
-        (["--windows", "16", "--variants", "relative-capped"], "variants='relative-capped'"),
-        (["--windows", "998,999"], "windows=998"),
-        (["--windows", "16", "--data", "pg20"], "data='pg20'"),
-        (["--windows", "16", "--data", "pg19:tset"], "Did you mean 'test'"),
-        (["{root}/code"], "config.json"),
-        (["{root}/nowhere"], "nowhere"),
-        (["{root}/broken", "--windows", "16"], "broken"),
-        (["{root}/rope/config.json"], "config.json' is not valid: it is a file"),
-        (["{root}/adapter"], "a full model with --lora --merge)."),
-        (["{root}/smaller", "--windows", "16"], "its tokenizer has 257 tokens, the model has 200"),
-    ],
-)
-def test_bad_input_is_one_clear_line(root, run, tmp_path, capsys, monkeypatch, arguments, message):
+def test_mistakes(root, refuses, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    if not (root / "broken").exists():
-        small("rope").save_pretrained(root / "broken")
-        build_tokenizer("bytes").save_pretrained(root / "broken")
-        (root / "broken" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-        small("rope", vocab_size=200).save_pretrained(root / "smaller")
-        build_tokenizer("bytes").save_pretrained(root / "smaller")
-        (root / "adapter").mkdir()
-        (root / "adapter" / "adapter_config.json").write_text("{}")
-    names = [] if arguments[0].startswith("{root}") else ["rope"]
-    with pytest.raises(SystemExit) as stop:
-        run(names, *(argument.format(root=root) for argument in arguments))
-    assert message in f"{stop.value.code} {capsys.readouterr().err}"
+    for name, size in (("broken", 257), ("smaller", 200)):
+        small("rope", vocab_size=size).save_pretrained(root / name)
+        build_tokenizer("bytes").save_pretrained(root / name)
+    (root / "broken" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text("{}")
+    output = ["--output", tmp_path, "--device", "cpu"]
+    data = ["--data", "pg19", "--data-dir", root / "data"]
+    own = (
+        ("--windows", "16,y", "windows='16,y'"),
+        ("--windows", "998,999", "windows=998"),
+        ("--dataset", "x", "--dataset"),
+        ("--variants", "", "variants=''"),
+        ("--variants", "yarm", "Did you mean 'yarn'"),
+        ("--variants", "relative-capped", "variants='relative-capped'"),
+        ("--documents", "0", "--documents"),
+        ("--trained-length", "0", "--trained-length"),
+        ("--batch-tokens", "-5", "--batch-tokens"),
+        ("--data", "stdlib", "--data-dir"),
+        ("--data", "pg20", "data='pg20'"),
+        ("--data", "pg19:tset", "Did you mean 'test'"),
+    )
+    refuses("length", [(root / "rope", *data, "--windows", "16", *row) for row in own], *output)
+    checkpoints = (
+        ("code", "config.json"),
+        ("nowhere", "nowhere"),
+        ("broken", "broken"),
+        ("rope/config.json", "config.json' is not valid: it is a file"),
+        ("adapter", "a full model with --lora --merge)."),
+        ("smaller", "its tokenizer has 257 tokens, the model has 200"),
+    )
+    refuses("length", [(root / name, words) for name, words in checkpoints], *data, "--windows", "16", *output)
     assert not list(tmp_path.iterdir())
 
 

@@ -117,7 +117,9 @@ def test_every_import_is_declared() -> None:
                 continue
             for root in {module.split(".")[0] for module in modules(node)} - set(sys.stdlib_module_names):
                 name = NAMES.get(root, root).lower()
-                assert root == "whatwhere" or name in core | extras, f"{relative(path)} imports {root}"
+                assert root in ("whatwhere", "whatwhere_cli") or name in core | extras, (
+                    f"{relative(path)} imports {root}"
+                )
 
 
 def test_every_import_of_an_extra_has_advice() -> None:
@@ -136,12 +138,12 @@ def test_range_of_transformers() -> None:
 
 
 def test_wheel_has_no_tests(wheel: list[str]) -> None:
-    assert not [name for name in wheel if "test" in name.split("/")[1]]
+    assert not [name for name in wheel if "test" in "/".join(name.split("/")[1:2])]
 
 
-def test_wheel_has_one_top_level_package(wheel: list[str]) -> None:
+def test_wheel_has_one_package_and_the_command(wheel: list[str]) -> None:
     top = {name.split("/")[0] for name in wheel}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"whatwhere"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"whatwhere", "whatwhere_cli"}
 
 
 def test_wheel_holds_every_module_and_data_file(wheel: list[str]) -> None:
@@ -196,7 +198,7 @@ def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
 
 
 # Each folder of `scripts/` imports only those before it; the files outside the folders are the first.
-FOLDERS = ["", "data", "toy_tasks", "evaluation", "training", "cards", "analysis"]
+FOLDERS = ["", "data", "toy_tasks", "evaluation", "conversion", "training", "cards", "analysis"]
 FOLDERS += ["benchmark", "reproduction", "commands"]
 
 
@@ -235,9 +237,17 @@ def test_folders_of_scripts_import_those_before_them() -> None:
         return FOLDERS.index(folder if rest else "")
 
     for path, needed in import_graph().items():
-        if path in SCRIPTS and path.parent.name != "metrics":
+        if path in SCRIPTS:
             wrong = [relative(other) for other in needed if other in SCRIPTS and place(other) > place(path)]
             assert not wrong, f"{relative(path)} imports {wrong}, of a later folder"
+
+
+def test_evaluation_imports_nothing_that_it_does_not_use() -> None:
+    code = "import sys, whatwhere.scripts.evaluation.length, whatwhere.scripts.evaluation.zero_shot\n"
+    code += "import whatwhere.scripts.commands.compare, whatwhere.scripts.data.source\nprint(*sys.modules)"
+    found = {name.removeprefix("whatwhere.scripts.") for name in python("-c", code).split()}
+    unused = ["data.music", "data.genome", "toy_tasks", "conversion", "training", "cards", "analysis", "reproduction"]
+    assert not found & {*unused, "matplotlib", "lm_eval"}
 
 
 # Runs in a process of its own: finders that do not find the optional packages.
@@ -288,7 +298,8 @@ def test_no_machine_paths_in_the_repository() -> None:
 BASE_INSTALL = """
 import contextlib, importlib, io, json, sys
 
-from whatwhere.scripts import cli
+import whatwhere
+import whatwhere_cli as cli
 
 hidden, scripts = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(hidden))
@@ -335,7 +346,7 @@ def test_base_install_is_told_the_extra(tmp_path):
 
 
 def test_help_fits_a_screen(capsys):
-    from whatwhere.scripts import cli
+    import whatwhere_cli as cli
 
     for words in ([], *([name] for _, name, *_ in cli.COMMANDS)):
         with contextlib.suppress(SystemExit):
@@ -349,7 +360,7 @@ def test_help_fits_a_screen(capsys):
 
 def test_command(capsys):
     """Every sub-command has a module and a line of help with an example."""
-    from whatwhere.scripts import cli
+    import whatwhere_cli as cli
 
     cli.main([])
     text = capsys.readouterr().out
@@ -362,6 +373,11 @@ def test_command(capsys):
         assert importlib.util.find_spec(f"whatwhere.scripts.{module}")
     with pytest.raises(SystemExit, match=r"'trian'.*'train'"):
         cli.main(["trian"])
+
+
+def test_the_list_of_commands_does_not_import_the_package():
+    code = "import sys, whatwhere_cli; whatwhere_cli.main(['--help']); print({*sys.modules} & {'torch', 'whatwhere'})"
+    assert python("-c", code).endswith("set()\n")
 
 
 def test_closed_pipe():

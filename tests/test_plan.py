@@ -14,10 +14,10 @@ pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 from accelerate.commands.config.config_args import load_config_from_file
 
 import whatwhere
+import whatwhere_cli as cli
 from processes import TORCHRUN, python
 from tiny import FAMILIES, causal_lm_class, tiny_config
 from whatwhere import attention_triton
-from whatwhere.scripts import cli
 from whatwhere.scripts.errors import Refused
 from whatwhere.scripts.training.flops import flops_per_token, peak_flops
 from whatwhere.scripts.training.plan import plan

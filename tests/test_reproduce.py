@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
-from whatwhere.scripts import cli
+import whatwhere_cli as cli
 from whatwhere.scripts.commands import card as cards
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA

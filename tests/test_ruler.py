@@ -4,10 +4,9 @@ import json
 
 import pytest
 
+import whatwhere_cli as cli
 from tiny import tiny_model
-from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
-from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import ruler, scorer
 from whatwhere.scripts.processes import Processes
 
@@ -96,17 +95,13 @@ def test_processes_share_the_answers(monkeypatch):
     assert Processes().joined(["a", "b"], 2) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "ruler", "--documents", "3"], "--documents has no effect with --tasks ruler"),
-        (["--tasks", "ruler", "--metric", "bits_per_byte"], "--metric has no effect with --tasks ruler"),
-        (["--samples", "3"], "--samples has no effect without --tasks"),
-    ],
-)
-def test_options_without_effect_are_refused(root, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        script.main([str(root / "pope"), *arguments])
+def test_options_without_effect_are_refused(root, refuses):
+    table = (
+        ("--tasks", "ruler", "--documents", "3", "--documents has no effect with --tasks ruler"),
+        ("--tasks", "ruler", "--metric", "bits_per_byte", "--metric has no effect with --tasks ruler"),
+        ("--samples", "3", "--samples has no effect without --tasks"),
+    )
+    refuses("length", [(root / "pope", *row) for row in table])
 
 
 @pytest.mark.slow

@@ -1,19 +1,16 @@
-"""The training loop: exact resume, interruption, processes, accumulation, records, and what it refuses."""
+"""The training loop: toy tasks, processes, accumulation, records, and what it refuses."""
 
 import itertools
 import json
 import math
 import os
-import pickle
 import re
-import resource
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -28,119 +25,26 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import whatwhere_cli as cli
 from processes import TORCHRUN, python
+from runs import STREAM, assert_same_run, interrupt, kill, metrics, mixture, recipe, stop_after, write_texts
 from tiny import slow_but, tiny_model
-from toys import SOLVABLE, toy_recipe, with_changes
-from whatwhere.scripts import cli
+from toys import SOLVABLE, toy_recipe
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import train_bpe
-from whatwhere.scripts.errors import Interrupted, TrainingError
+from whatwhere.scripts.errors import TrainingError
 from whatwhere.scripts.training import data, loop, plan, progress
-from whatwhere.scripts.training.checkpoint import Checkpoints
 from whatwhere.scripts.training.flops import flops_per_token
 from whatwhere.scripts.training.loop import TrainingRun, train
 from whatwhere.scripts.training.model import build_optimizer
-from whatwhere.scripts.training.recipe import TrainingRecipe, parse_recipe
-from whatwhere.scripts.training.run_folder import RunFolder
+from whatwhere.scripts.training.recipe import TrainingRecipe
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
-# What differs between two runs that are otherwise equal.
-CLOCK = {
-    "data_wait_seconds",
-    "peak_memory_gb",
-    "samples_per_second",
-    "sequences_per_second",
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-}
 
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for split, count in (("train", 12), ("validation", 3), ("test", 3)):
-        rows = [{"text": f"{split} {i}: " + "é how now brown cow, " * (3 + i % 4)} for i in range(count)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def recipe(**changes):
-    """A recipe that trains in a second; keys are written `training__steps`."""
-    values = {
-        "name": "tiny",
-        "data": {
-            "source": "local",
-            "splits": {split: f"{split}.jsonl" for split in ("train", "validation", "test")},
-            "sequence_length": 24,
-        },
-        "model": {
-            "family": "llama",
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            # so that a resumed run depends on the state of the random numbers
-            "attention_dropout": 0.1,
-        },
-        "training": {
-            "steps": 6,
-            "batch_size": 4,
-            "learning_rate": 0.01,
-            "warmup_steps": 1,
-            "weight_decay": 0.1,
-            "clip_norm": 1.0,
-            "log_every": 1,
-        },
-        "evaluation": {"every": 3, "blocks": 3},
-    }
-    return parse_recipe(with_changes(values, changes))
-
-
-def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
-
-
-def stop_after(monkeypatch, step, number=signal.SIGTERM):
-    """Sends this process a signal in the step after `step`."""
-    train_step = TrainingRun.train_step
-
-    def interrupted(self, batch):
-        if self.step == step:
-            signal.raise_signal(number)
-        return train_step(self, batch)
-
-    monkeypatch.setattr(TrainingRun, "train_step", interrupted)
-
-
-def interrupt(changed, output, step, data_dir=None, number=signal.SIGTERM):
-    """Trains until a signal in the step after `step`, which is finished."""
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, step, number)
-        with pytest.raises(Interrupted, match=f"after step {step + 1}") as caught:
-            train(changed, output, data_dir=data_dir)
-    assert caught.value.number == number
-
-
-class Killed(BaseException):
-    pass
-
-
-def kill(changed, output, step, data_dir):
-    """Trains until the step after `step`, where nothing is saved any more."""
-    train_step = TrainingRun.train_step
-
-    def killed(self, batch):
-        if self.step == step:
-            # A killed process would have no thread that still writes or deletes checkpoints.
-            self.checkpoints.wait()
-            raise Killed
-        return train_step(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRun, "train_step", killed)
-        with pytest.raises(Killed):
-            train(changed, output, data_dir=data_dir)
+    return write_texts(tmp_path_factory.mktemp("text"))
 
 
 # --- a whole run
@@ -240,437 +144,19 @@ def test_estimate(monkeypatch):
     assert plan.estimate_seconds(large) is None or torch.accelerator.is_available()
     monkeypatch.undo()
     assert plan.estimate_seconds(recipe(training__chunked_loss=True)) > 0
-    assert [plan.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
-
-
-# --- resume
-
-
-def assert_same_run(one, other):
-    assert metrics(one) == metrics(other)
-    weights, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    assert weights.keys() == others.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, others[name]), name
-
-
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGUSR1))],
-    ids=["SIGTERM", "SIGINT", "SIGUSR1"],
-)
-def test_interrupted_run_resumes_exactly(finished, data_dir, tmp_path, number):
-    output = tmp_path / "run"
-    interrupt(recipe(), output, 3, data_dir, number)
-    assert not (output / "results.json").exists()
-    torch.rand(7)
-    train(recipe(), output, resume=True, data_dir=data_dir)
-    assert_same_run(output, finished[0])
-
-
-def test_the_command_after_an_interruption_continues(data_dir, tmp_path, monkeypatch, capsys):
-    """Of a run with options of every kind; before it has begun, it is the command itself."""
-    file, changes = tmp_path / "tiny.yaml", ["--set", "training.steps=4", "--set", "seed=3"]
-    file.write_text(yaml.safe_dump(recipe().resolved()))
-    begun = ["train", str(file), *changes, "--data-dir", str(data_dir)]
-    cli.main([*begun, "--output", str(tmp_path / "whole")])
-    printed = capsys.readouterr().out
-    score = json.loads((tmp_path / "whole/results.json").read_text())["metrics"]["loss"]["value"]
-    assert re.fullmatch(
-        rf"(tiny step .*\n)*{tmp_path}/whole: rope, [\d,]+ parameters, 4 steps in \d+ s\n"
-        rf".*, test split: loss {score:.4g}, perplexity per byte [\d.]+, bits per byte [\d.]+\n"
-        rf"Next: whatwhere length {tmp_path}/whole\n",
-        printed,
-    )
-
-    card = tmp_path / "whole/README.md"
-    assert "model-index" in card.read_text(encoding="utf-8")
-    card.write_text("edited", encoding="utf-8")
-    cli.main([*begun, "--output", str(tmp_path / "whole"), "--resume", "auto"])
-    assert card.read_text(encoding="utf-8") == "edited"
-    capsys.readouterr()
-
-    def command_of(method, replacement):
-        with monkeypatch.context() as patch:
-            patch.setattr(TrainingRun, method, replacement)
-            with pytest.raises(SystemExit):
-                cli.main([*begun, "--output", str(tmp_path / "run")])
-        return capsys.readouterr().err.rstrip().rpartition(" with: ")[2]
-
-    def stopped(*arguments):
-        raise KeyboardInterrupt
-
-    assert command_of("begin", stopped) == shlex.join(["whatwhere", *begun, "--output", str(tmp_path / "run")])
-    train_step = TrainingRun.train_step
-
-    def interrupted(self, batch):
-        if self.step == 1:
-            signal.raise_signal(signal.SIGINT)
-        return train_step(self, batch)
-
-    command = command_of("train_step", interrupted)
-    assert command == f"whatwhere train --output {tmp_path}/run --resume --data-dir {data_dir}"
-    cli.main(shlex.split(command)[1:])
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-    for arguments, message in (
-        (["--output", str(tmp_path / "new"), "--resume"], r"has no run to resume: it has no recipe\.yaml"),
-        (["--resume"], "error: no --output is given"),
-        ([], "error: no RECIPE is given"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            cli.main(["train", *arguments])
-
-
-def test_signals_are_held_until_the_checkpoint_is_written(data_dir, tmp_path, monkeypatch):
-    """Also until the last one."""
-    write, before, during = Checkpoints._write, signal.getsignal(signal.SIGTERM), []
-
-    def slowly(self, *arguments):
-        time.sleep(0.3)
-        write(self, *arguments)
-        during.append(signal.getsignal(signal.SIGTERM))
-
-    monkeypatch.setattr(Checkpoints, "_write", slowly)
-    loop.train(recipe(), tmp_path / "run", data_dir=data_dir, arguments=[])
-    assert during
-    assert before not in during
-
-
-def test_settings_of_memory_and_time_may_change(finished, data_dir, tmp_path):
-    output = tmp_path / "run"
-    interrupt(recipe(), output, 3, data_dir)
-    changes = {"micro_batch_size": 1, "activation_checkpointing": True, "chunked_loss": True, "ddp_timeout": 5}
-    changed = recipe(**{f"training__{name}": value for name, value in changes.items()})
-    train(changed, output, resume=True, data_dir=data_dir)
-    for line, expected in zip(metrics(output), metrics(finished[0]), strict=True):
-        assert line == pytest.approx(expected, rel=1e-4)
-
-
-def test_killed_run_resumes_exactly(finished, data_dir, tmp_path):
-    """Killed outright: the steps after the last checkpoint are made again, a half-written line and checkpoint go."""
-    output = tmp_path / "run"
-    changed = recipe(training__checkpoint_every=2)
-    kill(changed, output, 5, data_dir)
-    assert [line["step"] for line in metrics(output)][-1] == 5
-    with (output / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
-    (output / "checkpoints" / ".step-00000005").mkdir()
-    train(changed, output, resume=True, data_dir=data_dir)
-    assert_same_run(output, finished[0])
-    # `keep_checkpoints` is 2
-    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
-
-
-@pytest.mark.parametrize("method", ["train", "finish"], ids=["before the first step", "after the last step"])
-def test_resume_without_steps_in_between(finished, data_dir, tmp_path, monkeypatch, method):
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
-
-    output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingRun, method, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train(recipe(), output, data_dir=data_dir)
-    train(recipe(), output, resume=True, data_dir=data_dir)
-    assert_same_run(output, finished[0])
-
-
-def mixture(**changes):
-    """The changes of a recipe with two texts."""
-    splits = {split: f"{split}.jsonl" for split in ("train", "validation", "test")}
-    texts = [{"source": "local", "splits": splits, "weight": 0.75}, {"source": "stdlib", "weight": 0.25}]
-    if changes.get("data__streaming"):
-        texts[1] = {**texts[0], "splits": {**splits, "train": "validation.jsonl"}, "weight": 0.25}
-    return {"data__source": "mixture", "data__splits": None, "data__mixture": texts, **changes}
-
-
-STREAM = {"data__streaming": True, "data__shuffle_buffer": 4, "evaluation__final_blocks": 3}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        STREAM,
-        {**STREAM, "data__workers": 2, "data__pack": "documents"},
-        {**STREAM, "data__workers": 0, "data__pack": "separate"},
-        mixture(**STREAM),
-        mixture(evaluation__final_blocks=3),
-    ],
-    ids=["stream", "two workers", "no worker", "streams", "mixture"],
-)
-def test_streams_and_mixtures_resume_exactly(changes, data_dir, tmp_path):
-    changed = recipe(**changes)
-    train(changed, tmp_path / "whole", data_dir=data_dir)
-    interrupt(changed, tmp_path / "run", 2, data_dir)
-    train(changed, tmp_path / "run", resume=True, data_dir=data_dir)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-
-
-def test_a_stream_is_resumed_by_as_many_workers(data_dir, tmp_path):
-    interrupt(recipe(**STREAM), tmp_path / "run", 2, data_dir)
-    with pytest.raises(ValueError, match="workers=2 is not valid: the run's stream was read by 1 in each process"):
-        train(recipe(**STREAM, data__workers=2), tmp_path / "run", resume=True, data_dir=data_dir)
+    assert [progress.describe_seconds(x) for x in (40, 720, 9000, 400_000)] == ["40 s", "12 min", "2.5 h", "4.6 days"]
 
 
 def test_results_of_a_mixture(data_dir, tmp_path):
-    results = train(recipe(**mixture(evaluation__final_blocks=8)), tmp_path / "run", data_dir=data_dir)
+    results = train(
+        recipe(**mixture({"source": "stdlib"}, evaluation__final_blocks=8)), tmp_path / "run", data_dir=data_dir
+    )
     about = results["data"]["described"]["train"]
     assert about["title"] == "train.jsonl (75%), source code of Python's standard library (25%)"
     assert [text["weight"] for text in results["data"]["mixture"]] == [0.75, 0.25]
     assert "train.jsonl (75%)" in write_card(tmp_path / "run").read_text()
     # 6 blocks of one text, 2 of the other, of 23 predictions each.
     assert results["tokens"] == 8 * 23
-
-
-def test_what_resume_refuses(finished, data_dir, tmp_path):
-    output = tmp_path / "run"
-    interrupt(recipe(), output, 1, data_dir)
-    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    with pytest.raises(TrainingError, match=r"training\.learning_rate: 0\.01 → 0\.02\."):
-        train(recipe(training__learning_rate=0.02), output, resume=True, data_dir=data_dir)
-    with pytest.raises(TrainingError, match=r"is not empty.*--resume"):
-        train(recipe(), output, data_dir=data_dir)
-    with pytest.raises(TrainingError, match=r"finished run.* nothing to resume; to train further, fine-tune"):
-        train(recipe(), finished[0], resume=True, data_dir=data_dir)
-    with pytest.raises(TrainingError, match="no run to resume"):
-        train(recipe(), tmp_path / "nothing", resume=True, data_dir=data_dir)
-    other = tmp_path / "other text"
-    other.mkdir()
-    for file in data_dir.iterdir():
-        (other / file.name).write_text(file.read_text().replace("cow", "sow"))
-    with pytest.raises(TrainingError, match=r"other text.*: train, validation, test\.$"):
-        train(recipe(), output, resume=True, data_dir=other)
-    for split in ("train", "validation"):
-        shutil.copy(data_dir / f"{split}.jsonl", other)
-        with pytest.raises(TrainingError, match="other text") as caught:
-            train(recipe(), output, resume=True, data_dir=other)
-    assert str(caught.value).endswith(": test.")
-    assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-
-
-EVERY_TWO = recipe(training__checkpoint_every=2)
-
-
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory, data_dir):
-    """The folder of a run with checkpoints after the steps 2 and 4; `finished` is what it comes to."""
-    output = tmp_path_factory.mktemp("interrupted") / "run"
-    interrupt(EVERY_TWO, output, 3, data_dir)
-    return output
-
-
-@pytest.fixture
-def copied(interrupted, tmp_path):
-    """A copy of it."""
-    return shutil.copytree(interrupted, tmp_path / "run")
-
-
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, file):
-        self.file = str(file)
-
-    def __reduce__(self):
-        return open, (self.file, "w")
-
-
-def test_resume_executes_nothing(finished, copied, data_dir, tmp_path):
-    files = [path for path in copied.rglob("*") if path.is_file() and path.name != ".lock"]
-    assert {path.suffix for path in files} == {".safetensors", ".json", ".jsonl", ".yaml"}
-    for name in ("custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "scheduler.bin"):
-        (copied / "checkpoints" / "step-00000004" / name).write_bytes(pickle.dumps(Trap(tmp_path / name)))
-    train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert_same_run(copied, finished[0])
-
-
-def test_earlier_checkpoints_are_refused(copied, data_dir, tmp_path):
-    folder = copied / "checkpoints" / "step-00000004"
-    (folder / "manifest.json").unlink()
-    (folder / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Trap(tmp_path / "trap")))
-    with pytest.raises(TrainingError, match=r"step-00000004' was written by an earlier version.*pickled"):
-        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-    assert not (tmp_path / "trap").exists()
-
-
-@pytest.mark.parametrize("damage", ["missing", "cut", "changed"])
-@pytest.mark.parametrize("name", [SHARD, "run.json", "manifest.json"])
-def test_damaged_checkpoint(copied, data_dir, name, damage):
-    """The file is named, nothing is changed, and the checkpoint before it is offered."""
-    file = copied / "checkpoints" / "step-00000004" / name
-    content = bytearray(file.read_bytes())
-    if damage == "changed":
-        # a digit of a random state or of a checksum, or a bit of a weight
-        content[-60] ^= 1
-    file.write_bytes(content[:-30] if damage == "cut" else content)
-    if damage == "missing":
-        file.unlink()
-    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    with pytest.raises(TrainingError) as caught:
-        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-    message = str(caught.value)
-    assert str(file) in message or (name == "manifest.json" and "step-00000004" in message)
-    assert message.endswith("'step-00000002' is intact: continue from it with --resume-from 2.")
-    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-
-
-def test_resume_from_an_earlier_checkpoint(finished, copied, data_dir):
-    (copied / "checkpoints" / "step-00000004" / "run.json").write_text("")
-    with pytest.raises(TrainingError, match=r"--resume-from 3 is not valid.*Allowed: 2, 4\.$"):
-        train(EVERY_TWO, copied, resume="auto", resume_from=3, data_dir=data_dir)
-    train(EVERY_TWO, copied, resume_from=2, data_dir=data_dir)
-    assert_same_run(copied, finished[0])
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
-
-
-def test_no_checkpoint_is_whole(copied, data_dir):
-    for file in copied.rglob("shard-*"):
-        file.unlink()
-    with pytest.raises(TrainingError, match=r"shard-00001-.*No earlier checkpoint is intact: start again"):
-        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-
-
-def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
-    """A checkpoint that cannot be written stops the run, which continues from the one before."""
-    output, changed = tmp_path / "run", recipe(training__checkpoint_every=2)
-    train_step, (soft, hard) = TrainingRun.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def filling_the_disk(self, batch):
-        if self.step == 3:
-            self.checkpoints.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, hard))
-        if self.step == 5:
-            raise AssertionError("the run went on")
-        result = train_step(self, batch)
-        if self.step == 4:
-            # Written in the background.
-            self.checkpoints._thread.join()
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingRun, "train_step", filling_the_disk)
-        try:
-            with pytest.raises(TrainingError, match=r"step-00000004' cannot be written: .*step-00000002'.*--resume"):
-                train(changed, output, data_dir=data_dir)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
-    train(changed, output, resume=True, data_dir=data_dir)
-    assert_same_run(output, finished[0])
-
-
-def test_checkpoints_are_written_in_the_background(tmp_path, monkeypatch):
-    """A file system that does not answer keeps no failed process alive; a step may be saved again."""
-    checkpoints, write = Checkpoints(RunFolder(tmp_path), keep=2, timeout=0), Checkpoints._write
-    draft = tmp_path / "checkpoints" / ".step-00000001"
-    draft.mkdir(parents=True)
-    (draft / "shard-00001-of-00009.safetensors").write_text("of a killed run")
-    state = {"step": 1, "best": None}
-    for value in (1.0, 2.0):
-        checkpoints.save({"model.weight": torch.full((2,), value)}, state)
-        checkpoints.wait()
-    (folder,) = (tmp_path / "checkpoints").iterdir()
-    (shard,) = folder.glob("*.safetensors")
-    assert load_file(shard)["model.weight"].tolist() == [2, 2]
-    assert checkpoints.read(None) == state
-
-    answer = threading.Event()
-
-    def waiting(self, *arguments):
-        answer.wait()
-        raise OSError("no answer")
-
-    monkeypatch.setattr(Checkpoints, "_write", waiting)
-    checkpoints.save({}, state)
-    checkpoints.wait(failed=True)
-    assert checkpoints._thread.is_alive()
-    assert checkpoints._thread.daemon
-    assert not checkpoints.has_failed
-    answer.set()
-    checkpoints._thread.join()
-    assert checkpoints.has_failed
-    monkeypatch.setattr(Checkpoints, "_write", write)
-    with pytest.raises(OSError, match="no answer"):
-        checkpoints.wait()
-    assert not checkpoints.has_failed
-
-
-def test_leftovers_are_removed(finished, copied, data_dir):
-    for folder in (copied / ".final", copied / "checkpoints" / ".step-00000005"):
-        folder.mkdir()
-        (folder / ".tmpAbCdEf").write_text("half a file")
-    (copied / "checkpoints" / ".tmpAbCdEf").write_text("half a file")
-    (copied / ".recipe.yaml.partial").write_text("half")
-    # of a run that was killed
-    (copied / ".lock").touch()
-    (copied / ".lock.json").write_text('{"pid": 1, "host": "gone"}')
-    train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-    assert [path.name for path in copied.rglob(".*")] == [".lock"]
-    assert_same_run(copied, finished[0])
-
-
-def test_files_of_others_stay(data_dir, tmp_path):
-    """A folder with hidden files that no run wrote is not empty."""
-    output = tmp_path / "run"
-    (output / ".tmp_mine").mkdir(parents=True)
-    (output / ".notes.partial").write_text("mine")
-    with pytest.raises(TrainingError, match="is not empty"):
-        train(recipe(), output, data_dir=data_dir)
-    assert sorted(path.name for path in output.iterdir() if not path.name.startswith(".lock")) == [
-        ".notes.partial",
-        ".tmp_mine",
-    ]
-
-
-def test_files_are_replaced_as_a_whole(copied, data_dir, monkeypatch):
-    """A disk that fails while recipe.yaml or metrics.jsonl is written: the old file stays."""
-    with (copied / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 1.0}\n')
-    before = {name: (copied / name).read_bytes() for name in ("recipe.yaml", "metrics.jsonl")}
-
-    def failing(descriptor):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        with pytest.raises(TrainingError, match=r"metrics\.jsonl' cannot be written: No space left.*step-00000004'"):
-            train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-    assert before == {name: (copied / name).read_bytes() for name in before}
-
-
-@pytest.mark.parametrize("line", ["half", "{}", "1"], ids=["cut", "without a step", "a number"])
-def test_damaged_metrics(copied, data_dir, line):
-    file = copied / "metrics.jsonl"
-    file.write_text(f"{line}\n{file.read_text()}")
-    with pytest.raises(TrainingError, match=r"metrics\.jsonl' is damaged: not every .*Remove that line, and resume"):
-        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-
-
-@pytest.mark.parametrize("content", ["", "- 1", "{"], ids=["empty", "a list", "cut"])
-def test_damaged_recipe(copied, data_dir, content):
-    (copied / "recipe.yaml").write_text(content)
-    with pytest.raises(TrainingError, match=r"recipe\.yaml' cannot be read"):
-        train(EVERY_TWO, copied, resume=True, data_dir=data_dir)
-
-
-def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
-    """A second run fails with an error that names the locking process; the first continues."""
-    output, train_step, refused = tmp_path / "run", TrainingRun.train_step, []
-
-    def while_another_starts(self, batch):
-        for resume in (False, True):
-            with pytest.raises(TrainingError) as caught:
-                train(recipe(), output, resume=resume, data_dir=data_dir)
-            refused.append(str(caught.value))
-        return train_step(self, batch)
-
-    monkeypatch.setattr(TrainingRun, "train_step", while_another_starts)
-    train(recipe(training__steps=2), output, data_dir=data_dir)
-    assert len(refused) == 4
-    expected = f"output={str(output)!r} is in use: process {os.getpid()} on {socket.gethostname()} is training there."
-    assert all(message.startswith(expected) for message in refused)
-    assert [path.name for path in output.glob(".*")] == [".lock"]
 
 
 def test_commit_is_that_of_this_code(tmp_path, monkeypatch):
@@ -689,24 +175,6 @@ def test_commit_is_that_of_this_code(tmp_path, monkeypatch):
     git("add", "loop.py")
     git("commit", "-m", "this code")
     assert loop._commit() == git("rev-parse", "HEAD").stdout.strip()
-
-
-# Forking a process with threads is deprecated; this child ends at once. (Another would import for seconds.)
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_lock_of_a_killed_process(tmp_path):
-    child = os.fork()
-    if child == 0:
-        try:
-            with RunFolder(tmp_path).lock():
-                os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-    assert (tmp_path / ".lock").exists()
-    with RunFolder(tmp_path).lock():
-        assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 # --- words that are no text, and the best model
@@ -1073,7 +541,6 @@ def launch(arguments, **options):
 
 
 def write_recipe(folder, changed):
-    import yaml
 
     file = folder / "tiny.yaml"
     file.write_text(yaml.safe_dump(changed.resolved()))
@@ -1214,6 +681,25 @@ def test_speed_and_memory(data_dir, tmp_path, monkeypatch):
 
 
 # --- the command line
+
+
+SEE_IMPORTS = """
+import json, sys
+from whatwhere.scripts.training.loop import train
+from whatwhere.scripts.training.recipe import parse_recipe
+
+train(parse_recipe(json.loads(sys.argv[1])), sys.argv[2], data_dir=sys.argv[3])
+print(json.dumps([name for name in sys.modules if name.startswith("whatwhere.scripts.")]))
+"""
+
+
+def test_a_run_of_text_imports_what_it_uses(data_dir, tmp_path):
+    arguments = [json.dumps(recipe(training__steps=2).resolved()), tmp_path / "run", data_dir]
+    imported = json.loads(python("-c", SEE_IMPORTS, *arguments).splitlines()[-1])
+    unused = {"analysis", "cards", "commands", "conversion", "corpora", "genome", "music", "reproduction", "stream"}
+    unused |= {"benchmark", "finetune", "plan", "toy_tasks"}
+    assert "whatwhere.scripts.training.loop" in imported
+    assert not [name for name in imported if unused & set(name.split("."))]
 
 
 def test_command_line_interrupted_and_resumed(tmp_path, data_dir):

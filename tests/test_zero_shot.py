@@ -14,11 +14,11 @@ import torch
 import transformers
 import yaml
 
+import whatwhere_cli as cli
 from engine_matrix import for_engine
 from processes import python
 from tiny import log_likelihood, slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
-from whatwhere.scripts import cli
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot
@@ -348,8 +348,6 @@ def test_choice_of_tasks(local_data):
     assert left_out == {"cbt": ["cbt/cbtest_V_test_2500ex.txt"]}
     with pytest.raises(ValueError, match=r"data-dir=.*cbt: cbt/cbtest_V_test_2500ex.txt"):
         zero_shot.choose_tasks("piqa,cbt", local_data)
-    with pytest.raises(ValueError, match=r"tasks='lambda': 'lambda' is not a task\. Did you mean 'lambada'\?"):
-        zero_shot.choose_tasks("lambda", None)
     with pytest.raises(ValueError, match=r"data-dir=.*: lambada"):
         zero_shot.choose_tasks(None, local_data / "cbt")
 
@@ -537,27 +535,24 @@ def test_means_of_the_papers_table():
         assert sum(figures) / len(figures) == pytest.approx(mean, abs=0.0051)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "CHECKPOINT"),
-        (["model", "model"], "checkpoint='model'"),
-        (["model", "--limit", "0"], "--limit"),
-        (["model", "--batch-size", "0"], "--batch-size"),
-        (["model", "--tasks", "hella"], "'hella'"),
-        (["model", "--data-dir", "none"], "data_dir='none'"),
-        (["folder"], "checkpoint='folder'"),
-        (["you/model"], "checkpoint='you/model'"),
-        (["model"], "is not valid JSON"),
-    ],
-)
-def test_mistakes(options, message, tmp_path, monkeypatch, refused):
+def test_mistakes(tmp_path, monkeypatch, refuses):
     monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     save_model(tmp_path / "model")
     (tmp_path / "model/lm_eval.json").write_text("{")
-    assert message in refused("zero-shot", *options)
+    table = (
+        ("CHECKPOINT",),
+        ("model", "model", "checkpoint='model'"),
+        ("model", "--limit", "0", "--limit"),
+        ("model", "--batch-size", "0", "--batch-size"),
+        ("model", "--tasks", "hella", "tasks='hella': 'hella' is not a task. Did you mean 'hellaswag'?"),
+        ("model", "--data-dir", "none", "data_dir='none'"),
+        ("folder", "checkpoint='folder'"),
+        ("you/model", "checkpoint='you/model'"),
+        ("model", "is not valid JSON"),
+    )
+    refuses("zero-shot", table)
 
 
 @pytest.mark.slow

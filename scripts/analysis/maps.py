@@ -209,14 +209,14 @@ def counted(
         gates = gates.expand_as(logits).masked_fill(hidden, 0)
         positions = gates.cumsum(-1)
     else:
-        opening = logits
+        gate_logits = logits
         if part.block_bias is GatedCoPEBias:
             tensors, (_, gate_scale, unrotated) = part.bias_inputs(context, scaling)
             query = context.query if unrotated else query
             gate_key = tensors[1].float()
             gate_key = gate_key.repeat_interleave(query.shape[1] // gate_key.shape[1], dim=1)
-            opening = query.float() @ gate_key.transpose(2, 3) * gate_scale
-        gates = torch.sigmoid(opening).masked_fill(hidden, 0)
+            gate_logits = query.float() @ gate_key.transpose(2, 3) * gate_scale
+        gates = torch.sigmoid(gate_logits).masked_fill(hidden, 0)
         positions = gates.flip(-1).cumsum(-1).flip(-1)
     last = _last(part)
     return gates, positions if last is None else positions.clamp(0, last)

@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 
-from ...model_card import weights_fingerprint
-from ..conversion.folder import RECORD, card_metadata
+from ..conversion.record import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
-from ..evaluation.data_description import curves_title, describe_data, loss_unit, text_of
+from ..evaluation.curves import curves_figure
+from ..evaluation.data_description import curves_title, loss_unit, text_of
 from ..evaluation.length_report import draw as draw_length
-from ..evaluation.results import read_json, read_results
+from ..evaluation.results import read_json, results_of
 from ..processes import is_first_process
 from ..writing import write_text
 from .content import model_card
-from .curves import curves_figure
 
 
 def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
@@ -94,19 +92,6 @@ def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any] | None:
     return {"source": record["source"], "new": new, **card_metadata(str(folder))}
 
 
-def results_of(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
-    """Returns the results of the weights in a folder, or of those that a card in it describes, and their fingerprint.
-
-    Results are by file name without its ending. A card's training results have the recipe in `recipe.yaml`.
-    """
-    is_card = (folder / "card.json").is_file()
-    weights = read_json(folder / "results.json")["weights_sha256"] if is_card else weights_fingerprint(folder)
-    results = own_lengths(read_results(folder, weights=weights if is_card else None), weights)
-    if is_card and "results" in results and (folder / "recipe.yaml").is_file():
-        results["results"]["recipe"] = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    return results, weights
-
-
 def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the entries of other cards that were measured on the same tokens, named by their folders."""
     texts = {entry["tokens_sha256"] for entry in own["checkpoints"]}
@@ -137,25 +122,3 @@ def _draw(folder: pathlib.Path, name: str, results: Mapping[str, Any], compared:
         # A palette suffices for lines, and makes the file a third as large.
         with Image.open(draft) as image:
             image.convert("RGB").quantize(colors=64).save(path, optimize=True)
-
-
-def own_entries(content: Mapping[str, Any], weights: str) -> dict[str, Any] | None:
-    """Returns the entries of length results with the given weights; None if there are none.
-
-    Commands that name none of these checkpoints are removed, unless no command names one.
-    """
-    entries = [entry for entry in content.get("checkpoints", []) if entry.get("weights") == weights]
-    if not entries:
-        return None
-    keys = ("command", "date", "versions")
-    runs = [*content.get("earlier", []), {key: content[key] for key in keys}]
-    names = {entry.get("checkpoint", entry["name"]) for entry in entries}
-    runs = [run for run in runs if any(name in run["command"] for name in names)] or runs
-    data = describe_data(content["data"])
-    return {"weights_sha256": weights, "data": data, "checkpoints": entries, "earlier": runs[:-1], **runs[-1]}
-
-
-def own_lengths(results: Mapping[str, Any], weights: str) -> dict[str, Any]:
-    """Returns results whose length results are filtered with `own_entries`; empty ones are left out."""
-    found = {name: own_entries(one, weights) if name.startswith("length") else one for name, one in results.items()}
-    return {name: one for name, one in found.items() if one is not None}

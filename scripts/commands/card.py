@@ -22,12 +22,11 @@ import yaml
 
 from ...model_card import encoding_text, weights_fingerprint
 from ..cards.content import headline
-from ..cards.curves import read_curves
-from ..cards.folder import own_lengths, write_card
+from ..cards.folder import write_card
+from ..evaluation.curves import read_curves
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import markdown_table, read_json, read_results, result_files
+from ..evaluation.results import markdown_table, own_lengths, read_json, read_results, result_files
 from ..parsers import command_parser
-from ..reproduction import report
 from ..writing import check_writable, write_json, write_text
 
 INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->")
@@ -91,6 +90,8 @@ def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mappin
 
 def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
     """Rewrites all cards in a folder, of models and of tables, and their list; returns the paths."""
+    from ..reproduction import report
+
     paths = []
     for folder in sorted(path.parent for path in output.glob("*/results.json")):
         if (folder / "card.json").is_file():

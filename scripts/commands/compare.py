@@ -15,17 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_card import encoding_text
-from ..cards.curves import curves_figure, read_curves
-from ..cards.folder import own_entries, results_of
-from ..checks import differences
+from ..checks import differences, material
 from ..evaluation.checkpoints import check_finished, names_of
+from ..evaluation.curves import curves_figure, read_curves
 from ..evaluation.data_description import curves_title, describe_data, loss_unit, measured_text, text_of
 from ..evaluation.figures import save_figure
 from ..evaluation.length_report import draw, heading, remove_numbered_figures
 from ..evaluation.length_report import table as length_table
-from ..evaluation.results import markdown_table, read_json, result_files
+from ..evaluation.results import markdown_table, own_entries, read_json, result_files, results_of
 from ..parsers import command_parser
-from ..training.recipe import IMMATERIAL
 from ..writing import check_writable
 
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
@@ -247,8 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif ("training" in runs[0].recipe) != ("training" in run.recipe):
             changed = ["one was trained and the other fine-tuned, with other settings"]
         else:
-            found = differences(runs[0].recipe, run.recipe)
-            changed = [line for line in found if line.partition(": ")[0] not in IMMATERIAL] or ["no differences"]
+            changed = material(runs[0].recipe, run.recipe) or ["no differences"]
         print(f"\nRecipe, {runs[0].name} → {run.name}:", *changed, sep="\n- ")
     for warning in (*reasons, *warnings):
         print(f"\n(!) {warning}")

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig
-from transformers.utils import cached_file, logging
+from transformers.utils import cached_file
 
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_plan import check_name
@@ -17,12 +16,8 @@ from ..data.tokenize import load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..writing import check_writable, write_json
 from .encoding import convert
+from .record import RECORD, card_metadata
 from .source import load_source
-
-logger = logging.get_logger(__name__)
-
-# The file in a converted folder that lists the parameters that are new.
-RECORD = "conversion.json"
 
 
 def convert_folder(
@@ -73,20 +68,6 @@ def _complete_metadata(folder: Path, source: str) -> None:
     for key, value in known.items():
         card.data[key] = value
     card.save(folder / "README.md")
-
-
-def card_metadata(source: str) -> dict[str, Any]:
-    """Returns `base_model` and the keys of the licence in a checkpoint's card."""
-    local = os.path.isdir(source)
-    path = os.path.join(source, "README.md") if local else source
-    known: dict[str, Any] = {}
-    if not local or os.path.isfile(path):
-        try:
-            known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-        except (OSError, ValueError, HfHubHTTPError) as error:
-            logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
-    keys = ("base_model", "license", "license_name", "license_link")
-    return {key: known[key] for key in keys if isinstance(known.get(key), (str, list))}
 
 
 def fit_tokenizer(tokenizer: Any, model: Any) -> None:

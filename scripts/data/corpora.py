@@ -5,6 +5,7 @@ available in one place only.
 """
 
 import dataclasses
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +19,6 @@ from whatwhere.validation import suggest
 
 from .files import find_all, read_found
 from .folder import DATA_DIR_VARIABLE, data_folder
-from .genome import read_genome, read_sequence
-from .music import read_chorales, read_performances
 from .rows import SPLITS, check_text, choose, on_disk, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
@@ -81,14 +80,23 @@ def wikitext_articles(file: Path, split: str) -> Iterator[str]:
         yield "".join(article)
 
 
+def _reader(module: str, function: str, **options: Any) -> Callable[[Path, str], Iterator[str]]:
+    """Returns a function of a file beside this one, which is imported when it is called."""
+
+    def read(file: Path, split: str) -> Iterator[str]:
+        return getattr(importlib.import_module(f".{module}", __package__), function)(file, split, **options)
+
+    return read
+
+
 # Readers of files with other formats than one document per row: functions of the file and the split.
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     "wikitext": wikitext_articles,
-    "chorales": lambda file, split: read_chorales(file, "valid" if split == "validation" else split),
-    "performances": read_performances,
-    "transposed_performances": lambda file, split: read_performances(file, split, transpose=True),
-    "genome": read_genome,
-    "sequence": read_sequence,
+    "chorales": _reader("music", "read_chorales"),
+    "performances": _reader("music", "read_performances"),
+    "transposed_performances": _reader("music", "read_performances", transpose=True),
+    "genome": _reader("genome", "read_genome"),
+    "sequence": _reader("genome", "read_sequence"),
 }
 
 

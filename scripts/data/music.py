@@ -34,10 +34,11 @@ CHORALE_WORDS = ["<pad>", str(SILENCE), *map(str, range(_LOWEST, _HIGHEST + 1))]
 
 
 def read_chorales(file: str | os.PathLike[str], split: str) -> Iterator[str]:
-    """Yields the chorales of a split (`train`, `valid` or `test`) as documents of words.
+    """Yields the chorales of a split as documents of words.
 
-    The file has for each split a list of chorales, each a list of steps of four pitches.
+    The file has for `train`, `valid` and `test` a list of chorales, each a list of steps of four pitches.
     """
+    split = "valid" if split == "validation" else split
     try:
         chorales = json.loads(Path(file).read_text(encoding="utf-8"))[split]
     except (ValueError, KeyError, TypeError) as error:

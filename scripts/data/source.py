@@ -21,7 +21,6 @@ import datasets
 import pydantic
 
 from ..checks import Checked, Positive, parse
-from .corpora import load_corpus, parse_choice
 from .files import OWN_TEXT, find_all, hold_out, kind_of_all, read_found
 from .folder import DATA_DIR_VARIABLE, data_folder
 from .rows import SPLITS, check_text, read_hub
@@ -98,7 +97,11 @@ class TextSource(Checked):
             yield "splits", "it must have 'train' and 'validation', and may have 'test'"
         if self.source == "corpus" and not self.splits:
             yield "splits", "source='corpus' needs a split of a corpus for each split, such as 'pg19:train'"
-        for name, choice in (self.splits or {}).items() if self.source == "corpus" else ():
+        if self.source != "corpus":
+            return
+        from .corpora import parse_choice
+
+        for name, choice in (self.splits or {}).items():
             try:
                 parse_choice(choice)
             except ValueError as error:
@@ -284,6 +287,8 @@ def _load_hub(text: TextSource) -> dict[str, Any]:
 
 
 def _load_corpora(text: TextSource, data_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
+    from .corpora import load_corpus
+
     result = {}
     for name, choice in (text.splits or {}).items():
         corpus, _, split = choice.partition(":")

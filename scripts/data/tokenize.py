@@ -14,9 +14,6 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import cached_file
 
-from .genome import GENOME_PATTERN, GENOME_WORDS
-from .music import CHORALE_WORDS, remi_words
-
 # As in GPT-2, one token ends a document and begins the next, and is the prompt for unconditional generation.
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -46,11 +43,17 @@ def build_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     if kind == "bytes":
         return byte_level(_byte_tokenizer())
     if kind == "jsb":
+        from .music import CHORALE_WORDS
+
         return word_tokenizer(CHORALE_WORDS, pad_token="<pad>")
     if kind == "remi":
+        from .music import remi_words
+
         names = {f"{name}_token": f"{name.upper()}_None" for name in ("pad", "bos", "eos", "mask")}
         return word_tokenizer(remi_words(), **names)
     if kind == "6mer":
+        from .genome import GENOME_PATTERN, GENOME_WORDS
+
         # Other letters become <unk>, as in the Nucleotide Transformer.
         names = {f"{name}_token": f"<{name}>" for name in ("unk", "pad", "mask", "cls")}
         return word_tokenizer(GENOME_WORDS, GENOME_PATTERN, **names)

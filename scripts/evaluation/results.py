@@ -23,10 +23,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from whatwhere.model_card import weights_fingerprint
 
 from ..checks import parse
 from . import schema
+from .data_description import describe_data
 
 PACKAGES = ("whatwhere", "torch", "transformers", "tokenizers", "datasets", "accelerate", "lm_eval")
 
@@ -75,6 +78,41 @@ def read_results(folder: str | pathlib.Path, *, weights: str | None = None) -> d
         if stated == own or (stated is None and weights is None and "checkpoints" not in content):
             found[path.stem] = content
     return found
+
+
+def results_of(folder: pathlib.Path) -> tuple[dict[str, Any], str]:
+    """Returns the results of the weights in a folder, or of those that a card in it describes, and their fingerprint.
+
+    Results are by file name without its ending. A card's training results have the recipe in `recipe.yaml`.
+    """
+    is_card = (folder / "card.json").is_file()
+    weights = read_json(folder / "results.json")["weights_sha256"] if is_card else weights_fingerprint(folder)
+    results = own_lengths(read_results(folder, weights=weights if is_card else None), weights)
+    if is_card and "results" in results and (folder / "recipe.yaml").is_file():
+        results["results"]["recipe"] = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    return results, weights
+
+
+def own_entries(content: Mapping[str, Any], weights: str) -> dict[str, Any] | None:
+    """Returns the entries of length results with the given weights; None if there are none.
+
+    Commands that name none of these checkpoints are removed, unless no command names one.
+    """
+    entries = [entry for entry in content.get("checkpoints", []) if entry.get("weights") == weights]
+    if not entries:
+        return None
+    keys = ("command", "date", "versions")
+    runs = [*content.get("earlier", []), {key: content[key] for key in keys}]
+    names = {entry.get("checkpoint", entry["name"]) for entry in entries}
+    runs = [run for run in runs if any(name in run["command"] for name in names)] or runs
+    data = describe_data(content["data"])
+    return {"weights_sha256": weights, "data": data, "checkpoints": entries, "earlier": runs[:-1], **runs[-1]}
+
+
+def own_lengths(results: Mapping[str, Any], weights: str) -> dict[str, Any]:
+    """Returns results whose length results are filtered with `own_entries`; empty ones are left out."""
+    found = {name: own_entries(one, weights) if name.startswith("length") else one for name, one in results.items()}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def result_files(folder: str | pathlib.Path) -> list[pathlib.Path]:

@@ -35,7 +35,7 @@ class Training(Origin):
 
 
 class Curves(Stored):
-    """`curves.json` of a card, see `cards.curves.read_curves`."""
+    """`curves.json` of a card, see `curves.read_curves`."""
 
     training: list[dict[str, Any]]
     validation: list[dict[str, Any]]

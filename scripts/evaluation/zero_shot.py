@@ -101,7 +101,7 @@ TABLE_5 = {
 }
 
 
-def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> tuple[list[str], dict[str, list[str]]]:
+def choose_tasks(names: str | None, data_dir: pathlib.Path | None) -> tuple[list[str], dict[str, list[str]]]:
     """Returns the tasks to run, and the tasks to leave out with their missing local files.
 
     Files may not be missing for a task in `names`, or for all tasks.
@@ -112,8 +112,7 @@ def choose_tasks(names: str | None, data_dir: str | os.PathLike[str] | None) -> 
             raise ValueError(f"tasks={names!r}: {name!r} is not a task. {suggest(name, TASKS)}")
     missing = {}
     if data_dir is not None:
-        folder = data_folder(data_dir)
-        found = {name: [file for file in FILES[name] if not (folder / file).is_file()] for name in chosen}
+        found = {name: [file for file in FILES[name] if not (data_dir / file).is_file()] for name in chosen}
         missing = {name: files for name, files in found.items() if files}
     if missing and (names is not None or len(missing) == len(chosen)):
         lacks = "; ".join(f"{name}: {', '.join(files)}" for name, files in missing.items())
@@ -388,8 +387,8 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
     """Evaluates every checkpoint. The first process writes all results and returns the table in Markdown."""
     loading = loading_of(options)
     is_first = loading.processes.is_first
-    local = bool(options.data_dir or os.environ.get(DATA_DIR_VARIABLE))
-    data_dir = data_folder(options.data_dir) if local else None
+    data_dir = data_folder(options.data_dir)
+    local = data_dir is not None
     tasks, left_out = choose_tasks(options.tasks, data_dir)
     for name, files in left_out.items() if is_first else ():
         print(f"{TASKS[name].title} is left out: {str(data_dir)!r} has no {', '.join(files)}.")

@@ -17,7 +17,8 @@ from typing import Any
 from ...model_card import weights_fingerprint
 from ...validation import suggest
 from ..cards.folder import card_of_run
-from ..conversion.folder import RECORD, convert_folder
+from ..conversion.folder import convert_folder
+from ..conversion.record import RECORD
 from ..evaluation.figures import log_perplexity, new_figure, save_figure
 from ..evaluation.results import markdown_table, provenance, read_json
 from ..training import loop

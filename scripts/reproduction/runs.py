@@ -13,8 +13,8 @@ from typing import Any
 
 from whatwhere.validation import suggest
 
-from ..checks import differences
-from ..training.recipe import IMMATERIAL, Recipe, load_recipe
+from ..checks import material
+from ..training.recipe import Recipe, load_recipe
 from ..training.run_folder import RunFolder
 from .tables import Column, Row, Table, resolve
 
@@ -80,19 +80,19 @@ def build_run(row: Row, column: Column, seed: int, *, output: Path, small: bool,
         return system, overrides, load_recipe(name, overrides)
 
     system, overrides, recipe = build(name, sets)
-    changes = differences(build(column.recipe, ())[2].resolved(), recipe.resolved())
-    immaterial = IMMATERIAL | {"name", "seed", "evaluation.every"}
-    if recipe.evaluation.keep == "best":
-        # It determines the models from which the best is chosen.
-        immaterial.remove("evaluation.every")
-    elif recipe.data.source == "task":
-        # Results of toy tasks do not depend on validation samples.
-        immaterial.add("evaluation.blocks")
+    others = ["name", "seed"]
+    if recipe.evaluation.keep != "best":
+        # Otherwise, it determines the models from which the best is chosen.
+        others.append("evaluation.every")
+        if recipe.data.source == "task":
+            # Results of toy tasks do not depend on validation samples.
+            others.append("evaluation.blocks")
+    changes = material(build(column.recipe, ())[2].resolved(), recipe.resolved(), *others)
     return PlannedRun(
         seed=seed,
         folder=output / name / "-".join(part for part in (row.key, column.variant, f"seed{seed}") if part),
         recipe=recipe,
-        changes=tuple(line for line in changes if line.partition(": ")[0] not in immaterial),
+        changes=tuple(changes),
         system=tuple(system),
         overrides=tuple(overrides),
     )

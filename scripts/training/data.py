@@ -13,11 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from ..data.pack import MixedBatches, ShuffledBatches
 from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
 from ..data.source import TextSource, find_files, held_out_files, load_text
-from ..data.stream import StreamedBatches, first_rows
 from ..data.tokenize import WORD_TOKENIZERS, about_changes, build_tokenizer, check_bytes
 from ..processes import is_first_process
-from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
-from ..toy_tasks.samples import TaskSamples
 from .recipe import RunSettings
 
 
@@ -85,6 +82,8 @@ def _load_text(recipe: RunSettings, data_dir: Any, processes: int | None) -> Tra
             some = None if limit is None else math.ceil(limit * weight)
             rows = text[split]
             if data.streaming and some is not None:
+                from ..data.stream import first_rows
+
                 rows = first_rows(rows, tokenizer, **form, blocks=some)
             rows_of.setdefault(split, []).append(rows)
             prepared = prepare(rows, tokenizer, name=name, processes=processes, measure=measure and split != "train")
@@ -95,10 +94,12 @@ def _load_text(recipe: RunSettings, data_dir: Any, processes: int | None) -> Tra
 
     common = [split for split in texts[0] if split != "train" and all(split in text for text in texts)]
     held_out = {split: blocks(split, limit) for split in common}
-    batches: ShuffledBatches | StreamedBatches
+    batches: Any
     sha256: dict[str, str | None] = {"train": None}
     options: dict[str, Any] = {"batch_size": recipe.training.batch_size, "seed": recipe.seed}
     if data.streaming:
+        from ..data.stream import StreamedBatches
+
         options |= {"shuffle_buffer": data.shuffle_buffer, "weights": weights}
         batches = StreamedBatches([text["train"] for text in texts], tokenizer, **form, **options)
     else:
@@ -121,9 +122,12 @@ def _say(text: str) -> None:
 
 
 def _load_task(recipe: RunSettings) -> TrainingData:
+    from ..toy_tasks.common import build_tokenizer
+    from ..toy_tasks.samples import TaskSamples
+
     data = recipe.data
     config = data.task_config(seed=recipe.seed)
-    tokenizer = build_task_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     block = data.sequence_length if config.may_be_cut else None
     loss, keep = data.loss or "answer", data.train_samples is not None
     train = TaskSamples(config, tokenizer, "train", count=data.train_samples, block=block, loss=loss, keep=keep)

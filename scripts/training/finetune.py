@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig
 from whatwhere.model_card import weights_fingerprint
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
-from ..conversion.folder import card_metadata, convert_checkpoint, fit_tokenizer
+from ..conversion.folder import convert_checkpoint, fit_tokenizer
+from ..conversion.record import card_metadata
 from ..data.corpora import CORPORA
 from ..data.folder import data_folder
 from ..data.prepared import file_sha256
@@ -300,15 +301,15 @@ class Finetuning(TrainingRun):
 
 
 def _has_other_tokens(checkpoint: str, tokenizer: str) -> bool:
-    """Whether a checkpoint has a tokenizer whose tokens, except for added ones, are not those of `tokenizer`."""
+    """Whether a checkpoint has a tokenizer that differs from `tokenizer` in more than `get_added_vocab`."""
     try:
         own = load_tokenizer(checkpoint)
     except (OSError, ValueError):
         return False
     vocabularies = []
     for one in (own, build_tokenizer(tokenizer)):
-        added = one.get_added_vocab()
-        vocabularies.append({token: index for token, index in one.get_vocab().items() if token not in added})
+        others = one.get_added_vocab()
+        vocabularies.append({token: index for token, index in one.get_vocab().items() if token not in others})
     return vocabularies[0] != vocabularies[1]
 
 

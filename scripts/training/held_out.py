@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from ..data.pack import IGNORED, add_labels
 from ..data.rows import documents_of, documents_sha256
 from ..errors import TrainingError
-from ..evaluation.answers import count_errors, summarise
 from ..evaluation.data_description import describe_data
 from .data import TrainingData
 from .recipe import DataRecipe
@@ -41,6 +40,8 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
     count = min(limit or len(blocks), len(blocks))
     chosen = [i * len(blocks) // count for i in range(count)]
     index, shares = run.processes.data_share
+    if is_task:
+        from ..evaluation.answers import count_errors, summarise
     sums = torch.zeros(5 if is_task else 3, dtype=torch.float64)
     for start in range(0, count, per_batch):
         rows = chosen[start : start + per_batch]

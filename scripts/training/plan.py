@@ -21,7 +21,6 @@ from whatwhere import attention_triton
 from ..data.tokenize import build_tokenizer
 from ..errors import Refused
 from ..processes import Processes
-from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
 from .distributed import check_layout, decoder_layers
 from .flops import Scalars, flops_per_token
 from .model import build_config, build_model, build_optimizer
@@ -33,13 +32,15 @@ _LARGEST = 3e10
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device by part, when their sum is largest.
+    """The peak memory of one device in a training step, in bytes, by what it is used for.
 
     Attributes:
-        weights, gradients, optimiser: float32; the share of the device.
-        activations: saved for the backward pass, and temporary.
-        logits: tensors whose last axis is the vocabulary.
-        communication: weights and gradients that FSDP gathers and scatters, or DDP's buckets of gradients.
+        weights: in float32; with FSDP, the part of the weights that this device has.
+        gradients: the same for their gradients.
+        optimiser: the same for Adam's two averages.
+        activations: tensors saved for the backward pass, and temporary ones.
+        logits: the same for tensors whose last axis is the vocabulary.
+        communication: with FSDP, gathered weights and gradients to be scattered; with DDP, its buckets of gradients.
     """
 
     weights: float
@@ -101,6 +102,8 @@ def _config(recipe: Recipe) -> Any:
     data = recipe.data
     tokenizer: PreTrainedTokenizerBase | None = None
     if data.source == "task":
+        from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
+
         tokenizer = build_task_tokenizer(data.task_config())
     elif "vocab_size" not in recipe.model and data.tokenizer != "bpe":
         try:
@@ -128,12 +131,13 @@ def _local_config(config: Any, tp: int) -> Any:
 
 
 def _memory(recipe: Recipe, config: Any, layout: Processes, rows: int, *, accumulates: bool) -> Memory:
-    """Returns the memory of a device when it is largest, in the second or a later step.
+    """Returns the peak memory of a device. It is reached in the second step or a later one.
 
-    Both passes of a step run on tensors without memory, and `Tracker` records which of them exist at a time. The
-    optimiser is fused: an update needs no temporary ones. Sharded weights are counted by their share, and what their
-    exchange needs is added. Not included: the program, the device's context, buffers of communication libraries, and
-    fragmentation.
+    The forward and the backward pass run on tensors without memory, and `Tracker` records which of them exist after
+    each operation. The update of the weights needs no temporary tensors, because the optimiser is fused. The model is
+    traced unsharded: with FSDP, its weights are divided by the number of shards, and the memory of gathering and
+    scattering them is added. Not included are the program, the device's context, buffers of communication libraries,
+    and fragmentation.
     """
     training, shards = recipe.training, layout.dp_shard
     bf16, fsdp = training.mixed_precision == "bf16", layout.is_sharded and layout.data_share[1] > 1
@@ -305,11 +309,3 @@ def estimate_seconds(recipe: Recipe) -> float | None:
     # A forward pass is about a third of a training step.
     passes = training.steps * training.batch_size + held_out / 3
     return forward / rows * passes + update * training.steps
-
-
-def describe_seconds(seconds: float) -> str:
-    """Returns a rounded duration: `40 s`, `12 min`, `3.5 h`, `4.2 days`."""
-    for unit, size in (("days", 86_400), ("h", 3600)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

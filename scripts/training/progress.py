@@ -83,3 +83,11 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def describe_seconds(seconds: float) -> str:
+    """Returns a rounded duration: `40 s`, `12 min`, `3.5 h`, `4.2 days`."""
+    for unit, size in (("days", 86_400), ("h", 3600)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

@@ -14,8 +14,6 @@ from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Po
 from ..data.source import MixedText, TextSource
 from ..errors import Refused
 from ..families import FAMILIES
-from ..toy_tasks.common import shape
-from ..toy_tasks.registry import TASKS, task_config
 
 Mixture = Annotated[list[MixedText], Field(min_length=1)]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -91,6 +89,8 @@ class DataRecipe(RunText):
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
         """Returns the task's `TaskConfig` with the parameters of training, or of a test set."""
+        from ..toy_tasks.registry import TASKS, task_config
+
         if self.task not in TASKS:
             raise Refused(f"data.task={self.task!r} is not valid. {suggest(str(self.task), TASKS)}")
         where, values = "task_parameters", self.task_parameters or {}
@@ -113,6 +113,8 @@ class DataRecipe(RunText):
 
     def with_task_defaults(self) -> "DataRecipe":
         """Returns the same with every parameter of the task and its test sets filled in."""
+        from ..toy_tasks.common import shape
+
         training = self.task_config()
         if self.sequence_length < training.longest and not training.may_be_cut:
             reason = f"samples have up to {training.longest} tokens"
@@ -235,27 +237,6 @@ class Recipe(RunSettings):
         return values
 
 
-# Keys that change memory, speed, rounding and logs, and not what is computed: a resumed run may have other values.
-IMMATERIAL = {
-    "data.workers",
-    "distributed",
-    *(f"distributed.{name}" for name in DistributedRecipe.model_fields),
-    "training.activation_checkpointing",
-    "training.checkpoint_every",
-    "training.chunked_loss",
-    "training.compile",
-    "training.ddp_timeout",
-    "training.keep_checkpoints",
-    "training.log_every",
-    "training.micro_batch_size",
-    "training.trackers",
-    # Settings of `finetune`, which are not nested.
-    "activation_checkpointing",
-    "dp_shard",
-    "save_every",
-    # Of earlier versions; without `distill_from` it had no effect.
-    "distill",
-}
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 
 

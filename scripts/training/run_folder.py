@@ -24,11 +24,10 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from ..checks import differences
+from ..checks import material
 from ..errors import TrainingError
 from ..processes import is_first_process
 from ..writing import check_writable, write_json, write_text
-from .recipe import IMMATERIAL
 
 LOCK, OWNER, DRAFT = ".lock", ".lock.json", ".final"
 
@@ -69,7 +68,7 @@ class RunFolder:
         return results
 
     def begin(self, resume: bool | str, settings: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
-        """Checks that the run can be started in this folder, or resumed with settings that differ in `IMMATERIAL` only.
+        """Checks that the run can be started in this folder, or resumed with settings without `material` differences.
 
         Args:
             resume: True, False, or "auto": resume a run that was begun, and do nothing for a finished one.
@@ -99,8 +98,7 @@ class RunFolder:
 
     def _compare(self, old: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         # Tuples are read back as lists.
-        changed = differences(old, json.loads(json.dumps(settings)))
-        if changed := [line for line in changed if line.partition(": ")[0] not in IMMATERIAL]:
+        if changed := material(old, json.loads(json.dumps(settings))):
             raise TrainingError(
                 f"output={str(self.path)!r} has a run with other settings (before → now): {'; '.join(changed)}."
             )

@@ -1,15 +1,13 @@
-"""The command `whatwhere`, which imports and runs a sub-command."""
+"""The command `whatwhere`, which imports and runs a sub-command.
+
+It is imported as `whatwhere_cli`: the import of the package, which registers the models with the Auto classes, takes
+seconds.
+"""
 
 import importlib
 import os
 import sys
 from typing import Any
-
-from transformers.utils import logging
-
-from whatwhere.validation import suggest
-
-from .errors import reported
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`.
 COMMANDS = (
@@ -33,7 +31,7 @@ COMMANDS = (
     ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "commands.analysis"),
     ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "commands.card"),
     ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.command"),
-    ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "gpu_check"),
+    ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "commands.gpu_check"),
     ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),
 )
 _MODULES = {name: module for _, name, _, _, module in COMMANDS}
@@ -72,6 +70,11 @@ def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
+    from transformers.utils import logging
+
+    from whatwhere.scripts.errors import reported
+    from whatwhere.validation import suggest
+
     name, *rest = arguments
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..evaluation.figures import new_figure, wrapped
+from .figures import new_figure, wrapped
 
 # Maximum number of points of a curve.
 POINTS = 100

@@ -1,9 +1,12 @@
-"""Bits per byte, as a module of Hugging Face `evaluate` that loads by path and works offline."""
+"""Bits per byte in Transformers' `Trainer`: a metric of Hugging Face `evaluate` for `compute_metrics`."""
 
 import math
+from collections.abc import Sequence
 
 import datasets
 import evaluate
+import torch
+from torch.nn import functional
 
 _DESCRIPTION = """
 How many bits a language model needs for a byte of text: comparable between models with different tokenizers, which
@@ -20,12 +23,15 @@ Args:
 Returns:
     bits_per_byte (float): the sum of `predictions` over ln 2 times the sum of bytes.
     bytes (int): the sum of bytes.
-
-Example:
-    >>> metric = evaluate.load("scripts/metrics/bits_per_byte")
-    >>> metric.compute(predictions=[2.0794415416798357], references=["abc"])
-    {'bits_per_byte': 1.0, 'bytes': 3}
 """
+
+
+def text_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns the negative log-likelihood of each text, in nats, (B); for `preprocess_logits_for_metrics`.
+
+    The first token of a text is not predicted: begin with the end-of-text token.
+    """
+    return functional.cross_entropy(logits[:, :-1].mT.float(), labels[:, 1:], reduction="none").sum(1)
 
 
 class BitsPerByte(evaluate.Metric):
@@ -41,7 +47,7 @@ class BitsPerByte(evaluate.Metric):
             ),
         )
 
-    def _compute(self, predictions: list[float], references: list[str]) -> dict[str, float]:
+    def _compute(self, predictions: Sequence[float], references: Sequence[str]) -> dict[str, float]:
         size = sum(len(text.encode()) for text in references)
         if size == 0:
             raise ValueError(f"references={references!r} is not valid: it must hold at least one byte of text.")

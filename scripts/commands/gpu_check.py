@@ -37,13 +37,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 from torch.torch_version import TorchVersion
 
-from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
-from .benchmark.kernel_cases import KERNELS, MASKS, Case, case, precision_of
-from .benchmark.kernel_tiles import chosen_by
-from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
-from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
-from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
-from .parsers import command_parser
+from ..benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
+from ..benchmark.kernel_cases import KERNELS, MASKS, Case, case, precision_of
+from ..benchmark.kernel_tiles import chosen_by
+from ..benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
+from ..benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
+from ..benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
+from ..parsers import command_parser
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
@@ -325,7 +325,7 @@ def check_all(
     # A fork of a process that asked for the GPU cannot use it, and some imports ask.
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
-        context.set_forkserver_preload(["whatwhere.scripts.gpu_check", "whatwhere"])
+        context.set_forkserver_preload(["whatwhere.scripts.commands.gpu_check", "whatwhere"])
     waiting, again = list(groups), []
     # The cases without a row, by connection.
     running: dict[Any, tuple[Group, list[Case], Any]] = {}

@@ -1,0 +1,27 @@
+"""What a folder states about the origin of its weights."""
+
+import os
+from typing import Any
+
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+# The file in a converted folder that names the source, and lists the parameters that are new.
+RECORD = "conversion.json"
+
+
+def card_metadata(source: str) -> dict[str, Any]:
+    """Returns `base_model` and the keys of the licence in a checkpoint's card."""
+    local = os.path.isdir(source)
+    path = os.path.join(source, "README.md") if local else source
+    known: dict[str, Any] = {}
+    if not local or os.path.isfile(path):
+        try:
+            known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
+    keys = ("base_model", "license", "license_name", "license_link")
+    return {key: known[key] for key in keys if isinstance(known.get(key), (str, list))}
