@@ -1,8 +1,6 @@
 """What every encoding promises, in both families: the shared contract."""
 
 import gc
-import importlib
-import importlib.util
 import itertools
 
 import pytest
@@ -11,20 +9,9 @@ import torch.nn.functional as F
 from transformers import DynamicCache, StaticCache
 
 import whatwhere
-from tiny import FAMILIES, OURS, in_steps, slow_but, tiny_config, tiny_model, tokens
+from tiny import FAMILIES, OURS, declared, in_steps, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.forward_arguments import CACHE
-from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
-
-
-def declared(attribute):
-    """What the test files of the encodings declare under a name, by the encoding: parameters."""
-    modules = {name: f"test_position_{name}" for name in POSITION_ENCODINGS}
-    return {
-        name: getattr(importlib.import_module(module), attribute, {})
-        for name, module in modules.items()
-        if importlib.util.find_spec(module)
-    }
-
+from whatwhere.position_registry import COMBINATIONS, supported_implementations
 
 VARIANTS = {f"{name}:{variant}": found for name, own in declared("VARIANTS").items() for variant, found in own.items()}
 VARIANTS["cope+rope:separate"] = {"cope": {"num_positions": 6, "gates": "separate_key"}}
