@@ -107,10 +107,9 @@ gpu-check:
 
 # Nothing is installed again until one of these two files changes.
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= train,eval,test,lint
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[$(EXTRAS)]"
+	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[train,eval,test,lint]"
 	touch $@
 
 clean:
